@@ -1,0 +1,1 @@
+"""PPO from human feedback on Ray."""

@@ -1,0 +1,9 @@
+"""What every section of the configuration has in common: typed, whole, frozen, unknown keys refused."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A part of the configuration. Each field has a type, a default, bounds and one sentence."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())

@@ -1,0 +1,62 @@
+"""Data sets: prompts for PPO, demonstrations for SFT, preferences for reward models."""
+
+from pydantic import Field
+
+from rlhf_ray.config.base import Section
+
+
+class PromptsConfig(Section):
+    """Prompts that rollouts start from."""
+
+    path: str
+    """jsonl, parquet or csv file, or a Hub data set name."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    column: str = "prompt"
+    """Column that holds the prompt: text, or chat messages for the tokenizer's template."""
+    max_tokens: int = Field(512, ge=1)
+    """Longer prompts are left out, counted and reported; never cut."""
+    shuffle: bool = True
+    """Visit rows in a new pseudo-random order each epoch."""
+    limit: int | None = Field(None, ge=1)
+    """Use the first rows only."""
+
+
+class DemonstrationsConfig(Section):
+    """Texts to imitate."""
+
+    path: str
+    """jsonl, parquet or csv file, or a Hub data set name."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    text: str = "text"
+    """Column with the whole text, when there is no prompt column."""
+    prompt: str | None = None
+    """Column with the prompt; its tokens carry no loss."""
+    response: str = "response"
+    """Column with the response, when `prompt` is set."""
+    max_tokens: int = Field(512, ge=2)
+    """Longer rows are left out, counted and reported; never cut."""
+    limit: int | None = Field(None, ge=1)
+    """Use the first rows only."""
+
+
+class PreferencesConfig(Section):
+    """Pairs of responses of which one was preferred."""
+
+    path: str
+    """jsonl, parquet or csv file, or a Hub data set name."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    prompt: str = "prompt"
+    """Column with the shared prompt (may be an empty string)."""
+    chosen: str = "chosen"
+    """Column with the preferred response."""
+    rejected: str = "rejected"
+    """Column with the other response."""
+    max_tokens: int = Field(512, ge=2)
+    """Pairs with a longer side are left out, counted and reported; never cut."""
+    limit: int | None = Field(None, ge=1)
+    """Use the first rows only."""
+    held_out: float = Field(0.1, ge=0, lt=1)
+    """Share of pairs kept aside to measure accuracy."""

@@ -1,0 +1,65 @@
+"""Rollouts: sampling, the engine that samples, and how its weights arrive."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_ray.config.base import Section
+from rlhf_ray.config.run import PlacementConfig
+
+
+class SamplingConfig(Section):
+    """How responses are drawn. Log-probabilities refer to the distribution after temperature."""
+
+    max_tokens: int = Field(256, ge=1)
+    """Longest response, in tokens."""
+    temperature: float = Field(1.0, ge=0)
+    """Softmax temperature; 0 is greedy (evaluation only). PPO's default is 1 (Ziegler et al. 2019 used 0.7)."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; 1 keeps the whole distribution. PPO needs 1: see `GenerationConfig`."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the k likeliest tokens; 0 keeps them all. PPO needs 0."""
+
+
+class GenerationConfig(PlacementConfig):
+    """vLLM rollout workers."""
+
+    engine: Literal["auto", "in_process", "async"] = "auto"
+    """"in_process" steps vLLM inside the worker (smallest on CPU); "async" runs AsyncLLM; "auto" takes async on a GPU."""
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    """Sampling of training rollouts."""
+    chunk: int = Field(16, ge=1)
+    """Samples per rollout record: the unit that is generated, scored and stored together."""
+    max_sequences: int = Field(64, ge=1)
+    """Sequences a worker decodes at the same time (vLLM's max_num_seqs)."""
+    kv_cache_mb: int | None = Field(64, ge=8)
+    """KV-cache memory of a worker in MiB; empty lets vLLM take `gpu_memory_utilization` of the GPU."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of GPU memory for vLLM when `kv_cache_mb` is empty."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs per worker (async engine)."""
+
+    @model_validator(mode="after")
+    def _full_distribution(self) -> "GenerationConfig":
+        s = self.sampling
+        if s.top_p < 1 or s.top_k:
+            raise ValueError(
+                "sampling.top_p < 1 or top_k > 0 makes behaviour log-probabilities differ from the policy's, and the "
+                "PPO ratio wrong; set top_p=1 and top_k=0 (temperature may differ from 1)"
+            )
+        if s.temperature == 0:
+            raise ValueError("sampling.temperature=0 explores nothing; use a positive temperature for training")
+        if self.tensor_parallel > 1 and self.engine == "in_process":
+            raise ValueError("tensor_parallel > 1 needs engine: async")
+        return self
+
+
+class WeightsConfig(Section):
+    """How new policy weights reach the generators."""
+
+    transport: Literal["object_store"] = "object_store"
+    """"object_store": buckets through Ray's object store, for any hardware."""
+    bucket_mb: int = Field(256, ge=1)
+    """Largest bucket, in MiB; a tensor larger than this gets a bucket of its own."""
+    logprob_gap_alarm: float = Field(0.1, gt=0)
+    """Warn when generator and learner of the same version differ by more than this mean absolute log-probability."""

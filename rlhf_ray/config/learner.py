@@ -1,0 +1,46 @@
+"""Learners: DeepSpeed, the optimizer, its schedule, memory."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_ray.config.base import Section
+from rlhf_ray.config.run import PlacementConfig
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019) with a learning-rate schedule."""
+
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moment decay (0.9, 0.95 as in Llama 2 and OpenRLHF)."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's denominator offset (InstructGPT-style trainers use 1e-8 or 1e-5)."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay on matrices; none on vectors."""
+    grad_clip: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 turns clipping off."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows warm-up, over the optimizer steps of the whole run."""
+    min_ratio: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end of decay, as a share of the peak."""
+
+
+class LearnerConfig(PlacementConfig):
+    """A model under training on one or more data-parallel ranks (one worker each)."""
+
+    zero_stage: int = Field(1, ge=0, le=3)
+    """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer state, 2 gradients too, 3 parameters too."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in CPU memory (GPU learners, ZeRO 1-3)."""
+    autocast: Literal["float32", "bfloat16"] = "float32"
+    """Precision of forward and backward; weights and optimizer stay in float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    micro_batch_tokens: int = Field(4096, ge=8)
+    """Largest number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """Optimizer and schedule."""

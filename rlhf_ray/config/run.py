@@ -1,0 +1,65 @@
+"""The run itself and the cluster it runs on."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_ray.config.base import Section
+
+
+class RunConfig(Section):
+    """What this run is called, where it writes, how long it goes on."""
+
+    dir: str = "runs/default"
+    """Directory that receives everything the run writes; created if missing."""
+    steps: int = Field(100, ge=1)
+    """Updates to make in all, counted from the beginning also after a resume."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed that every other seed of the run is derived from."""
+
+
+class PoolConfig(Section):
+    """A named set of equal bundles of resources; roles that name the same pool share it."""
+
+    bundles: int = Field(1, ge=1)
+    """Bundles in the pool; each lies on one node."""
+    cpus: float = Field(1.0, ge=0)
+    """Logical CPUs in each bundle."""
+    gpus: int = Field(0, ge=0)
+    """GPUs in each bundle."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """How Ray lays bundles over nodes (Ray's placement-group strategies)."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Node labels a bundle's node must carry, e.g. {"ray.io/accelerator-type": "H100"}."""
+
+
+class ClusterConfig(Section):
+    """The Ray cluster: a private local one by default, or an existing one by address."""
+
+    address: str | None = None
+    """Ray address to join ("auto", "host:6379"); a private local cluster is started when empty."""
+    object_store_mb: int = Field(512, ge=100)
+    """Object-store memory of a local cluster, in MiB."""
+    dashboard: bool = True
+    """Start Ray's dashboard (on 127.0.0.1) with a local cluster."""
+    metrics_port: int | None = Field(None, ge=1024, le=65535)
+    """Port of a local cluster's Prometheus endpoint; picked by Ray when empty."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Longest wait for pools to be placed and for workers to be ready."""
+    call_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for any single call to a worker."""
+
+
+class PlacementConfig(Section):
+    """Where the workers of a role run and with how much of a machine."""
+
+    pool: str = "default"
+    """Name of the pool, one of `pools`."""
+    workers: int = Field(1, ge=1)
+    """Processes of this role."""
+    cpus: float = Field(0.1, ge=0)
+    """Logical CPUs each worker reserves in its pool."""
+    gpus: float = Field(0.0, ge=0)
+    """GPUs (or a fraction) each worker reserves in its pool."""
+    threads: int = Field(1, ge=1)
+    """Compute threads of each worker. On CPUs keep the sum near the number of cores: oversubscription halves speed."""

@@ -1,0 +1,224 @@
+"""The whole configuration of each stage, and the checks that involve more than one section."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.base import Section
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.loop import (
+    BufferConfig,
+    CheckpointConfig,
+    CoordinatorConfig,
+    EvaluationConfig,
+    LoggingConfig,
+)
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
+
+
+def _default_pools() -> dict[str, PoolConfig]:
+    return {"default": PoolConfig()}
+
+
+class StageConfig(BaseSettings):
+    """What every stage has: the run, the cluster, its pools, and where numbers go."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix="RLHF_RAY_", env_nested_delimiter="__", use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    """The run itself."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """The Ray cluster."""
+    pools: dict[str, PoolConfig] = Field(default_factory=_default_pools)
+    """Named sets of resource bundles; every role names one."""
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    """Where numbers and texts go."""
+
+    def placements(self) -> dict[str, PlacementConfig]:
+        """The roles of this stage, by the name of their section."""
+        return {name: v for name in type(self).model_fields if isinstance(v := getattr(self, name), PlacementConfig)}
+
+    @model_validator(mode="after")
+    def _pools_suffice(self) -> Self:
+        placements = self.placements()
+        for role, p in placements.items():
+            if p.pool not in self.pools:
+                raise ValueError(f"{role}.pool={p.pool!r} is not one of pools: {sorted(self.pools)}")
+        for name, pool in self.pools.items():
+            users = {r: p for r, p in placements.items() if p.pool == name}
+            for kind in ("cpus", "gpus"):
+                asked = sum(p.workers * getattr(p, kind) for p in users.values())
+                given = pool.bundles * getattr(pool, kind)
+                if asked > given + 1e-6:
+                    parts = ", ".join(f"{r} {p.workers}x{getattr(p, kind)}" for r, p in users.items())
+                    raise ValueError(
+                        f"pools.{name} gives {given:g} {kind}, its roles ask for {asked:g} ({parts}); "
+                        f"raise pools.{name}.{kind} or bundles, or lower the roles' {kind} or workers"
+                    )
+        return self
+
+
+class SupervisedTrainingConfig(Section):
+    """Batches and evaluation of a supervised stage."""
+
+    batch_size: int = Field(64, ge=1)
+    """Rows (or pairs) of one update, over all ranks."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between evaluations on held-out rows; 0 evaluates at the end only."""
+
+
+class SFTConfig(StageConfig):
+    """`rlhf-ray sft`: supervised fine-tuning on demonstrations, on packed sequences."""
+
+    model: ModelConfig | NewModelConfig
+    """Model to start from: a `path`, or an `architecture` and `tokenizer` to make one."""
+    data: DemonstrationsConfig
+    """Demonstrations."""
+    training: SupervisedTrainingConfig = Field(default_factory=SupervisedTrainingConfig)
+    """Batches and evaluation."""
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    """The model under training."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When to save."""
+
+
+class RewardModelConfig(StageConfig):
+    """`rlhf-ray reward-model`: a scalar head trained on preference pairs (Bradley and Terry 1952; Stiennon et al. 2020)."""
+
+    model: ModelConfig
+    """Model to start from, usually the SFT model; a scalar head is added."""
+    data: PreferencesConfig
+    """Preference pairs."""
+    training: SupervisedTrainingConfig = Field(default_factory=lambda: SupervisedTrainingConfig(batch_size=32))
+    """Batches and evaluation."""
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    """The model under training."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When to save."""
+
+
+class SamplePairsConfig(Section):
+    """Pairs of samples from one model, ranked by a judge."""
+
+    judge: Literal["vader"] = "vader"
+    """Judge that ranks the two samples of a pair."""
+    min_margin: float = Field(0.1, ge=0)
+    """Pairs whose judge scores differ by less are left out (and counted)."""
+    output: str = "preferences.jsonl"
+    """File to write, relative to run.dir."""
+
+
+class PreferencesStageConfig(StageConfig):
+    """`rlhf-ray preferences`: sample pairs of responses from a model and rank each pair by a judge."""
+
+    model: ModelConfig
+    """Model to sample from."""
+    prompts: PromptsConfig
+    """Prompts to respond to, one pair each."""
+    generator: GenerationConfig = Field(default_factory=GenerationConfig)
+    """vLLM workers."""
+    pairs: SamplePairsConfig = Field(default_factory=SamplePairsConfig)
+    """How pairs are ranked."""
+
+
+class CriticConfig(LearnerConfig):
+    """The critic under training."""
+
+    init: Literal["policy", "reward"] = "policy"
+    """Start from the policy's weights with a new head, or from the reward model with its head. From the reward model its
+    values leak the reward while λ < 1; the default keeps that out."""
+
+
+class PPOConfig(StageConfig):
+    """`rlhf-ray ppo`: proximal policy optimisation against a reward model, with a reference KL."""
+
+    model: ModelConfig
+    """Policy to start from, and the frozen reference."""
+    reward_model: ModelConfig
+    """Reward model directory (made by `rlhf-ray reward-model`, or any one-label sequence classifier)."""
+    prompts: PromptsConfig
+    """Prompts that rollouts start from."""
+    generator: GenerationConfig = Field(default_factory=GenerationConfig)
+    """vLLM rollout workers."""
+    reference: "ScorerConfig" = Field(default_factory=lambda: ScorerConfig())
+    """Frozen reference model."""
+    reward: "ScorerConfig" = Field(default_factory=lambda: ScorerConfig())
+    """Frozen reward model."""
+    assembler: PlacementConfig = Field(default_factory=lambda: PlacementConfig(cpus=0.05))
+    """Turns rollouts and scores into experience."""
+    policy: LearnerConfig = Field(default_factory=LearnerConfig)
+    """The policy under training."""
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    """The critic under training."""
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    """PPO's numbers."""
+    coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+    """How experience flows."""
+    buffer: BufferConfig = Field(default_factory=BufferConfig)
+    """Replay buffer."""
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    """How new weights reach the generators."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When to save."""
+    evaluation: EvaluationConfig | None = None
+    """Held-out evaluation; off when empty."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one update."""
+        return self.coordinator.prompts_per_step * self.coordinator.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _geometry(self) -> Self:
+        c, samples = self.coordinator, self.samples_per_step
+        if samples % self.algorithm.mini_batches:
+            raise ValueError(
+                f"coordinator.prompts_per_step x samples_per_prompt = {c.prompts_per_step} x {c.samples_per_prompt} = "
+                f"{samples} does not divide into algorithm.mini_batches={self.algorithm.mini_batches}; "
+                "change one so that it does"
+            )
+        if self.generator.chunk % c.samples_per_prompt:
+            raise ValueError(
+                f"generator.chunk={self.generator.chunk} is not a multiple of "
+                f"coordinator.samples_per_prompt={c.samples_per_prompt}; a prompt's samples travel together"
+            )
+        needed = (c.max_staleness + 1) * samples
+        if self.buffer.capacity_samples is not None and self.buffer.capacity_samples < needed:
+            raise ValueError(
+                f"buffer.capacity_samples={self.buffer.capacity_samples} cannot hold (max_staleness + 1) x "
+                f"{samples} = {needed} samples and the loop would wait for ever; raise it or leave it empty"
+            )
+        for role in ("policy", "critic"):
+            learner: LearnerConfig = getattr(self, role)
+            longest = self.prompts.max_tokens + self.generator.sampling.max_tokens
+            if learner.micro_batch_tokens < longest:
+                raise ValueError(
+                    f"{role}.micro_batch_tokens={learner.micro_batch_tokens} is less than the longest sample, "
+                    f"prompts.max_tokens + generator.sampling.max_tokens = {longest}; raise it to at least that"
+                )
+            if samples // self.algorithm.mini_batches < learner.workers:
+                raise ValueError(
+                    f"a mini-batch of {samples // self.algorithm.mini_batches} samples cannot be shared by "
+                    f"{role}.workers={learner.workers}; use fewer mini_batches or workers"
+                )
+        return self
+
+
+class ScorerConfig(PlacementConfig):
+    """A frozen model that scores rollouts."""
+
+    micro_batch_tokens: int = Field(8192, ge=8)
+    """Largest number of tokens in one forward pass."""
+
+
+PPOConfig.model_rebuild()
+__all__ = ["PPOConfig", "PreferencesStageConfig", "RewardModelConfig", "SFTConfig", "ScorerConfig", "StageConfig",
+           "SamplingConfig"]

@@ -1,0 +1,77 @@
+"""What can fail, said so that the next person knows what happened, with which values, and what to do.
+
+Every error we raise on purpose derives from `RLHFError`. The command line prints its message alone, without a
+traceback, and exits with `exit_code`. `retryable` says whether doing the same thing again may succeed.
+"""
+
+
+class RLHFError(Exception):
+    """Base of all errors with a message meant for a person."""
+
+    exit_code = 1
+    retryable = False
+
+    def __reduce__(self):
+        # Errors cross process boundaries; subclasses with several arguments still unpickle from their message.
+        return _rebuild, (type(self), str(self))
+
+
+def _rebuild(cls: type[RLHFError], message: str) -> RLHFError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    return error
+
+
+class ConfigError(RLHFError):
+    """A configuration that cannot run; names the field, the value and the fix."""
+
+    exit_code = 2
+
+
+class DataError(RLHFError):
+    """Input rows or files that cannot be used; names the file and the line."""
+
+    exit_code = 2
+
+
+class ModelError(RLHFError):
+    """A model or tokenizer that is missing, damaged or does not match its counterpart."""
+
+    exit_code = 2
+
+
+class RewardError(RLHFError):
+    """A reward that is not a finite number, or a scorer that did not answer as agreed. Never turned into a zero."""
+
+
+class WeightsError(RLHFError):
+    """Published weights that did not arrive whole: wrong checksum, missing tensor, unexpected version."""
+
+
+class CheckpointError(RLHFError):
+    """A checkpoint that cannot be written, or whose bytes are not what its manifest says."""
+
+
+class BufferError(RLHFError):  # noqa: A001 - the replay buffer's own error; the builtin is about memoryviews
+    """A replay-buffer operation that breaks its contract (over capacity, unknown lease, stale experience)."""
+
+
+class TrainingError(RLHFError):
+    """Training that cannot go on: a loss or gradient that is not finite, several times in a row."""
+
+
+class WorkerError(RLHFError):
+    """A worker process that died, hung past its deadline, or could not be placed; names role, rank and call."""
+
+    retryable = True
+
+
+class ClusterError(RLHFError):
+    """A Ray cluster that cannot be reached or has not what the configuration asks for."""
+
+
+class RunInterrupted(RLHFError):
+    """The run was asked to stop and left a resumable checkpoint; exit code 75 (EX_TEMPFAIL) says so to a scheduler."""
+
+    exit_code = 75
+    retryable = True

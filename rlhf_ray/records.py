@@ -1,0 +1,264 @@
+"""The records that travel between roles, one per stage: prompts, rollouts, scores, experience, batch, statistics.
+
+Everything per token is a *ragged column*: one flat numpy array over all tokens of all rows, cut by `offsets`.
+Nothing is padded. A numpy array comes out of Ray's object store without a copy (read-only), which is why records hold
+numpy and not torch. All per-token columns of a record share its `offsets` and are aligned with `tokens`: entry `t` of
+a column speaks of `tokens[t]` (its log-probability *given what precedes it*, the value of the state *before* it).
+On prompt tokens such entries are zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def per_token() -> Any:
+    """A field that is a flat array with one entry per token."""
+    return field(metadata={"axis": "token"})
+
+
+def per_row() -> Any:
+    """A field with one entry per row: an array `[N]` or a list of length N."""
+    return field(metadata={"axis": "row"})
+
+
+def row_indices(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Flat positions of the tokens of `rows`, in that order."""
+    starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
+    ends = np.cumsum(lengths)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+    return np.repeat(starts, lengths) + within
+
+
+def offsets_of(lengths: Any) -> NDArray[np.int64]:
+    """`[N+1]` offsets from `[N]` lengths."""
+    return np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Base of records with rows of different lengths. Subclasses mark fields with `per_token()` or `per_row()`."""
+
+    offsets: NDArray[np.int64]
+    """[N+1] int64: row i holds tokens offsets[i]:offsets[i+1]."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[N] tokens per row."""
+        return np.diff(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array columns (lists of strings not counted)."""
+        return sum(v.nbytes for v in self.__dict__.values() if isinstance(v, np.ndarray))
+
+    def row(self, i: int, column: str) -> NDArray[Any]:
+        """The slice of a per-token column that belongs to row i."""
+        return getattr(self, column)[self.offsets[i] : self.offsets[i + 1]]
+
+    def select(self, rows: Any) -> Self:
+        """A record of the given rows, in the given order (copies)."""
+        rows = np.asarray(rows, dtype=np.int64)
+        flat = row_indices(self.offsets, rows)
+        chosen: dict[str, Any] = {"offsets": offsets_of(self.lengths[rows])}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.metadata.get("axis") == "token":
+                chosen[f.name] = None if value is None else value[flat]
+            elif f.metadata.get("axis") == "row":
+                chosen[f.name] = value[rows] if isinstance(value, np.ndarray) else [value[i] for i in rows]
+        return type(self)(**chosen)
+
+    @classmethod
+    def concat(cls, parts: Any) -> Self:
+        """One record of all rows of `parts`, in order.
+
+        Raises:
+            ValueError: no parts, or a column present in some parts only.
+        """
+        parts = list(parts)
+        if not parts:
+            raise ValueError(f"cannot concatenate zero {cls.__name__} records")
+        joined: dict[str, Any] = {"offsets": offsets_of(np.concatenate([p.lengths for p in parts]))}
+        for f in fields(cls):
+            values = [getattr(p, f.name) for p in parts]
+            if f.metadata.get("axis") is None:
+                continue
+            if all(v is None for v in values):
+                joined[f.name] = None
+            elif any(v is None for v in values):
+                raise ValueError(f"{cls.__name__}.{f.name} is present in some parts and missing in others")
+            elif isinstance(values[0], np.ndarray):
+                joined[f.name] = np.concatenate(values)
+            else:
+                joined[f.name] = [item for value in values for item in value]
+        return cls(**joined)
+
+
+@dataclass(frozen=True, order=True)
+class SampleKey:
+    """Names one sample of a run for ever, whatever attempt or worker made it."""
+
+    epoch: int
+    row: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class Prompts(Ragged):
+    """A table of tokenised prompts. Lives in the object store; the coordinator speaks of its row numbers only."""
+
+    tokens: NDArray[np.int32] = per_token()
+    texts: list[str] = per_row()
+    """[N] prompt text as the tokenizer saw it."""
+    metadata: list[dict[str, Any]] = per_row()
+    """[N] the other columns of the data row (an answer to check, a domain, ...)."""
+
+
+@dataclass(frozen=True)
+class Rollout(Ragged):
+    """What a generator made of a chunk of samples: prompt and response tokens, and how each token came about."""
+
+    tokens: NDArray[np.int32] = per_token()
+    response_mask: NDArray[np.bool_] = per_token()
+    """True on tokens the policy sampled (the end-of-sequence token included); False on prompt and inserted tokens."""
+    logprobs: NDArray[np.float32] = per_token()
+    """Behaviour log-probability under the sampling distribution; 0 where response_mask is False."""
+    versions: NDArray[np.int32] = per_token()
+    """Weight version that made the token; -1 where response_mask is False."""
+    keys: list[SampleKey] = per_row()
+    seeds: NDArray[np.int64] = per_row()
+    finish_reasons: list[str] = per_row()
+    """"stop" (end-of-sequence or stop token), "length" or "abort"."""
+
+
+@dataclass(frozen=True)
+class TokenScores(Ragged):
+    """One number per token of a rollout: log-probabilities under a model, or a critic's values. float32."""
+
+    values: NDArray[np.float32] = per_token()
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """One finite score per row of a rollout."""
+
+    scores: NDArray[np.float32]
+    """[N] float32."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All that was said about one rollout: what the assembler needs to turn it into experience."""
+
+    rewards: RewardScores
+    reference: TokenScores
+    """Log-probabilities under the frozen reference."""
+    policy: TokenScores
+    """Log-probabilities under the policy as it stands before the update ("old" log-probabilities)."""
+    values: TokenScores | None
+    """Critic's values; None for estimators without a critic."""
+
+
+@dataclass(frozen=True)
+class Experience(Ragged):
+    """Scored rollouts with advantages: what the replay buffer refers to and learners lease."""
+
+    tokens: NDArray[np.int32] = per_token()
+    response_mask: NDArray[np.bool_] = per_token()
+    behaviour_logprobs: NDArray[np.float32] = per_token()
+    old_logprobs: NDArray[np.float32] = per_token()
+    reference_logprobs: NDArray[np.float32] = per_token()
+    values: NDArray[np.float32] | None = per_token()
+    """Critic's values when the experience was assembled; None without a critic."""
+    advantages: NDArray[np.float32] = per_token()
+    """Not whitened; zero where response_mask is False."""
+    returns: NDArray[np.float32] = per_token()
+    keys: list[SampleKey] = per_row()
+
+
+@dataclass(frozen=True)
+class ExperienceSummary:
+    """The small numbers about one experience that the coordinator keeps and logs. Per-row arrays are [N]."""
+
+    keys: list[SampleKey]
+    scores: NDArray[np.float32]
+    kl: NDArray[np.float32]
+    """Sum over response tokens of old minus reference log-probability: the k1 estimate of the sequence KL, in nats."""
+    response_lengths: NDArray[np.int32]
+    finished: NDArray[np.bool_]
+    """True where the response ended by itself ("stop")."""
+    min_version: int
+    """Oldest weight version among the response tokens."""
+    nbytes: int
+    tokens: int
+    """Prompt and response tokens together."""
+    behaviour_gap: float
+    """Mean absolute difference of behaviour and old log-probabilities over response tokens."""
+    samples: list[dict[str, Any]]
+    """A few rows as text, for the samples/ folder: prompt, response, score, kl, gold (when a judge is set)."""
+    gold: NDArray[np.float32] | None
+    """[N] independent judge's scores, when one is configured."""
+
+
+@dataclass(frozen=True)
+class Batch(Ragged):
+    """One update's worth of experience, concatenated in key order, advantages whitened if asked."""
+
+    tokens: NDArray[np.int32] = per_token()
+    response_mask: NDArray[np.bool_] = per_token()
+    behaviour_logprobs: NDArray[np.float32] = per_token()
+    old_logprobs: NDArray[np.float32] = per_token()
+    reference_logprobs: NDArray[np.float32] = per_token()
+    values: NDArray[np.float32] | None = per_token()
+    advantages: NDArray[np.float32] = per_token()
+    returns: NDArray[np.float32] = per_token()
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """What one learner's update did. Means are over response tokens of the whole batch, all ranks, all mini-batches."""
+
+    step: int
+    applied: int
+    """Optimizer steps that changed the weights."""
+    skipped: int
+    """Optimizer steps not applied because a loss or gradient was not finite."""
+    seconds: float
+    tokens: int
+    """Tokens run forward and backward, on all ranks."""
+    metrics: dict[str, float]
+    """loss, grad_norm, learning_rate and what the algorithm adds (clip_fraction, approx_kl, entropy, ...)."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies inside a weight bucket."""
+
+    name: str
+    dtype: str
+    """torch dtype name, e.g. "float32"."""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """A slice of a model's weights as one flat buffer, with what is needed to trust it."""
+
+    version: int
+    index: int
+    count: int
+    """Buckets in this publication."""
+    entries: list[TensorEntry]
+    data: NDArray[np.uint8]
+    checksum: str
+    """Hex digest of `data` and `entries` (see weights.manifest.checksum)."""
