@@ -6,4 +6,6 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A part of the configuration. Each field has a type, a default, bounds and one sentence."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )

@@ -3,7 +3,7 @@
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.base import Section
@@ -41,6 +41,13 @@ class StageConfig(BaseSettings):
     """Named sets of resource bundles; every role names one."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     """Where numbers and texts go."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Building a configuration reads its arguments alone; `load` reads the environment, once, beside the file."""
+        return (init_settings,)
 
     def placements(self) -> dict[str, PlacementConfig]:
         """The roles of this stage, by the name of their section."""

@@ -1,0 +1,186 @@
+"""Turns pydantic's errors into one message that names each field, its value, where it came from and the fix."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from rlhf_ray.config.fields import describe_fields, section_of_values, sections_of
+from rlhf_ray.config.sources import Layer
+
+_SCALARS = {
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "string_type": "must be text; put it in quotes",
+    "tuple_type": "must be a list, such as [0.9, 0.95]",
+    "list_type": "must be a list",
+}
+_LIMITS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "greater than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+_SECTION_TYPES = ("model_type", "model_attributes_type", "dict_type")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the configuration an error stands."""
+
+    path: tuple[str, ...]
+    parent: type[BaseModel] | None
+    """Section that holds the last key; None inside a mapping or list."""
+    annotation: Any
+    """Type of the field at `path`; None for an unknown key."""
+    branch: type[BaseModel] | None
+    """Which section of a union the error speaks of."""
+    union: tuple[str, ...]
+    """Path of that union."""
+
+
+def explain(cls: type[BaseModel], error: ValidationError, values: dict[str, Any], layers: list[Layer]) -> str:
+    """One line per problem. `values` is what was validated, `layers` where it came from (later layers win)."""
+    lines: list[str] = []
+    for problem in error.errors(include_url=False):
+        place = _place(cls, problem["loc"])
+        if place.branch:
+            given = _get(values, place.union)
+            members = sections_of(_place(cls, place.union).annotation)
+            chosen = _chosen(members, given)
+            line = _neither(place.union, members, given, layers) if chosen is None else None
+            if chosen is not None and chosen is not place.branch:
+                continue
+        else:
+            line = None
+        line = line or _line(cls, place, problem, layers)
+        if line not in lines:
+            lines.append(line)
+    return "the configuration cannot run:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def suggestion(word: str, known: list[str]) -> str:
+    """'did you mean x?' or the list of what there is."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+
+
+def _place(cls: type[BaseModel], loc: tuple[Any, ...]) -> _Place:
+    """Follow pydantic's location, which names the member of a union after the field, down the models."""
+    annotation: Any = cls
+    parent: type[BaseModel] | None = None
+    branch: type[BaseModel] | None = None
+    path: tuple[str, ...] = ()
+    union: tuple[str, ...] = ()
+    for part in loc:
+        members, values = sections_of(annotation), section_of_values(annotation)
+        if len(members) > 1 and (tagged := _tagged(members, str(part))):
+            annotation, branch, union = tagged, tagged, path
+            continue
+        path = (*path, str(part))
+        parent = members[0] if members else None
+        if parent:
+            info = parent.model_fields.get(str(part))
+            annotation = info.annotation if info else None
+        else:
+            annotation = values
+    return _Place(path, parent, annotation, branch, union)
+
+
+def _tagged(members: tuple[type[BaseModel], ...], tag: str) -> type[BaseModel] | None:
+    """The member that a union tag such as "ModelConfig" or "function-after[check(), ModelConfig]" speaks of."""
+    return next((m for m in members if re.search(rf"\b{m.__name__}\b", tag)), None)
+
+
+def _chosen(members: tuple[type[BaseModel], ...], given: Any) -> type[BaseModel] | None:
+    """The section that the given keys fit; None when they fit none of them, or several equally well."""
+    keys = set(given) if isinstance(given, dict) else set()
+    marks = [keys & set(m.model_fields) - _shared(members) for m in members]
+    fitting = [m for m, own in zip(members, marks, strict=True) if own]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _shared(members: tuple[type[BaseModel], ...]) -> set[str]:
+    return set.intersection(*(set(m.model_fields) for m in members))
+
+
+def _neither(path: tuple[str, ...], members: tuple[type[BaseModel], ...], given: Any, layers: list[Layer]) -> str:
+    name, keys = ".".join(path), sorted(given) if isinstance(given, dict) else []
+    wanted = " or ".join(
+        "{" + ", ".join(k for k, f in m.model_fields.items() if f.is_required()) + "}" for m in members
+    )
+    got = f"it has {', '.join(keys)}" if keys else f"it is {given!r}"
+    return f"{name}: needs the keys {wanted}, not both; {got}{_origin(path, layers)}"
+
+
+def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]) -> str:
+    kind, name = problem["type"], ".".join(place.path)
+    if kind == "value_error":  # our own validators already speak to people
+        text = problem["msg"].removeprefix("Value error, ")
+        return f"{name}: {text}{_origin(place.path, layers)}" if name else text
+    if kind == "missing":
+        return f"{name}: is required{_sentence(place)}; set it in the file or with --{name}=..."
+    if kind == "extra_forbidden":
+        return f"{name}: unknown key; {_meant(cls, place)}{_origin(place.path, layers)}"
+    return f"{name}{_value(place, problem['input'])}: {_rule(place, problem)}{_origin(place.path, layers)}"
+
+
+def _meant(cls: type[BaseModel], place: _Place) -> str:
+    """The key that an unknown one may stand for: one that looks alike, or one of the same name in another section."""
+    key, known = place.path[-1], list(place.parent.model_fields) if place.parent else []
+    namesakes = [f.path for f in describe_fields(cls) if f.path.endswith(f".{key}")]
+    if namesakes and not difflib.get_close_matches(key, known, n=1):
+        return f"did you mean {' or '.join(namesakes[:3])}?"
+    return suggestion(key, known)
+
+
+def _rule(place: _Place, problem: Any) -> str:
+    """What is allowed instead."""
+    kind, context = problem["type"], problem.get("ctx") or {}
+    if kind in _LIMITS:
+        key, words = _LIMITS[kind]
+        return f"must be {words} {context[key]:g}"
+    if kind == "literal_error":
+        allowed = re.findall(r"'([^']*)'", str(context["expected"])) or [str(context["expected"])]
+        return f"must be one of {', '.join(allowed)}"
+    if kind in _SECTION_TYPES:
+        members = sections_of(place.annotation)
+        keys = ", ".join(members[0].model_fields) if members else "names of your choice"
+        return f"is a section; give it keys ({keys})"
+    return _SCALARS.get(kind) or problem["msg"][:1].lower() + problem["msg"][1:]
+
+
+def _sentence(place: _Place) -> str:
+    info = place.parent.model_fields.get(place.path[-1]) if place.parent else None
+    return f" ({' '.join(info.description.split()).rstrip('.')})" if info and info.description else ""
+
+
+def _value(place: _Place, value: Any) -> str:
+    """'=value', short, and never a secret."""
+    if place.annotation is SecretStr or SecretStr in getattr(place.annotation, "__args__", ()):
+        return ""
+    text = repr(value)
+    return f"={text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _origin(path: tuple[str, ...], layers: list[Layer]) -> str:
+    """' [file:line]' of the value, or of the nearest section around it."""
+    for end in range(len(path), 0, -1):
+        for layer in reversed(layers):
+            if place := layer.origins.get(path[:end]):
+                return f" [{place}]"
+    return ""
+
+
+def _get(values: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values

@@ -1,0 +1,136 @@
+"""What fields a configuration has: names, types, defaults, bounds and sentences, read from the pydantic models.
+
+Owns the walk over sections that `--help`, `docs/configuration.md` and error messages share. It says nothing of values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_UNSET = object()
+_PLAIN = {int: "int", float: "float", str: "text", bool: "true or false"}
+_BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+
+
+@dataclass(frozen=True)
+class FieldDescription:
+    """One field that can be set."""
+
+    path: str
+    """Dotted name from the top, as in `--path=value`; NAME stands for a key that the user chooses."""
+    type: str
+    default: str
+    """Default as YAML would write it; "" when the field is required."""
+    required: bool
+    bounds: str
+    """Limits such as ">= 1, < 10"; "" without any."""
+    sentence: str
+
+    @property
+    def section(self) -> str:
+        """First part of the path."""
+        return self.path.split(".")[0]
+
+
+def describe_fields(cls: type[BaseModel]) -> list[FieldDescription]:
+    """Every field of a stage's configuration that can be set, depth first, in the order of the models.
+
+    A field that may be one of two sections (`SFTConfig.model`) lists the fields of both, shared ones once.
+    """
+    described: dict[str, FieldDescription] = {}
+    for item in _walk(cls, _UNSET, ()):
+        described.setdefault(item.path, item)
+    return list(described.values())
+
+
+def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The sections that an annotation allows: one for `X` and `X | None`, several for a union, none for a scalar."""
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(s for member in get_args(annotation) for s in sections_of(member))
+    return (annotation,) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ()
+
+
+def section_of_values(annotation: Any) -> type[BaseModel] | None:
+    """The section that every value of a `dict[str, Section]` is; None for other annotations."""
+    if get_origin(annotation) is dict:
+        members = sections_of(get_args(annotation)[1])
+        return members[0] if members else None
+    return None
+
+
+def type_name(annotation: Any) -> str:
+    """A field's type in words a user of YAML understands."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is NoneType:
+        return "empty"
+    if origin is Literal:
+        return " | ".join(str(a) for a in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(type_name(a) for a in arguments)
+    if origin is tuple:
+        return "[" + ", ".join(type_name(a) for a in arguments) + "]"
+    if origin is list:
+        return f"list of {type_name(arguments[0])}"
+    if origin is dict:
+        return "{" + ": ".join(type_name(a) for a in arguments) + "}"
+    return _PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def bounds_of(field: FieldInfo) -> str:
+    """The limits of a number, e.g. ">= 0, < 1"."""
+    parts = []
+    for constraint in field.metadata:
+        for kind, attribute, sign in _BOUNDS:
+            if isinstance(constraint, kind):
+                parts.append(f"{sign} {getattr(constraint, attribute):g}")
+    return ", ".join(parts)
+
+
+def format_value(value: Any) -> str:
+    """A value on one line, as YAML would write it."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(format_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {format_value(v)}" for k, v in value.items()) + "}"
+    return str(value)
+
+
+def _walk(cls: type[BaseModel], instance: Any, prefix: tuple[str, ...]) -> Iterator[FieldDescription]:
+    """Fields of a section; `instance` holds the defaults in force where the section stands, if it has any."""
+    for name, field in cls.model_fields.items():
+        path = (*prefix, name)
+        default = getattr(instance, name) if isinstance(instance, cls) else _default(field)
+        members, values = sections_of(field.annotation), section_of_values(field.annotation)
+        if values:
+            first = next(iter(default.values()), _UNSET) if isinstance(default, dict) else _UNSET
+            yield from _walk(values, first, (*path, "NAME"))
+        elif members:
+            for member in members:
+                yield from _walk(member, default, path)
+        else:
+            yield _describe(path, field, default)
+
+
+def _default(field: FieldInfo) -> Any:
+    return _UNSET if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+
+
+def _describe(path: tuple[str, ...], field: FieldInfo, default: Any) -> FieldDescription:
+    required = default is _UNSET
+    return FieldDescription(
+        path=".".join(path),
+        type=type_name(field.annotation),
+        default="" if required else format_value(default),
+        required=required,
+        bounds=bounds_of(field),
+        sentence=" ".join((field.description or "").split()),
+    )

@@ -1,0 +1,107 @@
+"""One resolved, frozen configuration out of a YAML file, the environment and the command line.
+
+The command line wins over the environment, which wins over the file, which wins over the defaults. Relative paths in a
+configuration are relative to the working directory of the command, whichever file they stand in; they are saved as
+written. Code afterwards reads the configuration and never repairs it.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, SecretStr, ValidationError
+
+from rlhf_ray.config.explain import explain, suggestion
+from rlhf_ray.config.fields import FieldDescription, describe_fields
+from rlhf_ray.config.sources import Layer, merge, read_environment, read_overrides, read_yaml
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, RewardModelConfig, SFTConfig, StageConfig
+from rlhf_ray.errors import ConfigError
+
+__all__ = ["STAGES", "FieldDescription", "describe_fields", "load", "resolve", "save"]
+
+C = TypeVar("C", bound=StageConfig)
+
+STAGES: dict[str, type[StageConfig]] = {
+    "sft": SFTConfig,
+    "reward-model": RewardModelConfig,
+    "preferences": PreferencesStageConfig,
+    "ppo": PPOConfig,
+}
+"""Command -> configuration of its stage."""
+
+
+def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
+    """The resolved configuration of a stage.
+
+    `path` is a YAML file (None: defaults, environment and overrides alone); `overrides` are command-line arguments
+    `--section.key=value` or `--section.key value`.
+
+    Raises:
+        ConfigError: anything that cannot run, all problems at once, each with its field, value, place and fix.
+    """
+    layers = [read_yaml(Path(path)) if path is not None else Layer({}), read_environment(cls), read_overrides(overrides)]
+    _refuse_unknown_variables(cls)
+    values = merge(cls, layers)
+    try:
+        config = cls(**values)
+    except ValidationError as e:
+        raise ConfigError(explain(cls, e, values, layers)) from None
+    return resolve(config)
+
+
+def resolve(config: C) -> C:
+    """The same configuration with every value that follows from others filled in. Resolving twice changes nothing.
+
+    For PPO: `buffer.capacity_samples` is (max_staleness + 1) steps' worth of samples, and `buffer.capacity_mb` half of
+    `cluster.object_store_mb`.
+    """
+    if isinstance(config, PPOConfig):
+        buffer, steps = config.buffer, config.coordinator.max_staleness + 1
+        settled = buffer.model_copy(
+            update={
+                "capacity_samples": buffer.capacity_samples or steps * config.samples_per_step,
+                "capacity_mb": buffer.capacity_mb or config.cluster.object_store_mb // 2,
+            }
+        )
+        return config.model_copy(update={"buffer": settled})
+    return config
+
+
+def save(config: StageConfig, path: Path | str) -> None:
+    """Write a configuration as YAML that `load` reads back to an equal one. Secrets are left out.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = Path(path)
+    text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as e:
+        raise ConfigError(f"the configuration cannot be saved to {path}: {e}") from e
+
+
+def _plain(value: Any) -> Any:
+    """A configuration as what YAML knows: mappings, lists and scalars, without secrets."""
+    if isinstance(value, BaseModel):
+        return _plain({name: getattr(value, name) for name in type(value).model_fields})
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items() if not isinstance(v, SecretStr)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _refuse_unknown_variables(cls: type[StageConfig]) -> None:
+    """Stop at RLHF_RAY_SECTION__KEY whose section no stage has: a misspelt variable would be silently without effect."""
+    known = {name for stage in {cls, *STAGES.values()} for name in stage.model_fields}
+    for variable in os.environ:
+        section, delimiter, _ = variable.lower().removeprefix("rlhf_ray_").partition("__")
+        if variable.lower().startswith("rlhf_ray_") and delimiter and section not in known:
+            raise ConfigError(
+                f"environment variable {variable}: there is no section {section}; {suggestion(section, sorted(known))}"
+            )

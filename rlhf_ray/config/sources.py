@@ -1,0 +1,194 @@
+"""Where values come from: a YAML file, the environment, the command line; and how the three become one.
+
+Owns reading and merging, and remembers for each value where it stood, so that errors can point there. Whether the
+values are right is pydantic's to say.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
+
+from rlhf_ray.config.fields import section_of_values, sections_of
+from rlhf_ray.errors import ConfigError
+
+Path_ = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one source, nested as the sections are, and where each of them stood."""
+
+    values: dict[str, Any]
+    origins: dict[Path_, str] = field(default_factory=dict)
+    """Path of keys -> place, such as "ppo.yaml:12", "--run.steps" or "RLHF_RAY_RUN__STEPS"."""
+
+
+def read_yaml(path: Path) -> Layer:
+    """The values of a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML (file and line are named), is not a mapping, or names a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}; ready ones are in configs/") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"the configuration file {path} cannot be read: {e}") from None
+    try:
+        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(_yaml_problem(path, e)) from None
+    if values is None:
+        return Layer({})
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}; a configuration is a mapping of sections (run: ...)")
+    if strange := [key for key in values if not isinstance(key, str)]:
+        raise ConfigError(f"{path}: the key {strange[0]!r} is not a name; sections are names such as run")
+    origins: dict[Path_, str] = {}
+    for keys, line in _lines(node, ()):
+        if keys in origins and keys[-1] != "<<":
+            raise ConfigError(f"{path}:{line}: {'.'.join(keys)} is given twice (before at {origins[keys]}); keep one")
+        origins[keys] = f"{path}:{line}"
+    return Layer(values, origins)
+
+
+def read_environment(cls: type[BaseSettings]) -> Layer:
+    """The values of RLHF_RAY_SECTION__KEY variables that belong to `cls`.
+
+    Raises:
+        ConfigError: a whole section was given in a variable and is not JSON.
+    """
+    try:
+        values = EnvSettingsSource(cls)()
+    except SettingsError as e:
+        raise ConfigError(f"an environment variable cannot be read: {e}; write RLHF_RAY_SECTION__KEY=value") from None
+    prefix, delimiter = cls.model_config.get("env_prefix") or "", cls.model_config.get("env_nested_delimiter") or "__"
+    values = {key: _parsed(value, f"{prefix}{key.upper()}") for key, value in values.items()}
+    return Layer(values, {keys: prefix + delimiter.join(keys).upper() for keys in _leaves(values, ())})
+
+
+def read_overrides(overrides: list[str]) -> Layer:
+    """The values of `--section.key=value` or `--section.key value` arguments; the last one of a key wins.
+
+    Values are text that the field's type reads. `[a, b]` and `{k: v}` are read as YAML; `null` or nothing is empty.
+
+    Raises:
+        ConfigError: an argument is not of that form.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[Path_, str] = {}
+    for key, text in _pairs(overrides):
+        keys = tuple(key.split("."))
+        if not all(keys):
+            raise ConfigError(f"--{key} is not a field; overrides look like --section.key=value")
+        section = values
+        for part in keys[:-1]:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"--{key} sets a key inside {part}, to which another argument gave a plain value")
+        section[keys[-1]] = _parsed(text, f"--{key}")
+        origins[keys] = f"--{key}"
+    return Layer(values, origins)
+
+
+def merge(cls: type[BaseModel], layers: list[Layer]) -> dict[str, Any]:
+    """All layers as one nested dict; later layers win, key by key.
+
+    Where a field may be one of two sections (`SFTConfig.model`: a path, or an architecture), a later layer that
+    names a key of one of them alone has chosen it, and earlier keys that belong to the other alone are dropped.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = _merge(cls, merged, layer.values)
+    return merged
+
+
+def _merge(cls: type[BaseModel] | None, low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(low)
+    for key, value in high.items():
+        info = cls.model_fields.get(key) if cls else None
+        members = sections_of(info.annotation) if info else ()
+        if isinstance(value, dict) and isinstance(low.get(key), dict):
+            below = _without_rivals(members, low[key], value)
+            inner = section_of_values(info.annotation) if info else None
+            if inner:
+                merged[key] = {**below, **{n: _merge_value(inner, below.get(n), v) for n, v in value.items()}}
+            else:
+                merged[key] = _merge(members[0] if len(members) == 1 else None, below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _merge_value(cls: type[BaseModel], low: Any, high: Any) -> Any:
+    return _merge(cls, low, high) if isinstance(low, dict) and isinstance(high, dict) else high
+
+
+def _without_rivals(members: tuple[type[BaseModel], ...], low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    """`low` without the keys that no section chosen by `high` knows."""
+    if len(members) < 2:
+        return low
+    chosen = [m for m in members if all(key in m.model_fields for key in high)]
+    known = {key for m in chosen for key in m.model_fields}
+    rivals = {key for m in members for key in m.model_fields} - known if chosen else set()
+    return {key: value for key, value in low.items() if key not in rivals}
+
+
+def _pairs(overrides: list[str]) -> Iterator[tuple[str, str]]:
+    """Key and text of each override."""
+    rest = list(overrides)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or len(argument) == 2:
+            raise ConfigError(f"unexpected argument {argument!r}; overrides look like --section.key=value")
+        key, equals, text = argument[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{argument} has no value; write {argument}=value")
+            text = rest.pop(0)
+        yield key, text
+
+
+def _parsed(value: Any, origin: str) -> Any:
+    """A value given as text: lists and mappings as YAML, `null` and nothing as empty, all else as it stands."""
+    if isinstance(value, dict):
+        return {key: _parsed(v, origin) for key, v in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.strip() in ("", "null"):
+        return None
+    if value.lstrip()[0] not in "[{":
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"{origin}: {value!r} begins like a list or mapping but is not one; check its brackets") from None
+
+
+def _leaves(values: dict[str, Any], prefix: Path_) -> Iterator[Path_]:
+    for key, value in values.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from _leaves(value, (*prefix, key))
+
+
+def _lines(node: yaml.Node | None, prefix: Path_) -> Iterator[tuple[Path_, int]]:
+    """Every key path of a YAML document with its line, counted from 1."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            path = (*prefix, str(key.value))
+            yield path, key.start_mark.line + 1
+            yield from _lines(value, path)
+
+
+def _yaml_problem(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    where = f"{path}:{mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+    return f"{where}: not valid YAML: {problem}"
