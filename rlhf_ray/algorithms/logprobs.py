@@ -1,0 +1,115 @@
+"""Log-probabilities and entropies of next-token distributions, without a second copy of the logits.
+
+The logits of a batch are its largest tensor. Autograd's own path would keep a float32 copy of them and make several
+more in the backward pass. Here both passes work through a few rows at a time: what is kept is the logits as they came,
+and what is made is their gradient, in their own dtype.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf_ray.algorithms.masking import wide
+from rlhf_ray.errors import ConfigError
+
+CHUNK_ELEMENTS = 2**24
+"""Entries handled at a time: 64 MiB of float32."""
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) at the given tokens, in nats.
+
+    Aligned as given: `logits[b, t]` is the distribution that `tokens[b, t]` was drawn from, so a caller with a causal
+    model shifts first. Shift the tokens rather than the logits: a sliced logits tensor has to be copied.
+
+    Args:
+        logits: `[B, T, V]` (or any `[..., V]`), float; half precision is computed in float32.
+        tokens: `[B, T]` (or `[...]`) integers in [0, V).
+        temperature: of the sampling distribution, > 0.
+
+    Returns:
+        `[B, T]` float32 (float64 for float64 logits). Where the incoming gradient is 0, so is the gradient of the
+        logits, whatever they are: masked positions may hold NaN.
+
+    Raises:
+        ConfigError: temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ConfigError(f"temperature={temperature} has no distribution; use a positive one (greedy has no log-probs)")
+    flat = logits.reshape(-1, logits.shape[-1])
+    picked: Tensor = _TokenLogprobs.apply(flat, tokens.reshape(-1).long(), float(temperature))
+    return picked.view(tokens.shape)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits), in nats.
+
+    Args:
+        logits: `[B, T, V]` (or any `[..., V]`), float; -inf entries (tokens ruled out) count as probability 0.
+
+    Returns:
+        `[B, T]` float32 (float64 for float64 logits); gradients behave as in `token_logprobs`.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    entropies: Tensor = _Entropy.apply(flat)
+    return entropies.view(logits.shape[:-1])
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Slices over the rows of `[N, V]` logits, each of about CHUNK_ELEMENTS entries."""
+    step = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    for start in range(0, len(logits), step):
+        yield slice(start, start + step)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """y = z[token] - logsumexp(z) with z = logits / temperature; dy/dlogits = (onehot - softmax(z)) / temperature."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        normalizer = wide(logits.new_empty(len(logits)))
+        picked = wide(logits.gather(-1, tokens[:, None])[:, 0]) / temperature
+        for rows in _chunks(logits):
+            torch.logsumexp(wide(logits[rows]) / temperature, dim=-1, out=normalizer[rows])
+        ctx.save_for_backward(logits, tokens, normalizer)
+        ctx.temperature = temperature
+        return picked - normalizer
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        logits, tokens, normalizer = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            g = grad_output[rows, None]
+            part = (wide(logits[rows]) / ctx.temperature).sub_(normalizer[rows, None]).exp_()
+            part.mul_(-g).scatter_add_(-1, tokens[rows, None], g).div_(ctx.temperature)
+            grad[rows] = part.masked_fill_(g == 0, 0)
+        return grad, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    """H = -sum p log p with p = softmax(logits); dH/dlogits = -p (log p + H)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        entropies = wide(logits.new_empty(len(logits)))
+        for rows in _chunks(logits):
+            entropies[rows] = torch.special.entr(wide(logits[rows]).softmax(-1)).sum(-1)
+        ctx.save_for_backward(logits, entropies)
+        return entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        logits, entropies = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            g = grad_output[rows, None]
+            p = wide(logits[rows]).softmax(-1)
+            part = torch.special.entr(p).sub_(p.mul_(entropies[rows, None])).mul_(g)
+            grad[rows] = part.masked_fill_(g == 0, 0)
+        return grad

@@ -1,0 +1,149 @@
+"""What the policy and the critic minimise.
+
+Losses that report on themselves return `(loss, stats)`: stats are detached scalar tensors, still on their device, so
+that reading them is the caller's choice of when to wait for a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf_ray.algorithms.kl import approx_kl
+from rlhf_ray.algorithms.masking import Aggregate, aggregate_mean, masked_max, masked_mean, masked_variance, select
+from rlhf_ray.errors import ConfigError
+
+Stats = dict[str, Tensor]
+
+MAX_LOG_RATIO = 40.0
+"""Log-ratios are cut here before exp: far beyond any clip range, yet exp stays finite, and 0 * exp(x) is no NaN."""
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    behaviour_logprobs: Tensor | None = None,
+    is_cap: float | None = None,
+    aggregate: Aggregate = "token",
+) -> tuple[Tensor, Stats]:
+    """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated; gradients flow through `logprobs` alone.
+
+    Per token, with r = exp(logprobs - old_logprobs): max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)). Where A < 0,
+    dual_clip bounds it by -A * dual_clip (Ye et al. 2020, eq. 5). With `behaviour_logprobs` each token's loss is
+    multiplied by min(exp(old - behaviour), is_cap), a constant (decoupled PPO, Hilton et al. 2022, truncated).
+
+    Args:
+        logprobs, old_logprobs, behaviour_logprobs: `[B, T]` log-probabilities of the sampled tokens, under the policy
+            in training, the policy when the update began, and the policy that sampled them.
+        advantages: `[B, T]`.
+        mask: `[B, T]` bool.
+        clip_low, clip_high: the epsilons.
+        dual_clip: > 1, or None for no bound.
+        is_cap: largest importance weight; None for no cap.
+        aggregate: mean over all True tokens, or mean of rows' means (`masking.aggregate_mean`).
+
+    Returns:
+        (loss, stats): clip_fraction (tokens whose loss the clip changed), approx_kl (k3 of old against new, nats a
+        token), ratio_mean, ratio_max and, with behaviour_logprobs, is_weight_mean; all over True tokens.
+
+    Raises:
+        ConfigError: dual_clip of 1 or less, is_cap not positive or without behaviour_logprobs, unknown aggregate.
+    """
+    _check_policy_bounds(dual_clip, behaviour_logprobs, is_cap)
+    new, old = select(logprobs, mask), select(old_logprobs, mask).detach()
+    ratio = _ratio(new, old)
+    losses, clipped = _surrogate(ratio, select(advantages, mask).detach(), clip_low, clip_high, dual_clip)
+    stats = _policy_stats(new.detach(), old, ratio.detach(), clipped, mask)
+    if behaviour_logprobs is not None:
+        weight = _ratio(old, select(behaviour_logprobs, mask).detach()).clamp(max=is_cap or float("inf"))
+        losses = losses * weight
+        stats["is_weight_mean"] = masked_mean(weight, mask)
+    return aggregate_mean(losses, mask, aggregate), stats
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None
+) -> tuple[Tensor, Stats]:
+    """Half the squared error of the critic, clipped around its old values as in PPO2 (OpenAI baselines).
+
+    Per token: 1/2 max((V - R)², (clamp(V, V_old ± clip) - R)²); the mean over True tokens.
+
+    Args:
+        values, old_values, returns: `[B, T]`; gradients flow through `values` alone.
+        mask: `[B, T]` bool.
+        clip: > 0, or None for the plain squared error (`old_values` is then unused).
+
+    Returns:
+        (loss, stats): clip_fraction (tokens whose loss the clip changed), value_mean, error (mean squared error,
+        unclipped and without the 1/2), explained_variance (1 - Var(R - V) / Var(R), 0 for constant returns).
+
+    Raises:
+        ConfigError: clip is not positive.
+    """
+    if clip is not None and not clip > 0:
+        raise ConfigError(f"value clip {clip} would freeze the critic; give a positive bound or none")
+    values, returns = select(values, mask), select(returns, mask).detach()
+    squares = worst = (values - returns).square()
+    if clip is not None:
+        old = select(old_values, mask).detach()
+        worst = torch.maximum(squares, (values.clamp(old - clip, old + clip) - returns).square())
+    stats = _value_stats(values.detach(), returns, squares.detach(), worst.detach(), mask)
+    return 0.5 * masked_mean(worst, mask), stats
+
+
+def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:
+    """Mean entropy over True tokens: *subtract* it from the loss, times a coefficient (Schulman et al. 2017, eq. 9).
+
+    Args:
+        entropy: `[B, T]` from `logprobs.entropy`.
+        mask: `[B, T]` bool.
+    """
+    return masked_mean(entropy, mask)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """exp(numerator - denominator) of log-probabilities, finite whatever the gap."""
+    return (numerator - denominator).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def _surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Per-token loss, and where a clip changed it."""
+    plain = -advantages * ratio
+    losses = torch.maximum(plain, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+    return losses, (losses != plain).detach()
+
+
+def _policy_stats(new: Tensor, old: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> Stats:
+    return {
+        "clip_fraction": masked_mean(clipped, mask),
+        "approx_kl": masked_mean(approx_kl(old, new, "k3"), mask),
+        "ratio_mean": masked_mean(ratio, mask),
+        "ratio_max": masked_max(ratio, mask),
+    }
+
+
+def _value_stats(values: Tensor, returns: Tensor, squares: Tensor, worst: Tensor, mask: Tensor) -> Stats:
+    spread = masked_variance(returns, mask)
+    explained = 1 - masked_variance(returns - values, mask) / spread.clamp(min=torch.finfo(spread.dtype).tiny)
+    return {
+        "clip_fraction": masked_mean(worst > squares, mask),
+        "value_mean": masked_mean(values, mask),
+        "error": masked_mean(squares, mask),
+        "explained_variance": torch.where(spread > 0, explained, torch.zeros_like(explained)),
+    }
+
+
+def _check_policy_bounds(dual_clip: float | None, behaviour_logprobs: Tensor | None, is_cap: float | None) -> None:
+    if dual_clip is not None and not dual_clip > 1:
+        raise ConfigError(f"dual_clip={dual_clip} would cut the loss of an unchanged policy; use more than 1 (3), or none")
+    if is_cap is not None and not is_cap > 0:
+        raise ConfigError(f"is_cap={is_cap} would erase the loss; use a positive cap (2), or none")
+    if is_cap is not None and behaviour_logprobs is None:
+        raise ConfigError(f"is_cap={is_cap} caps weights that need behaviour_logprobs; pass them, or no cap")
