@@ -11,7 +11,7 @@ class RLHFError(Exception):
     exit_code = 1
     retryable = False
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process boundaries; subclasses with several arguments still unpickle from their message.
         return _rebuild, (type(self), str(self))
 
@@ -52,7 +52,7 @@ class CheckpointError(RLHFError):
     """A checkpoint that cannot be written, or whose bytes are not what its manifest says."""
 
 
-class BufferError(RLHFError):  # noqa: A001 - the replay buffer's own error; the builtin is about memoryviews
+class BufferError(RLHFError):  # the replay buffer's own error; the builtin is about memoryviews
     """A replay-buffer operation that breaks its contract (over capacity, unknown lease, stale experience)."""
 
 

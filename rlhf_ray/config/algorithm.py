@@ -50,7 +50,7 @@ class AlgorithmConfig(Section):
     whiten_advantages: bool = True
     """Whiten advantages over the whole batch's response tokens."""
     reward_clip: float | None = Field(None, gt=0)
-    """Clip scores to ± this before they become token rewards (Ziegler et al. and many after: 5 or 10); off when empty."""
+    """Clip scores to ± this before they become token rewards (many use 5 or 10); off when empty."""
     missing_eos_penalty: float | None = Field(None, ge=0)
     """Subtracted from the score of a response that did not end by itself (TRL: 1.0 in its examples); off when empty."""
     critic_warmup_steps: int = Field(0, ge=0)
@@ -61,5 +61,5 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _adaptive_needs_coef(self) -> "AlgorithmConfig":
         if self.kl.kind == "adaptive" and self.kl.coef == 0:
-            raise ValueError("kl.kind=adaptive multiplies the coefficient and cannot leave kl.coef=0; give a positive one")
+            raise ValueError("kl.kind=adaptive multiplies the coefficient and cannot leave kl.coef=0; make it positive")
         return self

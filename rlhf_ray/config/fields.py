@@ -4,7 +4,7 @@ Owns the walk over sections that `--help`, `docs/configuration.md` and error mes
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -115,9 +115,15 @@ def _walk(cls: type[BaseModel], instance: Any, prefix: tuple[str, ...]) -> Itera
             yield from _walk(values, first, (*path, "NAME"))
         elif members:
             for member in members:
-                yield from _walk(member, default, path)
+                inside = _walk(member, default, path)
+                yield from (_if_used(f) for f in inside) if default is None else inside
         else:
             yield _describe(path, field, default)
+
+
+def _if_used(item: FieldDescription) -> FieldDescription:
+    """A field of a section that may be left out: what the section requires, the run does not."""
+    return replace(item, required=False, default="required if used") if item.required else item
 
 
 def _default(field: FieldInfo) -> Any:

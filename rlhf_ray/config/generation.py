@@ -25,7 +25,7 @@ class GenerationConfig(PlacementConfig):
     """vLLM rollout workers."""
 
     engine: Literal["auto", "in_process", "async"] = "auto"
-    """"in_process" steps vLLM inside the worker (smallest on CPU); "async" runs AsyncLLM; "auto" takes async on a GPU."""
+    """"in_process" steps vLLM in the worker (smallest on CPU); "async" runs AsyncLLM; "auto" takes async on a GPU."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling of training rollouts."""
     chunk: int = Field(16, ge=1)

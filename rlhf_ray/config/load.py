@@ -40,7 +40,8 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
     Raises:
         ConfigError: anything that cannot run, all problems at once, each with its field, value, place and fix.
     """
-    layers = [read_yaml(Path(path)) if path is not None else Layer({}), read_environment(cls), read_overrides(overrides)]
+    file = read_yaml(Path(path)) if path is not None else Layer({})
+    layers = [file, read_environment(cls), read_overrides(overrides)]
     _refuse_unknown_variables(cls)
     values = merge(cls, layers)
     try:
@@ -97,7 +98,7 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_unknown_variables(cls: type[StageConfig]) -> None:
-    """Stop at RLHF_RAY_SECTION__KEY whose section no stage has: a misspelt variable would be silently without effect."""
+    """Stop at RLHF_RAY_SECTION__KEY whose section no stage has; misspelt, it would silently have no effect."""
     known = {name for stage in {cls, *STAGES.values()} for name in stage.model_fields}
     for variable in os.environ:
         section, delimiter, _ = variable.lower().removeprefix("rlhf_ray_").partition("__")

@@ -15,7 +15,7 @@ class CoordinatorConfig(Section):
     samples_per_prompt: int = Field(1, ge=1)
     """Responses per prompt."""
     max_staleness: int = Field(0, ge=0)
-    """η: no token older than η versions is trained on; 0 is synchronous PPO, 1 or more overlaps rollouts and updates."""
+    """η: no token older than η versions is trained on; 0 is synchronous PPO, more overlaps rollouts and updates."""
 
 
 class BufferConfig(Section):

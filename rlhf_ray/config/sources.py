@@ -32,7 +32,7 @@ def read_yaml(path: Path) -> Layer:
     """The values of a YAML file.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML (file and line are named), is not a mapping, or names a key twice.
+        ConfigError: the file cannot be read, is not YAML (with its line), is not a mapping, or names a key twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def read_yaml(path: Path) -> Layer:
     if values is None:
         return Layer({})
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; a configuration is a mapping of sections (run: ...)")
+        raise ConfigError(f"{path} holds a {type(values).__name__}; a configuration maps sections to keys (run: ...)")
     if strange := [key for key in values if not isinstance(key, str)]:
         raise ConfigError(f"{path}: the key {strange[0]!r} is not a name; sections are names such as run")
     origins: dict[Path_, str] = {}
@@ -168,7 +168,7 @@ def _parsed(value: Any, origin: str) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError:
-        raise ConfigError(f"{origin}: {value!r} begins like a list or mapping but is not one; check its brackets") from None
+        raise ConfigError(f"{origin}: {value!r} is not the list or mapping it begins as; check its brackets") from None
 
 
 def _leaves(values: dict[str, Any], prefix: Path_) -> Iterator[Path_]:

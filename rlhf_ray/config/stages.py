@@ -44,7 +44,12 @@ class StageConfig(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Building a configuration reads its arguments alone; `load` reads the environment, once, beside the file."""
         return (init_settings,)
@@ -98,7 +103,7 @@ class SFTConfig(StageConfig):
 
 
 class RewardModelConfig(StageConfig):
-    """`rlhf-ray reward-model`: a scalar head trained on preference pairs (Bradley and Terry 1952; Stiennon et al. 2020)."""
+    """`rlhf-ray reward-model`: a scalar head trained on preference pairs (Stiennon et al. 2020)."""
 
     model: ModelConfig
     """Model to start from, usually the SFT model; a scalar head is added."""
@@ -140,8 +145,8 @@ class CriticConfig(LearnerConfig):
     """The critic under training."""
 
     init: Literal["policy", "reward"] = "policy"
-    """Start from the policy's weights with a new head, or from the reward model with its head. From the reward model its
-    values leak the reward while λ < 1; the default keeps that out."""
+    """Start from the policy's weights with a new head, or from the reward model with its head. From the reward model
+    its values leak the reward while λ < 1; the default keeps that out."""
 
 
 class PPOConfig(StageConfig):

@@ -1,0 +1,82 @@
+"""Help about configuration fields, read from the models: the most used ones, or all of them."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_ray.config.fields import FieldDescription, describe_fields
+from rlhf_ray.config.load import STAGES
+from rlhf_ray.config.stages import StageConfig
+
+COMMON: dict[str, list[str]] = {
+    "sft": [
+        "run.dir", "run.steps", "run.seed", "model.path", "model.architecture.hidden_size", "model.architecture.layers",
+        "model.tokenizer", "data.path", "data.text", "data.max_tokens", "training.batch_size", "learner.workers",
+        "learner.zero_stage", "learner.optimizer.learning_rate", "checkpoint.every",
+    ],
+    "reward-model": [
+        "run.dir", "run.steps", "run.seed", "model.path", "data.path", "data.held_out", "training.batch_size",
+        "learner.workers", "learner.zero_stage", "learner.optimizer.learning_rate", "checkpoint.every",
+    ],
+    "preferences": [
+        "run.dir", "run.seed", "model.path", "prompts.path", "prompts.limit", "generator.workers",
+        "generator.sampling.max_tokens", "generator.sampling.temperature", "pairs.judge", "pairs.min_margin",
+        "pairs.output",
+    ],
+    "ppo": [
+        "run.dir", "run.steps", "run.seed", "model.path", "reward_model.path", "prompts.path", "prompts.max_tokens",
+        "coordinator.prompts_per_step", "coordinator.max_staleness", "generator.workers",
+        "generator.sampling.max_tokens", "policy.workers", "policy.zero_stage", "policy.optimizer.learning_rate",
+        "critic.optimizer.learning_rate", "algorithm.kl.coef", "algorithm.epochs", "algorithm.mini_batches",
+        "algorithm.clip_low", "checkpoint.every", "evaluation.prompts", "logging.wandb_project",
+    ],
+}  # fmt: skip
+"""Command -> the fields that its `--help` shows."""
+
+_EXAMPLES = {
+    "sft": "rlhf-ray sft configs/quickstart/sft.yaml --run.steps=200 --learner.optimizer.learning_rate=3e-4",
+    "reward-model": "rlhf-ray reward-model configs/quickstart/reward_model.yaml --data.held_out=0.2",
+    "preferences": "rlhf-ray preferences configs/quickstart/preferences.yaml --pairs.min_margin=0.3",
+    "ppo": "rlhf-ray ppo configs/quickstart/ppo.yaml --run.steps=20 --algorithm.kl.coef=0.1",
+}
+
+
+def print_common_fields(command: str) -> None:
+    """The sections of a stage, its most used fields, and an example."""
+    cls, console = STAGES[command], Console(highlight=False)
+    console.print("[bold]Sections[/] of the configuration")
+    sections = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    for name, info in cls.model_fields.items():
+        sections.add_row(f"[cyan]{name}[/]", " ".join((info.description or "").split()))
+    console.print(sections)
+    console.print("\n[bold]Most used fields[/] (every field: --help-all)")
+    fields = {f.path: f for f in describe_fields(cls)}
+    _print_fields(console, (fields[path] for path in COMMON[command]))
+    console.print("\n[bold]Example[/]")
+    console.print(f"  {_EXAMPLES[command]}", soft_wrap=True)
+    console.print("\nThe command line wins over RLHF_RAY_SECTION__KEY variables, which win over the file.\n")
+
+
+def print_all_fields(command: str) -> None:
+    """Every field of a stage, by section."""
+    cls, console = STAGES[command], Console(highlight=False)
+    for section in cls.model_fields:
+        console.print(_heading(cls, section))
+        _print_fields(console, (f for f in describe_fields(cls) if f.section == section))
+        console.print()
+
+
+def _heading(cls: type[StageConfig], section: str) -> str:
+    sentence = " ".join((cls.model_fields[section].description or "").split())
+    return f"[bold cyan]{section}[/]  {sentence}"
+
+
+def _print_fields(console: Console, fields: Iterable[FieldDescription]) -> None:
+    """Each field on a line with its default, and its sentence below."""
+    for f in fields:
+        default = "required" if f.required else f.default
+        console.print(Text.assemble("  ", (f"--{f.path}", "cyan"), f"  {default}"))
+        console.print(Padding(Text(f.sentence, style="dim"), (0, 0, 0, 6)))

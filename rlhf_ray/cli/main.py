@@ -1,0 +1,57 @@
+"""The `rlhf-ray` command line: what there is to run, and how errors end it.
+
+Nothing heavy is imported before a command needs it, so that `--help` answers at once.
+"""
+
+import sys
+
+import typer
+
+from rlhf_ray.cli.doctor import doctor
+from rlhf_ray.cli.quickstart import quickstart
+from rlhf_ray.cli.report import report
+from rlhf_ray.cli.stage import StageCommand, ppo, preferences, reward_model, sft
+from rlhf_ray.errors import RLHFError
+
+TRAINING, AROUND = "Stages", "Around a run"
+STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    name="rlhf-ray",
+    help="PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs.",
+    epilog="Begin with: rlhf-ray quickstart",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(quickstart)
+for stage in (sft, reward_model, preferences, ppo):
+    app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
+for command in (report, doctor):
+    app.command(rich_help_panel=AROUND)(command)
+
+
+def main() -> None:
+    """Run the command line; an error meant for a person is one message and its exit code, without a traceback."""
+    try:
+        app()
+    except RLHFError as error:
+        _say(str(error))
+        sys.exit(error.exit_code)
+
+
+def _say(message: str) -> None:
+    """'error: message' on stderr, coloured on a terminal."""
+    if not sys.stderr.isatty():
+        print(f"error: {message}", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Keeps the libraries below from talking over a run. Called by commands, never on import."""
+
+import os
+import warnings
+
+_LEVELS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",  # forking after a parallel tokenizer call warns and may deadlock
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's coming default; unset, every start prints a FutureWarning
+}
+_NOISY = ("transformers", "vllm", "deepspeed", "torch", "datasets", "ray", "huggingface_hub", "pydantic")
+
+
+def quiet_libraries() -> None:
+    """Lower other libraries to errors and real warnings, in this process and those it starts.
+
+    A level that the user has set in the environment stays as it is. Our own warnings stay visible.
+    """
+    for variable, value in _LEVELS.items():
+        os.environ.setdefault(variable, value)
+    for category in (FutureWarning, DeprecationWarning, UserWarning):
+        for library in _NOISY:
+            warnings.filterwarnings("ignore", category=category, module=rf"{library}(\..*)?$")

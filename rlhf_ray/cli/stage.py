@@ -1,0 +1,68 @@
+"""The commands that run one stage each: `sft`, `reward-model`, `preferences`, `ppo`."""
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from rlhf_ray.cli.arguments import split_arguments
+from rlhf_ray.errors import ConfigError
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG [--section.key=value ...]", help="A YAML file, and fields to change.", show_default=False
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in run.dir.")]
+HelpAll = Annotated[bool, typer.Option("--help-all", help="List every field, then stop.", is_eager=True)]
+
+
+class StageCommand(TyperCommand):
+    """A command whose help teaches its configuration as well as its options."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The usual help, then the sections, the most used fields and an example."""
+        super().format_help(ctx, formatter)
+        from rlhf_ray.cli.field_help import print_common_fields
+
+        print_common_fields(str(self.name))
+
+
+def sft(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+    """Fine-tune a language model on demonstrations."""
+    _run("sft", arguments, resume, help_all)
+
+
+def reward_model(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+    """Train a scalar reward model on preference pairs."""
+    _run("reward-model", arguments, resume, help_all)
+
+
+def preferences(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+    """Sample pairs of responses from a model and rank each pair by a judge."""
+    _run("preferences", arguments, resume, help_all)
+
+
+def ppo(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+    """Train a policy against a reward model, held near its reference by a KL penalty."""
+    _run("ppo", arguments, resume, help_all)
+
+
+def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool) -> None:
+    """Load the stage's configuration and hand over to `rlhf_ray.stages`."""
+    if help_all:
+        from rlhf_ray.cli.field_help import print_all_fields
+
+        print_all_fields(command)
+        return
+    if not arguments:
+        raise ConfigError(f"give a configuration file: rlhf-ray {command} CONFIG (what it may hold: --help)")
+    path, overrides = split_arguments(arguments)
+    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.config.load import STAGES, load
+
+    config = load(STAGES[command], path, overrides)
+    quiet_libraries()
+    importlib.import_module(f"rlhf_ray.stages.{command.replace('-', '_')}").run(config, resume=resume)
