@@ -1,0 +1,61 @@
+"""The records that supervised learners train on: token sequences with a loss mask, and pairs of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_ray.data.encoding import flat_tokens
+from rlhf_ray.records import Ragged, offsets_of, per_token
+
+
+@dataclass(frozen=True)
+class Sequences(Ragged):
+    """Prompt and response, or plain text, as the model sees them."""
+
+    tokens: NDArray[np.int32] = per_token()
+    loss_mask: NDArray[np.bool_] = per_token()
+    """True on tokens that carry loss: all but prompt tokens. A row's first token has nothing before it to be predicted
+    from; it is the learner that passes over it."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two responses to the same prompt, row by row."""
+
+    chosen: Sequences
+    rejected: Sequences
+
+    def __post_init__(self) -> None:
+        if len(self.chosen) != len(self.rejected):
+            raise ValueError(f"{len(self.chosen)} chosen and {len(self.rejected)} rejected rows do not pair up")
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[N] tokens per pair, both sides together."""
+        return self.chosen.lengths + self.rejected.lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both sides."""
+        return self.chosen.nbytes + self.rejected.nbytes
+
+    def select(self, rows: Any) -> Self:
+        """The given pairs, in the given order (copies)."""
+        return type(self)(self.chosen.select(rows), self.rejected.select(rows))
+
+
+def join_sequences(prompts: list[list[int]], responses: list[list[int]]) -> Sequences:
+    """Rows of `prompt + response`, with the loss mask on the response. Both lists are [N] token ids."""
+    prompt_lengths = np.array([len(p) for p in prompts], dtype=np.int64)
+    response_lengths = np.array([len(r) for r in responses], dtype=np.int64)
+    rows = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    parts = np.stack([prompt_lengths, response_lengths], axis=1).ravel()
+    mask = np.repeat(np.tile([False, True], len(prompts)), parts)
+    return Sequences(offsets=offsets_of(prompt_lengths + response_lengths), tokens=flat_tokens(rows), loss_mask=mask)

@@ -1,0 +1,70 @@
+"""Tokenizers: training one from texts, and telling whether two models speak the same token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_ray.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, EOS = "<|pad|>", "<|eos|>"
+SMALLEST_VOCABULARY = 256 + len((PAD, EOS))
+"""All bytes and the special tokens: what any text needs."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of at most `vocab_size` tokens and save it to `directory` in Hugging Face format.
+
+    Ids 0 and 1 are the padding and the end-of-sequence token; there is no beginning-of-sequence token, and none is ever
+    added. Any text decodes to itself again.
+
+    Raises:
+        ConfigError: `vocab_size` cannot hold all bytes and the special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(f"vocab_size={vocab_size} cannot hold 256 bytes and 2 special tokens; use at least "
+                          f"{SMALLEST_VOCABULARY}")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hex digest of the vocabulary (token to id) and the ids of the special tokens.
+
+    Equal digests mean that a row of token ids says the same to both models. How text is cut into tokens is not part of
+    it: models here exchange ids, not text.
+    """
+    specials = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), specials], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:
+    """Check that `model`, with `vocab_size` embeddings, knows every id of the tokenizer (more embeddings are fine).
+
+    Raises:
+        ModelError: the tokenizer has ids that the model lacks.
+    """
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if highest >= vocab_size:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path or '(unnamed)'} has id {highest} (token {token!r}) but model "
+            f"{model} has only {vocab_size} embeddings, ids 0 to {vocab_size - 1}; use the tokenizer that the model was "
+            "trained with, or resize the model's embeddings")
