@@ -38,7 +38,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
         ConfigError: temperature is not positive.
     """
     if not temperature > 0:
-        raise ConfigError(f"temperature={temperature} has no distribution; use a positive one (greedy has no log-probs)")
+        raise ConfigError(f"temperature={temperature} makes no distribution of logits; use a positive one")
     flat = logits.reshape(-1, logits.shape[-1])
     picked: Tensor = _TokenLogprobs.apply(flat, tokens.reshape(-1).long(), float(temperature))
     return picked.view(tokens.shape)

@@ -142,7 +142,7 @@ def _value_stats(values: Tensor, returns: Tensor, squares: Tensor, worst: Tensor
 
 def _check_policy_bounds(dual_clip: float | None, behaviour_logprobs: Tensor | None, is_cap: float | None) -> None:
     if dual_clip is not None and not dual_clip > 1:
-        raise ConfigError(f"dual_clip={dual_clip} would cut the loss of an unchanged policy; use more than 1 (3), or none")
+        raise ConfigError(f"dual_clip={dual_clip} would cut an unchanged policy's loss; use more than 1 (3), or none")
     if is_cap is not None and not is_cap > 0:
         raise ConfigError(f"is_cap={is_cap} would erase the loss; use a positive cap (2), or none")
     if is_cap is not None and behaviour_logprobs is None:

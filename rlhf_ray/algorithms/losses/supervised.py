@@ -3,8 +3,8 @@
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from rlhf_ray.algorithms.logprobs import token_logprobs
 from rlhf_ray.algorithms.masking import masked_mean, select, wide
@@ -48,7 +48,7 @@ def pairwise_loss(
     """
     distance = wide(chosen) - wide(rejected) - (0.0 if margin is None else margin)
     if kind == "sigmoid":
-        losses = -F.logsigmoid(distance)
+        losses = -logsigmoid(distance)
     elif kind == "logexp":
         losses = torch.logaddexp(torch.zeros_like(distance), -distance)
     else:
@@ -98,7 +98,7 @@ def _soft_label_loss(logits: Tensor, labels: Tensor, reward_token_ids: list[int]
         raise DataError(f"soft labels are probabilities, got {labels[counted].tolist()[:8]}; rescale them to [0, 1]")
     good, bad = wide(logits[:, 0]), wide(logits[:, 1])
     margin = select(good - bad, counted)
-    return -masked_mean(targets * F.logsigmoid(margin) + (1 - targets) * F.logsigmoid(-margin), counted)
+    return -masked_mean(targets * logsigmoid(margin) + (1 - targets) * logsigmoid(-margin), counted)
 
 
 def _class_indices(labels: Tensor, reward_token_ids: list[int]) -> Tensor:
@@ -111,5 +111,5 @@ def _class_indices(labels: Tensor, reward_token_ids: list[int]) -> Tensor:
         known |= (labels >= 0) & (labels < len(ids))
     if not known.all():
         strange = labels[~known].unique().tolist()[:8]
-        raise DataError(f"labels {strange} are not among reward_token_ids={reward_token_ids}; relabel or extend the list")
+        raise DataError(f"labels {strange} are not in reward_token_ids={reward_token_ids}; relabel or extend it")
     return torch.where(matches.any(-1), positions, labels)
