@@ -1,0 +1,56 @@
+# Everything a person does with this repository. `make` lists it.
+#   PYTHON=python3.12   interpreter for a new .venv (3.11 or 3.12)
+#   EXTRA=gpu           vLLM's GPU build instead of the CPU one
+#   ARGS='...'          more arguments for quickstart and pytest
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV ?= .venv
+EXTRA ?= cpu
+PYTHON ?=
+ARGS ?=
+BIN := $(VENV)/bin
+SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
+
+# Another virtual environment's or conda's settings must not reach ours.
+unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
+
+.PHONY: help install install-test quickstart test test-slow lint typecheck bench docs requirements clean
+
+help: ## List these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: ## Make .venv and install the package (nothing when done already)
+	@$(SETUP) $(EXTRA)
+
+install-test:
+	@$(SETUP) $(EXTRA) test
+
+quickstart: install ## Run the whole way, data to tuned policy, in some minutes on two cores
+	@$(BIN)/rlhf-ray quickstart $(ARGS)
+
+test: install-test ## Run the default tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: install-test ## Run the slow tests: minutes of real training each
+	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 3600 $(ARGS)
+
+lint: install-test typecheck ## Check style, imports and types
+	$(BIN)/ruff check .
+
+typecheck: install-test
+	$(BIN)/mypy
+
+bench: install ## Run the benchmarks
+	@if [ -f benchmarks/__main__.py ]; then $(BIN)/python -m benchmarks $(ARGS); \
+	else echo "there are no benchmarks in this version yet"; fi
+
+docs: install ## Write docs/configuration.md from the configuration's models
+	@$(BIN)/python -m rlhf_ray.config.reference docs/configuration.md
+
+requirements: install ## Export requirements/cpu.txt: exact versions with hashes
+	@VENV="$(VENV)" requirements/export.sh
+
+clean: ## Remove caches and builds; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find rlhf_ray tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Writes requirements/cpu.txt: the exact versions and hashes of an install with the cpu extra, for Python 3.11 on
+# 64-bit Linux. Run it with an environment made by `make install` (VENV, default .venv).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv="${VENV:-.venv}/bin/uv"
+out=requirements/cpu.txt
+new=$(mktemp) resolved=$(mktemp)
+trap 'rm -f "$new" "$resolved"' EXIT
+
+source=()
+if [ -n "${PIP_FIND_LINKS:-}" ]; then
+  export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS// /,}}"
+else
+  source=(--torch-backend=cpu)
+fi
+
+cat >"$new" <<'HEADER'
+# Exact versions with hashes for Python 3.11 on 64-bit Linux, extra cpu. Written by `make requirements`; do not edit.
+#
+#   python3.11 -m venv .venv && .venv/bin/pip install uv
+#   .venv/bin/uv pip install --torch-backend=cpu --no-deps --require-hashes -r requirements/cpu.txt
+#   .venv/bin/uv pip install --no-deps -e .
+#
+# --no-deps: the list is whole, and leaves out torchvision and its kin, which vLLM names and text does not need.
+# torch==...+cpu is not on PyPI. --torch-backend=cpu takes it from PyTorch's own index (with pip:
+# --extra-index-url https://download.pytorch.org/whl/cpu). Its hash here is of the cp311 manylinux wheel that this list
+# was resolved and run with; an index that serves other bytes under that name is refused. Where that wheel lies in a
+# folder, UV_FIND_LINKS=FOLDER takes the place of --torch-backend.
+HEADER
+"$uv" pip compile pyproject.toml --extra cpu --python-version 3.11 --generate-hashes --no-header --no-annotate \
+  --no-emit-index-url --no-emit-find-links "${source[@]}" --quiet --output-file "$resolved" >/dev/null
+cat "$resolved" >>"$new"
+if grep -nE '^ *-(i|f|e|-find-links|-index-url|-extra-index-url)|file:|^[^#]*https?://' "$new"; then
+  echo "requirements: the lines above name places of this machine; nothing was written" >&2
+  exit 1
+fi
+cp "$new" "$out"
+echo "wrote $out: $(grep -cE '^[A-Za-z0-9]' "$out") packages"
