@@ -1,0 +1,160 @@
+"""The checkpoints of a run: written beside, renamed into place, verified when found, pruned when superseded."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.checkpoint.atomic import (
+    clear_leftovers,
+    fsync_path,
+    fsync_tree,
+    remove_directory,
+    replace_directory,
+    temporary_for,
+)
+from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_space
+from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, Manifest, NewerSchemaError, verify_manifest, write_manifest
+from rlhf_ray.errors import CheckpointError
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+class CheckpointStore:
+    """The directory `checkpoints/` of a run. It belongs to one process at a time.
+
+    A checkpoint is written in `.tmp-step_N-<pid>` (`begin`), and becomes `step_N` by one rename after every byte of it
+    is on disk and its manifest lists them all (`commit`). Whatever interrupts this leaves the previous checkpoint as it
+    was, and a leftover that `clean` removes. Older checkpoints go only after a newer one is in place. Workers may write
+    into the temporary directory themselves, as long as they have finished when `commit` is called.
+    """
+
+    def __init__(self, root: Path, keep: int, warn: Callable[[str], None] | None = None):
+        """Keeps the `keep` newest. `warn` receives a message about each damaged checkpoint; by default it is logged."""
+        if keep < 1:
+            raise CheckpointError(f"checkpoint.keep={keep}: keep at least one checkpoint")
+        self.root = Path(root)
+        self.keep = keep
+        self._warn = warn or logging.getLogger(__name__).warning
+        self._damaged: set[int] = set()
+
+    def begin(self, step: int, needed_bytes: int = 0) -> Path:
+        """An empty directory to write the checkpoint of `step` into.
+
+        Args:
+            needed_bytes: estimate of its size; checked against the free space now rather than minutes later.
+
+        Raises:
+            CheckpointError: not enough space, or the directory cannot be made.
+        """
+        tmp = temporary_for(self._path(step))
+        require_space(self.root, needed_bytes, f"checkpoint of step {step}", self._safe())
+        with self._whole_or_nothing(tmp, step):
+            if tmp.exists():
+                shutil.rmtree(tmp)
+            tmp.mkdir(parents=True)
+        return tmp
+
+    def commit(self, tmp: Path, step: int, extra: Mapping[str, Any] | None = None) -> Path:
+        """Make what was written in `tmp` the checkpoint of `step`, then prune. Returns its final path.
+
+        Raises:
+            CheckpointError: the disk is full, or `tmp` holds something that is not a regular file; `tmp` is gone then.
+        """
+        final = self._path(step)
+        with self._whole_or_nothing(tmp, step):
+            fsync_tree(tmp)
+            write_manifest(tmp, step, extra)
+            fsync_path(tmp)
+            replace_directory(tmp, final)
+        self._damaged.discard(step)
+        self._prune()
+        return final
+
+    @contextmanager
+    def writing(self, step: int, extra: Mapping[str, Any] | None = None, needed_bytes: int = 0) -> Iterator[Path]:
+        """`begin`, the caller's writing, `commit`; an error in between removes what was written and rises.
+
+        `extra` is read at the end, so it may be filled while writing. A full disk rises as CheckpointError.
+        """
+        tmp = self.begin(step, needed_bytes)
+        with self._whole_or_nothing(tmp, step):
+            yield tmp
+        self.commit(tmp, step, extra)
+
+    def latest(self) -> tuple[int, Path, Manifest] | None:
+        """Step, path and manifest of the newest checkpoint whose every byte is as written; None without any.
+
+        Raises:
+            NewerSchemaError: the newest was written by a later version of this package.
+            CheckpointError: there are checkpoints, and all of them are damaged. A run must not start afresh over them.
+        """
+        problems = []
+        for step, path in self._steps():
+            try:
+                manifest = verify_manifest(path)
+                if manifest.step != step:
+                    raise CheckpointError(f"checkpoint {path} holds step {manifest.step}; it was renamed")
+                return step, path, manifest
+            except NewerSchemaError:
+                raise
+            except CheckpointError as error:
+                self._damaged.add(step)
+                problems.append(str(error))
+                self._warn(f"passing over a damaged checkpoint: {error}")
+        if problems:
+            raise CheckpointError(
+                f"none of the {len(problems)} checkpoints in {self.root} is intact, and starting afresh would hide "
+                f"that: {' | '.join(problems)}. Restore one, or move {self.root} away to start anew"
+            )
+        return None
+
+    def clean(self) -> list[Path]:
+        """Remove what interrupted writes left behind; returns the paths. Call when the run starts, before `latest`."""
+        return clear_leftovers(self.root, r"step_\d+")
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"step_{step}"
+
+    def _steps(self) -> list[tuple[int, Path]]:
+        """Directories named step_<number>, newest first. Links are not followed: what they point to is not ours."""
+        found = []
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            match = _STEP.fullmatch(path.name)
+            if match and path.is_dir() and not path.is_symlink():
+                found.append((int(match[1]), path))
+        return sorted(found, reverse=True)
+
+    def _prune(self) -> None:
+        """Delete checkpoints older than the `keep` newest. Ones known to be damaged do not count among these."""
+        steps = self._steps()
+        good = [step for step, path in steps if step not in self._damaged and (path / MANIFEST_NAME).is_file()]
+        if len(good) <= self.keep:
+            return
+        oldest_kept = good[self.keep - 1]
+        for step, path in steps:
+            if step < oldest_kept and (path / MANIFEST_NAME).is_file():
+                remove_directory(path)
+
+    def _safe(self) -> str:
+        """What to tell someone whose checkpoint failed about the one before."""
+        newest = next(iter(self._steps()), None)
+        return f"the previous checkpoint {newest[1]} is intact" if newest else "no earlier checkpoint exists"
+
+    @contextmanager
+    def _whole_or_nothing(self, tmp: Path, step: int) -> Iterator[None]:
+        """Remove `tmp` when the block fails, and say so plainly when the disk was full."""
+        try:
+            yield
+        except BaseException as error:
+            full = is_disk_full(error, self.root)
+            written = sum(f.stat().st_size for f in tmp.rglob("*") if f.is_file() and not f.is_symlink())
+            shutil.rmtree(tmp, ignore_errors=True)
+            if full:
+                raise disk_full_error(self.root, f"checkpoint of step {step}", written, self._safe()) from error
+            raise

@@ -1,0 +1,110 @@
+"""A trained model in Hugging Face format: safetensors, configuration, tokenizer, model card."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf_ray.checkpoint.atomic import clear_leftovers, fsync_tree, replace_directory, temporary_for
+from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_space
+from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
+from rlhf_ray.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def export_model(
+    model: PreTrainedModel,
+    state_dict: Weights,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    card: ModelCardInfo,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write a model that `from_pretrained` loads, replacing an older export at once and only when complete.
+
+    Args:
+        model: gives class and configuration; its own weights are not read and may lie on the meta device.
+        state_dict: the weights, by the model's parameter names, in CPU memory. Tied weights may be there once or twice
+            and are stored once. Their dtype is the one saved and the one the configuration names.
+        max_shard_size: weights beyond this size go into several files, with an index.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        CheckpointError: a weight is missing, unknown or of another shape, tied weights differ, the disk is full, or
+            something other than an export stands at `directory`. What was there before is untouched then.
+    """
+    weights = _checked_weights(model, dict(state_dict))
+    size = sum(weight.nbytes for weight in weights.values())
+    directory = Path(directory).absolute()
+    _refuse_foreign(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(directory.parent, re.escape(directory.name))
+    new = temporary_for(directory)
+    safe = "the older export is intact" if directory.exists() else "nothing was written"
+    require_space(directory.parent, size, f"export to {directory}", safe)
+    try:
+        new.mkdir()
+        _save(model, weights, new, max_shard_size)
+        tokenizer.save_pretrained(new)
+        model_card(card, directory.name).save(new / "README.md")
+        fsync_tree(new)
+        replace_directory(new, directory)
+    except BaseException as error:
+        full = is_disk_full(error, directory.parent)
+        shutil.rmtree(new, ignore_errors=True)
+        if full:
+            raise disk_full_error(directory.parent, f"export to {directory}", size, safe) from error
+        raise
+    return directory
+
+
+def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path, max_shard_size: str) -> None:
+    """Let transformers write weights and configuration, and the configuration name the dtype that was written."""
+    dtype = next(w.dtype for w in weights.values() if w.is_floating_point())
+    model.save_pretrained(new, state_dict=weights, max_shard_size=max_shard_size)  # empties `weights` as it goes
+    if model.dtype != dtype:
+        config = type(model.config).from_pretrained(new)
+        config.dtype = dtype
+        config.save_pretrained(new)
+
+
+def _checked_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with every tied one stored once, after comparing names and shapes with the model's."""
+    kind = type(model).__name__
+    for copy, source in model.all_tied_weights_keys.items():
+        if copy in weights and source in weights and not torch.equal(weights[copy], weights[source]):
+            raise CheckpointError(f"{copy} and {source} are tied in {kind} and differ; untie or repair them")
+        if copy in weights:
+            value = weights.pop(copy)
+            weights.setdefault(source, value)
+    expected = {name: w for name, w in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            f"the weights are not those of {kind}: missing {missing[:3]} ({len(missing)}), "
+            f"unknown {unknown[:3]} ({len(unknown)})"
+        )
+    for name, weight in weights.items():
+        shape = expected[name].shape
+        if weight.shape != shape:
+            raise CheckpointError(f"{name} has shape {tuple(weight.shape)}, the model's is {tuple(shape)}")
+    return weights
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Only an export may be replaced by an export."""
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise CheckpointError(f"{directory} is not a plain directory; export elsewhere or move it away")
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory} holds something else than an exported model; export elsewhere")

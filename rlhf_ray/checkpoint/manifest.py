@@ -1,0 +1,207 @@
+"""The manifest of a checkpoint: what is in it, byte for byte. Written last, verified before anything is loaded.
+
+A manifest guards against damage (a full disk, a lost block, a half copied directory), not against an attacker, who
+could write a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlhf_ray.checkpoint.atomic import files_under, fsync_path
+from rlhf_ray.errors import CheckpointError
+
+SCHEMA = 1
+MANIFEST_NAME = "manifest.json"
+_PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"}
+_HASH_THREADS = 4
+
+
+class NewerSchemaError(CheckpointError):
+    """A checkpoint written by a later version of this package. It is not damaged: update the package."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hex digest of the content."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    step: int
+    created: str
+    """UTC, ISO 8601."""
+    package_version: str
+    files: Mapping[str, FileRecord]
+    """By path relative to the checkpoint, with forward slashes."""
+    extra: Mapping[str, Any]
+    """What the writer added, plain JSON types."""
+    schema: int = SCHEMA
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+
+def write_manifest(directory: Path, step: int, extra: Mapping[str, Any] | None = None) -> Manifest:
+    """Hash every file below `directory` and write its manifest, flushed to disk.
+
+    Raises:
+        CheckpointError: a symbolic link or special file lies in the directory, or `extra` is not plain JSON.
+    """
+    paths = [path for path in files_under(directory) if path != directory / MANIFEST_NAME]
+    for path in paths:
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is not a regular file; a checkpoint holds only those")
+    records = dict(zip((_relative(path, directory) for path in paths), _hash_all(paths), strict=True))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = Manifest(step, created, _package_version(), records, dict(extra or {}))
+    try:
+        encoded = _encode(manifest)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the manifest's extra fields must be plain JSON: {error}") from error
+    (directory / MANIFEST_NAME).write_bytes(encoded)
+    fsync_path(directory / MANIFEST_NAME)
+    return manifest
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest itself, checked for damage; the files it lists are not looked at.
+
+    Raises:
+        NewerSchemaError: written by a later version of this package.
+        CheckpointError: missing or damaged.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete") from error
+    try:
+        body = json.loads(raw)["manifest"]
+        schema = int(body["schema"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: not a manifest ({error!r})") from error
+    if schema > SCHEMA:
+        raise NewerSchemaError(
+            f"{path} has schema {schema}, this package ({_package_version()}) reads up to {SCHEMA}; "
+            f"it was written by version {body.get('package_version')}: update the package"
+        )
+    try:
+        files = {name: FileRecord(**record) for name, record in body["files"].items()}
+        manifest = Manifest(**{**body, "files": files})
+        intact = _encode(manifest) == raw
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: unexpected content ({error!r})") from error
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its content does not match its own digest")
+    return manifest
+
+
+def verify_manifest(directory: Path) -> Manifest:
+    """Check every byte of a checkpoint against its manifest.
+
+    Hidden files (".nfs0001", ".DS_Store") that would never be loaded are overlooked; any other unlisted file is
+    refused, since a loader that searches by pattern could pick it up, and unpickle it.
+
+    Raises:
+        CheckpointError: names the files that are missing, truncated, different or not listed.
+    """
+    manifest = read_manifest(directory)
+    problems = _wrong_sizes(directory, manifest) + _unlisted(directory, manifest)
+    if not problems:
+        problems = _wrong_digests(directory, manifest)
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"checkpoint {directory} is damaged: {'; '.join(problems[:5])}{more}")
+    return manifest
+
+
+def _wrong_sizes(directory: Path, manifest: Manifest) -> list[str]:
+    problems = []
+    for name, record in manifest.files.items():
+        path = directory / name
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            problems.append(f"{name} points outside the checkpoint")
+        elif path.is_symlink() or (path.exists() and not path.is_file()):
+            problems.append(f"{name} is not a regular file")
+        elif not path.exists():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != record.size:
+            change = "truncated" if path.stat().st_size < record.size else "longer than written"
+            problems.append(f"{name} is {change}: {path.stat().st_size} bytes instead of {record.size}")
+    return problems
+
+
+def _unlisted(directory: Path, manifest: Manifest) -> list[str]:
+    names = [_relative(path, directory) for path in files_under(directory)]
+    extra = [name for name in names if name not in manifest.files and name != MANIFEST_NAME]
+    harmless = {name for name in extra if Path(name).name.startswith(".") and Path(name).suffix not in _PICKLES}
+    return [f"{name} is not listed in the manifest; remove it" for name in extra if name not in harmless]
+
+
+def _wrong_digests(directory: Path, manifest: Manifest) -> list[str]:
+    found = _hash_all([directory / name for name in manifest.files])
+    return [
+        f"{name} has changed: SHA-256 {actual.sha256[:12]}... instead of {record.sha256[:12]}..."
+        for (name, record), actual in zip(manifest.files.items(), found, strict=True)
+        if actual.sha256 != record.sha256
+    ]
+
+
+def _hash_all(paths: list[Path]) -> list[FileRecord]:
+    """Hash files side by side (hashing releases the interpreter's lock)."""
+    with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_hash, paths))
+
+
+def _hash(path: Path) -> FileRecord:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return FileRecord(file.tell(), digest.hexdigest())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _encode(manifest: Manifest) -> bytes:
+    """The exact bytes of a manifest file. Reading encodes again and compares, so that any changed byte is noticed."""
+    body = {
+        "schema": manifest.schema,
+        "step": manifest.step,
+        "created": manifest.created,
+        "package_version": manifest.package_version,
+        "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(manifest.files.items())},
+        "extra": manifest.extra,
+    }
+    canonical = json.dumps(body, sort_keys=True, allow_nan=False)
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps({"manifest": body, "sha256": digest}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def _relative(path: Path, directory: Path) -> str:
+    return path.relative_to(directory).as_posix()
+
+
+def _package_version() -> str:
+    try:
+        return version("rlhf-ray")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,104 @@
+"""The README.md of an exported model: where it comes from, what was done to it, how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+_STAGES = {
+    "sft": "supervised fine-tuning on demonstrations",
+    "reward_model": "reward modelling on preferences",
+    "ppo": "PPO from human feedback",
+}
+
+
+def utc_now() -> datetime:
+    """The clock that dates model cards."""
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True)
+class ModelCardInfo:
+    """What a model card says."""
+
+    stage: Literal["sft", "reward_model", "ppo"]
+    step: int
+    """Updates made."""
+    base_model: str
+    """Path or Hub name of the model that training started from; "scratch" when there was none."""
+    trained_on: str
+    """Data, in words: a path or Hub name and what was done with it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Final numbers by name."""
+    reward_model: str | None = None
+    """Path or Hub name of the reward model, for PPO."""
+    license: str | None = None
+    """Hub licence id; a model inherits what its base and data allow, so none is assumed."""
+    clock: Callable[[], datetime] = utc_now
+
+
+def model_card(info: ModelCardInfo, name: str) -> ModelCard:
+    """The card of the model exported to a directory called `name`; made offline, without a template engine."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(
+        base_model=info.base_model if _is_hub_name(info.base_model) else None,
+        license=info.license,
+        library_name="transformers",
+        pipeline_tag="text-classification" if info.stage == "reward_model" else "text-generation",
+        tags=["rlhf", "rlhf-ray", info.stage.replace("_", "-")],
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name)}")
+
+
+def _text(info: ModelCardInfo, name: str) -> str:
+    reward = f"\n- Reward model: `{info.reward_model}`" if info.reward_model else ""
+    return f"""# {name}
+
+Made by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {info.clock().date().isoformat()}.
+
+- Base model: `{info.base_model}`{reward}
+- Trained on: {info.trained_on}
+
+## Loading
+
+```python
+{_loading(info)}
+```
+
+## Numbers at the end of training
+
+{_table(info.metrics)}
+"""
+
+
+def _loading(info: ModelCardInfo) -> str:
+    head = "AutoModelForSequenceClassification" if info.stage == "reward_model" else "AutoModelForCausalLM"
+    if info.stage == "reward_model":
+        use = 'score = model(**tokenizer("a prompt and its response", return_tensors="pt")).logits[0, 0]'
+    else:
+        use = 'text = tokenizer.decode(model.generate(**tokenizer("a prompt", return_tensors="pt"))[0])'
+    return f"""from transformers import AutoTokenizer, {head}
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+model = {head}.from_pretrained("path/to/this/directory")
+{use}"""
+
+
+def _table(metrics: Mapping[str, float]) -> str:
+    if not metrics:
+        return "None were recorded."
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(metrics.items()))
+    return f"| metric | value |\n|---|---|\n{rows}"
+
+
+def _is_hub_name(name: str) -> bool:
+    """Whether a base model can be linked on the Hub: "owner/name", and no path that exists here."""
+    parts = name.split("/")
+    return len(parts) == 2 and all(p and not p.startswith(".") for p in parts) and not Path(name).exists()

@@ -1,0 +1,64 @@
+"""The random states of a process, as plain types: JSON holds them, and so does torch.load(weights_only=True).
+
+DeepSpeed's checkpoints leave them out, and a resumed run is the same run only with them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_ray.errors import CheckpointError
+
+
+def rng_state() -> dict[str, Any]:
+    """States of Python's, NumPy's global and torch's CPU generator, and of CUDA's where this process uses CUDA.
+
+    Returns:
+        Dicts, lists, text and numbers only. "cuda" is a list with one state per visible device, empty without CUDA.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    # A process that never touched CUDA has no state worth saving, and asking would allocate a context on every device.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [str(name), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": [_hex(state) for state in cuda],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continue where `rng_state` was taken.
+
+    Raises:
+        CheckpointError: not such a state, or one of another number of CUDA devices than this process has.
+    """
+    devices = torch.cuda.device_count() if state.get("cuda") else 0
+    if len(state.get("cuda", [])) != devices:
+        raise CheckpointError(
+            f"the saved random state is of {len(state['cuda'])} CUDA devices and this process sees {devices}; "
+            "resume with the same number of devices per worker"
+        )
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_tensor(state["torch"]))
+        if devices:
+            torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"not a saved random state: {error!r}") from error
+
+
+def _hex(state: torch.Tensor) -> str:
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,0 +1,149 @@
+"""Small state as JSON and records as .npz. Nothing here is pickled, so reading a file runs no code.
+
+JSON holds what the coordinator is made of: step, version, cursor, controllers, random states, the buffer's metadata.
+Arrays, NumPy scalars, bytes and tuples travel inside as tagged objects and come back as what they were.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlhf_ray.errors import CheckpointError
+from rlhf_ray.records import Ragged, SampleKey
+
+R = TypeVar("R", bound=Ragged)
+_ARRAY, _BYTES, _TUPLE = "__array__", "__bytes__", "__tuple__"
+_HEADER = "__record__"
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` as JSON: dicts with text keys, lists, tuples, numbers, text, None, bytes, arrays without objects.
+
+    Raises:
+        CheckpointError: names the first value of another type, by its place in `state`.
+    """
+    Path(path).write_text(json.dumps(_to_json(state, "state"), indent=1) + "\n", encoding="utf-8")
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """What `save_state` wrote.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
+    try:
+        state = _from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read as saved state: {error!r}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds {type(state).__name__} instead of a dict")
+    return state
+
+
+def save_records(path: Path, record: Ragged) -> None:
+    """Write a ragged record as an uncompressed .npz: arrays as they are, keys as [N, 3] int64, other lists as JSON.
+
+    Raises:
+        CheckpointError: a column is neither an array without objects nor a list that JSON can hold.
+    """
+    arrays: dict[str, np.ndarray] = {"offsets": record.offsets}
+    header: dict[str, Any] = {"type": type(record).__name__, "absent": [], "keys": [], "lists": {}}
+    for f in fields(record):
+        value = getattr(record, f.name)
+        if value is None:
+            header["absent"].append(f.name)
+        elif isinstance(value, np.ndarray):
+            arrays[f.name] = value
+        elif value and all(isinstance(item, SampleKey) for item in value):
+            header["keys"].append(f.name)
+            arrays[f.name] = np.array([(k.epoch, k.row, k.sample) for k in value], dtype=np.int64).reshape(-1, 3)
+        else:
+            header["lists"][f.name] = _to_json(value, f"{type(record).__name__}.{f.name}")
+    for name, array in arrays.items():
+        if array.dtype.hasobject:
+            raise CheckpointError(f"{type(record).__name__}.{name} holds Python objects (dtype {array.dtype})")
+    arrays[_HEADER] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    with Path(path).open("wb") as file:  # a name without .npz would have it appended
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def load_records(path: Path, kind: type[R]) -> R:
+    """The record of type `kind` that `save_records` wrote; columns have the same dtype and bytes.
+
+    Raises:
+        CheckpointError: missing, damaged, of another type, or with columns that do not fit its offsets.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            header = json.loads(data[_HEADER].tobytes())
+            columns: dict[str, Any] = {name: data[name] for name in data.files if name != _HEADER}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read as saved records: {error!r}") from error
+    if header["type"] != kind.__name__:
+        raise CheckpointError(f"{path} holds {header['type']} records instead of {kind.__name__}")
+    columns.update({name: [SampleKey(*map(int, k)) for k in columns[name]] for name in header["keys"]})
+    columns.update({name: _from_json(value) for name, value in header["lists"].items()})
+    columns.update(dict.fromkeys(header["absent"]))
+    try:
+        record = kind(**columns)
+    except TypeError as error:
+        raise CheckpointError(f"{path} does not have the columns of {kind.__name__}: {error}") from error
+    _check_lengths(path, record)
+    return record
+
+
+def _check_lengths(path: Path, record: Ragged) -> None:
+    expected = {"token": int(record.offsets[-1]), "row": len(record)}
+    for f in fields(record):
+        value, axis = getattr(record, f.name), f.metadata.get("axis")
+        if axis and value is not None and len(value) != expected[axis]:
+            raise CheckpointError(
+                f"{path}: column {f.name} has {len(value)} entries instead of one per {axis}, {expected[axis]}"
+            )
+
+
+def _to_json(value: Any, place: str) -> Any:
+    """`value` in plain JSON types; `place` names it in errors."""
+    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+        return value
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        kind = {"dtype": value.dtype.str, "shape": list(value.shape), "scalar": isinstance(value, np.generic)}
+        return {_ARRAY: data, **kind}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_to_json(item, f"{place}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_to_json(item, f"{place}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key in (_ARRAY, _BYTES, _TUPLE):
+                raise CheckpointError(f"cannot save {place}: key {key!r} is not text, or is reserved for tagged values")
+        return {key: _to_json(item, f"{place}[{key!r}]") for key, item in value.items()}
+    raise CheckpointError(
+        f"cannot save {place}: {type(value).__name__} is not a number, text, None, bytes, list, tuple, dict or array"
+    )
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _BYTES in value:
+        return base64.b64decode(value[_BYTES], validate=True)
+    if _TUPLE in value:
+        return tuple(_from_json(item) for item in value[_TUPLE])
+    if _ARRAY in value:
+        flat = np.frombuffer(base64.b64decode(value[_ARRAY], validate=True), dtype=np.dtype(value["dtype"]))
+        array = flat.reshape(value["shape"]).copy()
+        return array[()] if value["scalar"] else array
+    return {key: _from_json(item) for key, item in value.items()}

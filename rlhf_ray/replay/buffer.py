@@ -1,0 +1,320 @@
+"""The replay buffer: who holds which experience, in which order, for how long. References only, never tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rlhf_ray.errors import BufferError
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.entries import (
+    BufferStats,
+    CommitOutcome,
+    Entry,
+    Eviction,
+    EvictionReason,
+    Lease,
+    Reservation,
+)
+from rlhf_ray.replay.freshness import is_fresh, staleness
+from rlhf_ray.replay.places import Places
+
+
+class ReplayBuffer:
+    """Experience between generation and learning, for the coordinator's one thread (no locks).
+
+    The life of an entry:
+
+        reserve ──► commit ──► ready ──► lease ──► ack                trained, gone
+           │          │          │ ▲       └─► release, expire        comes back, same place
+           │          │          │ └───────────────┘
+           └► cancel  └► stale   └► evict                             dropped, keys returned
+
+    *Reserve* takes a place before generation starts, so a full buffer stops new work and never finished work. The
+    place has an admission number, and batches are formed in the order of these numbers, never of completion. With
+    `in_order` a lease waits for the oldest reservation: the batch is exactly the oldest admitted samples, bit for bit
+    the same whatever finished first. Without it, ready entries are taken in admission order past the stragglers.
+    *Commit* puts a reference into the place. What is too stale for the bound is refused with an outcome and closes it.
+    *Lease* lends exactly as many samples as an update needs, every one of them fresh at the version named. *Ack* says
+    that they were trained. *Release*, or `expire` after the deadline, brings them back to their old places.
+    *Evict* drops ready entries that may no longer be trained at the version named, and returns them.
+
+    Call `evict` whenever the policy's version changes, before generators receive it: a commit is judged by the version
+    the buffer was told of last, and refused when it comes from a version ahead of that.
+    The buffer knows the samples it holds; that none is trained twice in a run is the ledger's to say.
+    """
+
+    def __init__(
+        self,
+        capacity_samples: int,
+        capacity_bytes: int | None,
+        max_staleness: int,
+        lease_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        in_order: bool | None = None,
+    ):
+        """`in_order` is settled by `max_staleness` when None: a synchronous run (0) forms batches in order."""
+        if capacity_samples < 1 or max_staleness < 0 or lease_timeout_s <= 0:
+            raise BufferError(
+                "a replay buffer needs capacity_samples >= 1, max_staleness >= 0 and lease_timeout_s > 0; got "
+                f"{capacity_samples}, {max_staleness} and {lease_timeout_s}"
+            )
+        self.capacity_samples = capacity_samples
+        self.capacity_bytes = capacity_bytes
+        self.max_staleness = max_staleness
+        self.lease_timeout_s = lease_timeout_s
+        self.in_order = max_staleness == 0 if in_order is None else in_order
+        self._clock = clock
+        self._version = 0
+        self._next_lease = 0
+        self._places = Places(capacity_samples)
+
+    @property
+    def running(self) -> int:
+        """Samples reserved and not yet committed."""
+        return self._places.running
+
+    @property
+    def accepted(self) -> int:
+        """Samples ever committed and not dropped: trained, leased and ready. What `AdmissionRule` counts."""
+        return self._places.trained + len(self._places.held)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the ready and leased entries."""
+        return self._places.bytes
+
+    def reserve(self, samples: int) -> Reservation | None:
+        """A place for `samples` samples, or None while the buffer has no room for them."""
+        if samples < 1:
+            raise BufferError(f"cannot reserve {samples} samples; reserve at least one")
+        return None if self._bytes_full() else self._places.open(samples)
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Give a place back unused. What is admitted instead gets a later place; a retry should keep its own.
+
+        Raises:
+            BufferError: the reservation is not open.
+        """
+        self._check_open(reservation, "cancel")
+        del self._places.reserved[reservation.order]
+
+    def commit(
+        self, reservation: Reservation, ref: Any, keys: Iterable[SampleKey], min_version: int, nbytes: int
+    ) -> CommitOutcome:
+        """Fill a place with a reference to finished experience.
+
+        Args:
+            ref: opaque reference to the experience.
+            keys: its samples, as many as were reserved.
+            min_version: oldest weight version among its response tokens.
+            nbytes: its size. Work with a reservation may exceed the capacity in bytes; no new place is given then.
+
+        Returns:
+            READY when held; STALE or AHEAD when refused, which closes the reservation.
+
+        Raises:
+            BufferError: the reservation is not open (a second commit), the number of keys differs from it, a key is
+                held already or named twice, or a number is negative. The buffer is unchanged then.
+        """
+        self._check_open(reservation, "commit")
+        entry = Entry(reservation.order, ref, tuple(keys), min_version, nbytes)
+        if entry.samples != reservation.samples:
+            raise BufferError(
+                f"commit of place {entry.order}: {entry.samples} keys for a reservation of {reservation.samples}"
+            )
+        self._places.check(entry)
+        del self._places.reserved[entry.order]
+        if not self._fresh(entry):
+            return CommitOutcome.AHEAD if entry.min_version > self._version else CommitOutcome.STALE
+        self._places.hold(entry)
+        return CommitOutcome.READY
+
+    def lease(self, samples: int, version: int) -> Lease | None:
+        """Lend exactly `samples` fresh samples for the update of `version`, or None while there are not enough.
+
+        Entries that are not fresh are passed over; `evict` drops them.
+
+        Raises:
+            BufferError: whole chunks do not add up to `samples`, or waiting longer could never help.
+        """
+        if samples < 1:
+            raise BufferError(f"cannot lease {samples} samples; lease at least one")
+        self._version = version
+        chosen = self._oldest(samples)
+        if chosen is None:
+            self._check_not_stuck(samples)
+            return None
+        for entry in chosen:
+            del self._places.ready[entry.order]
+        lease = Lease(self._next_lease, tuple(chosen), version, self._clock() + self.lease_timeout_s)
+        self._next_lease += 1
+        self._places.leases[lease.number] = lease
+        return lease
+
+    def ack(self, lease: Lease, trained_version: int) -> None:
+        """The lease was trained on, by the update that started from `trained_version`.
+
+        Raises:
+            BufferError: the lease is not out (acknowledged, released or expired before), or was for another version.
+        """
+        self._check_out(lease, "ack")
+        if trained_version != lease.version:
+            raise BufferError(
+                f"ack of lease {lease.number}: trained from version {trained_version}, but its samples were found "
+                f"fresh for version {lease.version}; name the version that the update started from"
+            )
+        del self._places.leases[lease.number]
+        self._places.held.difference_update(lease.keys)
+        self._places.trained += lease.samples
+
+    def release(self, lease: Lease) -> None:
+        """The lease was not trained on: its entries come back to their places.
+
+        Raises:
+            BufferError: the lease is not out.
+        """
+        self._check_out(lease, "release")
+        del self._places.leases[lease.number]
+        self._places.ready.update((entry.order, entry) for entry in lease.entries)
+
+    def expire(self) -> list[Lease]:
+        """Bring leases back whose deadline has passed. A late `ack` of one is refused: another may hold its samples."""
+        now = self._clock()
+        overdue = [lease for lease in self._places.leases.values() if lease.deadline <= now]
+        for lease in overdue:
+            self.release(lease)
+        return overdue
+
+    def evict(self, version: int) -> list[Eviction]:
+        """The policy is at `version` now: drop the ready entries that may no longer be trained, and return them."""
+        self._version = version
+        dropped = [entry for entry in self._places.ready_entries() if not self._fresh(entry)]
+        for entry in dropped:
+            self._places.drop(entry)
+        return [self._eviction(entry) for entry in dropped]
+
+    def reopen(self, entry: Entry) -> Reservation:
+        """Turn a ready entry whose bytes were lost back into its reservation, to be made again in its old place.
+
+        Raises:
+            BufferError: the entry is not ready (a leased one must be released first).
+        """
+        if self._places.ready.get(entry.order) is not entry:
+            raise BufferError(f"reopen of place {entry.order}: it is not a ready entry; release its lease first")
+        self._places.drop(entry)
+        reservation = self._places.reserved[entry.order] = Reservation(entry.order, entry.samples)
+        return reservation
+
+    def stats(self) -> BufferStats:
+        """Counts, bytes and staleness now. Staleness refers to the version the buffer was told of last."""
+        entries = self._places.ready_entries()
+        ages = [staleness(entry.min_version, self._version) for entry in entries]
+        ready = sum(entry.samples for entry in entries)
+        weighted = sum(age * entry.samples for age, entry in zip(ages, entries, strict=True))
+        return BufferStats(
+            samples_ready=ready,
+            samples_reserved=self.running,
+            samples_leased=len(self._places.held) - ready,
+            bytes=self.bytes,
+            oldest_version=min((entry.min_version for entry in entries), default=None),
+            staleness_mean=weighted / ready if ready else 0.0,
+            staleness_max=max(ages, default=0),
+        )
+
+    def ready_entries(self) -> list[Entry]:
+        """The ready entries in admission order: what a checkpoint has to save the bytes of."""
+        return self._places.ready_entries()
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Take entries of `ready_entries` back, with references to bytes that exist in this process.
+
+        Raises:
+            BufferError: an entry's place or key is taken, or it does not fit the capacity in samples.
+        """
+        self._places.restore(entries)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the references, as plain JSON types. Save the bytes of `ready_entries` beside it.
+
+        Raises:
+            BufferError: a lease is out, so nobody can say yet whether its samples are trained.
+        """
+        return {"version": self._version, **self._places.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any]) -> list[Reservation]:
+        """Resume an empty buffer from `state_dict`.
+
+        Args:
+            refs: a reference per ready entry, by its order number.
+
+        Returns:
+            The reservations that were open: start their samples again under them, or cancel them.
+
+        Raises:
+            BufferError: this buffer is in use, a reference is missing, or the capacity is too small for the state.
+        """
+        reservations = self._places.load_state_dict(state, refs)
+        self._version = state["version"]
+        return reservations
+
+    def _oldest(self, samples: int) -> list[Entry] | None:
+        """Fresh entries of lowest order that add up to `samples`; None when some are still to come."""
+        ready, reserved = self._places.ready, self._places.reserved
+        chosen: list[Entry] = []
+        total = 0
+        for order in sorted(ready.keys() | reserved.keys()) if self.in_order else sorted(ready):
+            if order in reserved:
+                return None
+            if not self._fresh(ready[order]):
+                continue
+            chosen.append(ready[order])
+            total += chosen[-1].samples
+            if total > samples:
+                raise BufferError(
+                    f"cannot lease exactly {samples} samples: chunks of {[e.samples for e in chosen]} in admission "
+                    f"order give {total}, and chunks are not split; make the samples of a step a multiple of the chunk"
+                )
+            if total == samples:
+                return chosen
+        return None
+
+    def _check_not_stuck(self, samples: int) -> None:
+        """Raise when no later commit could ever fill the batch, instead of letting the run wait for ever."""
+        if samples > self.capacity_samples:
+            raise BufferError(
+                f"an update needs {samples} samples and the buffer holds at most {self.capacity_samples}; "
+                f"raise buffer.capacity_samples to at least {samples}"
+            )
+        places = self._places
+        idle = not places.reserved and not places.leases and all(self._fresh(e) for e in places.ready.values())
+        if idle and self._bytes_full():
+            raise BufferError(
+                f"the buffer is full at {self.bytes} of {self.capacity_bytes} bytes with {len(places.held)} samples, "
+                f"fewer than the {samples} of an update; raise buffer.capacity_mb"
+            )
+
+    def _check_open(self, reservation: Reservation, action: str) -> None:
+        if self._places.reserved.get(reservation.order) != reservation:
+            raise BufferError(
+                f"{action} of place {reservation.order}: no such open reservation (committed twice, cancelled, or of "
+                "another buffer)"
+            )
+
+    def _check_out(self, lease: Lease, action: str) -> None:
+        if self._places.leases.get(lease.number) is not lease:
+            raise BufferError(
+                f"{action} of lease {lease.number}: it is not out (acknowledged, released or expired before, "
+                f"timeout {self.lease_timeout_s} s)"
+            )
+
+    def _fresh(self, entry: Entry) -> bool:
+        return is_fresh(entry.min_version, self._version, self.max_staleness)
+
+    def _bytes_full(self) -> bool:
+        return self.capacity_bytes is not None and self.bytes >= self.capacity_bytes
+
+    def _eviction(self, entry: Entry) -> Eviction:
+        age = staleness(entry.min_version, self._version)
+        return Eviction(entry, EvictionReason.AHEAD if age < 0 else EvictionReason.STALE, age)

@@ -1,0 +1,72 @@
+"""A disk that runs full while a checkpoint is written, on a real file system of 4 MiB."""
+
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.state import save_state
+from rlhf_ray.errors import CheckpointError
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs failed: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def write_file(tmp):
+    (tmp / "file").write_bytes(b"x" * (5 << 20))
+
+
+def write_torch(tmp):
+    torch.save({"weights": torch.zeros(5 << 18)}, tmp / "rank_0.pt")
+
+
+def write_safetensors(tmp):
+    from safetensors.torch import save_file
+
+    save_file({"weights": torch.zeros(5 << 18)}, tmp / "model.safetensors")
+
+
+def write_json(tmp):
+    save_state(tmp / "state.json", {"array": np.zeros(5 << 20, dtype=np.uint8)})
+
+
+@pytest.mark.parametrize("write", [write_file, write_torch, write_safetensors, write_json])
+def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(small_disk, write):
+    store = CheckpointStore(small_disk / "checkpoints", keep=2)
+    with store.writing(1) as tmp:
+        (tmp / "file").write_bytes(b"x" * 1000)
+    message = r"ran full: checkpoint of step 2 needs more than .*step_1 is intact"
+    with pytest.raises(CheckpointError, match=message), store.writing(2) as tmp:
+        write(tmp)
+    assert [path.name for path in store.root.iterdir()] == ["step_1"]
+    assert store.latest()[0] == 1
+
+
+def test_a_full_disk_at_commit_says_so(small_disk):
+    store = CheckpointStore(small_disk / "checkpoints", keep=2)
+    tmp = store.begin(1)
+    (tmp / "file").write_bytes(b"x" * 1000)
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "filler").write_bytes(b"x" * (5 << 20))
+    with pytest.raises(CheckpointError, match=r"ran full: .* no earlier checkpoint exists"):
+        store.commit(tmp, 1)
+    assert list(store.root.iterdir()) == []
+
+
+def test_an_ordinary_error_with_space_left_is_not_called_a_full_disk(small_disk):
+    store = CheckpointStore(small_disk / "checkpoints", keep=2)
+    with pytest.raises(RuntimeError, match="a worker died"), store.writing(1):
+        raise RuntimeError("a worker died")

@@ -1,0 +1,215 @@
+"""Exported models load in transformers and compute what the trained ones did."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from rlhf_ray.checkpoint.export import export_model
+from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
+from rlhf_ray.errors import CheckpointError
+from tests.models import make_tiny_llama
+
+TOKENS = torch.tensor([[5, 9, 7, 3, 11]])
+
+
+def card(stage="ppo", **kwargs):
+    return ModelCardInfo(
+        stage=stage,
+        step=12,
+        base_model="models/start",
+        trained_on="reviews.jsonl, 100 prompts",
+        metrics={"reward": 1.25, "kl": 0.5},
+        clock=lambda: datetime(2031, 2, 3, tzinfo=UTC),
+        **kwargs,
+    )
+
+
+@pytest.fixture(params=["tied", "untied", "reward"])
+def trained(request, tmp_path):
+    """A model with its tokenizer, and the class that should load its export."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    source = make_tiny_llama(tmp_path / "source", vocab=64, tied=request.param == "tied", hidden=32)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if request.param == "reward":
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+        return model.eval(), tokenizer, AutoModelForSequenceClassification
+    return AutoModelForCausalLM.from_pretrained(source).eval(), tokenizer, AutoModelForCausalLM
+
+
+def cloned(model):
+    """Weights as a gather delivers them: own memory each, tied ones twice."""
+    return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+def stored(directory: Path):
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+def tiny(tmp_path, tied=True):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = make_tiny_llama(tmp_path / "tiny", vocab=64, tied=tied, hidden=32)
+    return AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_an_export_computes_the_same_logits(trained, tmp_path, gathered):
+    model, tokenizer, auto = trained
+    weights = cloned(model) if gathered else model.state_dict()
+    directory = export_model(model, weights.items(), tokenizer, tmp_path / "model", card())
+    loaded, info = auto.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        expected, actual = model(TOKENS).logits, loaded.eval()(TOKENS).logits
+    # The weights are the same to the bit; sums may differ in the last one, where memory is aligned differently.
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    assert expected.abs().max() > 0.01
+    assert type(loaded) is type(model)
+
+
+def test_an_export_generates_and_tokenises_like_the_original(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = tiny(tmp_path)
+    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card())
+    loaded, words = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    inputs = words("w5 w9 w7", return_tensors="pt")
+    assert inputs["input_ids"].tolist() == [[5, 9, 7]] and words.eos_token_id == 1 and words.pad_token_id == 0
+    kwargs = {"input_ids": inputs["input_ids"], "max_new_tokens": 8, "do_sample": False}
+    out = loaded.generate(**kwargs)
+    assert out.shape[1] > 3 and torch.equal(out, model.generate(**kwargs))
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_stored_once(tmp_path, tied):
+    model, tokenizer = tiny(tmp_path, tied)
+    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card())
+    assert ("lm_head.weight" in stored(directory)) == (not tied)
+    assert "model.embed_tokens.weight" in stored(directory)
+
+
+def test_weights_come_from_the_state_dict_and_the_skeleton_may_be_empty(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = tiny(tmp_path)
+    weights = {name: weight + 1 for name, weight in cloned(model).items()}
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(model.config)
+    directory = export_model(skeleton, weights, tokenizer, tmp_path / "model", card())
+    loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def test_the_configuration_names_the_dtype_of_the_weights(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = tiny(tmp_path)
+    weights = {name: weight.bfloat16() for name, weight in cloned(model).items()}
+    directory = export_model(model, weights, tokenizer, tmp_path / "model", card())
+    assert AutoModelForCausalLM.from_pretrained(directory).dtype == torch.bfloat16
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_large_weights_are_sharded_and_load(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = tiny(tmp_path)
+    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card(), max_shard_size="20KB")
+    assert len(list(directory.glob("model-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_a_new_export_replaces_the_older_one_whole(tmp_path):
+    model, tokenizer = tiny(tmp_path)
+    directory = export_model(model, cloned(model), tokenizer, tmp_path / "out" / "model", card())
+    (directory / "model-00001-of-00002.safetensors").write_bytes(b"of an older, sharded export")
+    export_model(model, cloned(model), tokenizer, directory, card())
+    assert not list(directory.glob("model-*"))
+    assert [path.name for path in directory.parent.iterdir()] == ["model"]
+
+
+def test_a_failed_export_leaves_the_older_one_and_no_leftover(tmp_path, monkeypatch):
+    model, tokenizer = tiny(tmp_path)
+    directory = export_model(model, cloned(model), tokenizer, tmp_path / "out" / "model", card())
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("unplugged")))
+    with pytest.raises(OSError, match="unplugged"):
+        export_model(model, {k: v + 1 for k, v in cloned(model).items()}, tokenizer, directory, card())
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    assert [path.name for path in directory.parent.iterdir()] == ["model"]
+
+
+def test_a_directory_with_something_else_is_not_replaced(tmp_path):
+    model, tokenizer = tiny(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    with pytest.raises(CheckpointError, match="something else than an exported model"):
+        export_model(model, cloned(model), tokenizer, tmp_path / "mine", card())
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(CheckpointError, match="not a plain directory"):
+        export_model(model, cloned(model), tokenizer, tmp_path / "link", card())
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
+
+
+def test_wrong_weights_are_named(tmp_path):
+    model, tokenizer = tiny(tmp_path)
+    norm = "model.norm.weight"
+
+    def export(change):
+        weights = cloned(model)
+        change(weights)
+        export_model(model, weights, tokenizer, tmp_path / "model", card())
+
+    with pytest.raises(CheckpointError, match=rf"missing \['{norm}'\]"):
+        export(lambda w: w.pop(norm))
+    with pytest.raises(CheckpointError, match=r"unknown \['value_head'\]"):
+        export(lambda w: w.update(value_head=torch.zeros(1)))
+    with pytest.raises(CheckpointError, match=rf"{norm} has shape \(3,\), the model's is \(32,\)"):
+        export(lambda w: w.update({norm: torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight are tied"):
+        export(lambda w: w["lm_head.weight"].add_(1))
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_model_card_says_where_the_model_comes_from(tmp_path):
+    from huggingface_hub import ModelCard
+
+    model, tokenizer = tiny(tmp_path)
+    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card(reward_model="models/judge"))
+    text = (directory / "README.md").read_text()
+    for part in ("12 updates", "2031-02-03", "`models/start`", "`models/judge`", "reviews.jsonl", "| reward | 1.25 |"):
+        assert part in text
+    data = ModelCard.load(directory / "README.md").data
+    assert data.library_name == "transformers" and data.pipeline_tag == "text-generation" and "ppo" in data.tags
+
+
+def test_the_model_card_links_a_hub_base_model_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "start").mkdir(parents=True)
+    assert model_card(card(), "model").data.base_model is None
+    hub = ModelCardInfo("reward_model", 1, "owner/name", "pairs")
+    assert model_card(hub, "model").data.base_model == "owner/name"
+    assert "AutoModelForSequenceClassification" in model_card(hub, "model").text
+
+
+def test_the_code_in_the_model_card_runs(trained, tmp_path):
+    """The card's own lines load the export and give a number or a text."""
+    model, tokenizer, auto = trained
+    stage = "reward_model" if "Sequence" in auto.__name__ else "sft"
+    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card(stage))
+    text = (directory / "README.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    code = code.replace("path/to/this/directory", str(directory)).replace("a prompt and its response", "w5 w6")
+    names: dict = {}
+    exec(code.replace("a prompt", "w5 w6"), names)
+    assert isinstance(names["score"].item(), float) if stage == "reward_model" else names["text"].startswith("w5 w6")

@@ -1,0 +1,347 @@
+"""Every path of an entry's life in the replay buffer."""
+
+import json
+
+import pytest
+
+from rlhf_ray.errors import BufferError
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.entries import CommitOutcome, EvictionReason
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(capacity=16, nbytes=None, eta=0, timeout=10.0, clock=None, in_order=None):
+    return ReplayBuffer(capacity, nbytes, eta, timeout, clock or Clock(), in_order)
+
+
+def keys(reservation):
+    return [SampleKey(0, reservation.order, i) for i in range(reservation.samples)]
+
+
+def commit(buffer, reservation, version=0, nbytes=10):
+    return buffer.commit(reservation, f"ref{reservation.order}", keys(reservation), version, nbytes)
+
+
+def filled(buffer, chunks, version=0):
+    for samples in chunks:
+        assert commit(buffer, buffer.reserve(samples), version) is CommitOutcome.READY
+    return buffer
+
+
+def counts(buffer):
+    s = buffer.stats()
+    return s.samples_ready, s.samples_reserved, s.samples_leased
+
+
+def test_an_entry_goes_from_reservation_to_trained():
+    buffer = make()
+    place = buffer.reserve(4)
+    assert counts(buffer) == (0, 4, 0) and buffer.running == 4 and buffer.accepted == 0
+    assert commit(buffer, place) is CommitOutcome.READY
+    assert counts(buffer) == (4, 0, 0) and buffer.bytes == 10 and buffer.accepted == 4
+    lease = buffer.lease(4, version=0)
+    assert counts(buffer) == (0, 0, 4) and lease.refs == ["ref0"] and lease.keys == keys(place) and buffer.bytes == 10
+    buffer.ack(lease, trained_version=0)
+    assert counts(buffer) == (0, 0, 0) and buffer.bytes == 0 and buffer.accepted == 4 and buffer.running == 0
+
+
+def test_reserve_is_refused_when_samples_would_exceed_capacity():
+    buffer = make(capacity=8)
+    filled(buffer, [2])
+    assert buffer.lease(2, 0) is not None
+    filled(buffer, [2])
+    assert buffer.reserve(2) is not None
+    assert buffer.reserve(3) is None
+    assert buffer.reserve(2) is not None
+    assert buffer.reserve(1) is None
+
+
+def test_cancel_frees_the_place_once():
+    buffer = make(capacity=4)
+    place = buffer.reserve(4)
+    buffer.cancel(place)
+    assert counts(buffer) == (0, 0, 0)
+    with pytest.raises(BufferError, match="cancel of place 0"):
+        buffer.cancel(place)
+    assert buffer.reserve(4).order == 1
+
+
+def test_reserve_is_refused_while_bytes_are_full_but_reserved_work_may_still_commit():
+    buffer = make(nbytes=15, eta=1)
+    first, second = buffer.reserve(1), buffer.reserve(1)
+    commit(buffer, first, nbytes=20)
+    assert buffer.reserve(1) is None
+    assert commit(buffer, second, nbytes=20) is CommitOutcome.READY
+    assert buffer.bytes == 40
+    buffer.ack(buffer.lease(2, 0), 0)
+    assert buffer.reserve(1) is not None
+
+
+def test_a_second_commit_is_refused():
+    buffer = make()
+    place = buffer.reserve(2)
+    commit(buffer, place)
+    with pytest.raises(BufferError, match="committed twice"):
+        commit(buffer, place)
+    assert counts(buffer) == (2, 0, 0)
+
+
+def test_commit_with_another_number_of_keys_is_refused_and_leaves_the_place_open():
+    buffer = make()
+    place = buffer.reserve(2)
+    with pytest.raises(BufferError, match="1 keys for a reservation of 2"):
+        buffer.commit(place, "ref", [SampleKey(0, 0, 0)], 0, 1)
+    assert counts(buffer) == (0, 2, 0)
+    assert commit(buffer, place) is CommitOutcome.READY
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_key_that_is_held_already_is_refused(leased):
+    buffer = filled(make(), [1])
+    if leased:
+        buffer.lease(1, 0)
+    place = buffer.reserve(1)
+    with pytest.raises(BufferError, match="duplicate samples"):
+        buffer.commit(place, "other", [SampleKey(0, 0, 0)], 0, 1)
+
+
+def test_a_key_named_twice_in_one_commit_is_refused():
+    buffer = make()
+    place = buffer.reserve(2)
+    with pytest.raises(BufferError, match="duplicate samples"):
+        buffer.commit(place, "ref", [SampleKey(0, 0, 0)] * 2, 0, 1)
+
+
+@pytest.mark.parametrize(("version", "nbytes"), [(-1, 1), (0, -1)])
+def test_negative_version_or_size_is_refused(version, nbytes):
+    buffer = make()
+    with pytest.raises(BufferError, match="must not be negative"):
+        buffer.commit(buffer.reserve(1), "ref", [SampleKey(0, 0, 0)], version, nbytes)
+
+
+def test_stale_and_future_commits_are_refused_with_an_outcome_and_close_the_place():
+    buffer = make(eta=1)
+    stale, fresh, ahead = buffer.reserve(1), buffer.reserve(1), buffer.reserve(1)
+    buffer.evict(5)
+    assert commit(buffer, stale, version=3) is CommitOutcome.STALE
+    assert commit(buffer, fresh, version=4) is CommitOutcome.READY
+    assert commit(buffer, ahead, version=6) is CommitOutcome.AHEAD
+    assert counts(buffer) == (1, 0, 0) and buffer.accepted == 1
+
+
+def test_in_order_lease_waits_for_the_oldest_and_follows_admission():
+    buffer = make()
+    places = [buffer.reserve(2) for _ in range(3)]
+    commit(buffer, places[2])
+    commit(buffer, places[1])
+    assert buffer.lease(4, 0) is None
+    commit(buffer, places[0])
+    assert buffer.lease(4, 0).refs == ["ref0", "ref1"]
+    assert buffer.lease(2, 0).refs == ["ref2"]
+
+
+def test_overlapping_lease_passes_over_a_straggler_in_admission_order():
+    buffer = make(eta=1)
+    places = [buffer.reserve(2) for _ in range(4)]
+    for i in (3, 1, 2):
+        commit(buffer, places[i])
+    assert buffer.lease(4, 0).refs == ["ref1", "ref2"]
+
+
+def test_in_order_can_be_asked_for_with_staleness():
+    buffer = make(eta=1, in_order=True)
+    _, second = buffer.reserve(2), buffer.reserve(2)
+    commit(buffer, second)
+    assert buffer.lease(2, 0) is None
+
+
+def test_too_few_ready_samples_give_no_lease_and_leave_them_ready():
+    buffer = filled(make(eta=1), [2])
+    assert buffer.lease(4, 0) is None
+    assert counts(buffer) == (2, 0, 0)
+
+
+def test_chunks_that_do_not_add_up_are_an_error_and_stay_ready():
+    buffer = filled(make(eta=1), [3, 3])
+    with pytest.raises(BufferError, match=r"exactly 4 samples: chunks of \[3, 3\]"):
+        buffer.lease(4, 0)
+    assert counts(buffer) == (6, 0, 0)
+
+
+def test_an_update_larger_than_the_buffer_is_an_error_rather_than_a_wait():
+    with pytest.raises(BufferError, match="capacity_samples to at least 32"):
+        make(capacity=16).lease(32, 0)
+
+
+def test_a_byte_capacity_too_small_for_an_update_is_an_error_rather_than_a_wait():
+    buffer = make(nbytes=15, eta=1)
+    places = [buffer.reserve(1), buffer.reserve(1)]
+    commit(buffer, places[0], nbytes=20)
+    assert buffer.lease(4, 0) is None
+    commit(buffer, places[1], nbytes=20)
+    with pytest.raises(BufferError, match="40 of 15 bytes with 2 samples"):
+        buffer.lease(4, 0)
+
+
+def test_lease_passes_over_what_is_too_stale_for_its_version():
+    buffer = make(eta=1)
+    filled(buffer, [2])
+    buffer.evict(1)
+    filled(buffer, [2], version=1)
+    assert buffer.lease(2, version=2).refs == ["ref1"]
+
+
+@pytest.mark.parametrize("action", ["ack", "release"])
+def test_a_lease_ends_once(action):
+    buffer = filled(make(), [2])
+    lease = buffer.lease(2, 0)
+    buffer.ack(lease, 0)
+    with pytest.raises(BufferError, match="it is not out"):
+        buffer.ack(lease, 0) if action == "ack" else buffer.release(lease)
+
+
+def test_ack_of_another_version_is_refused_and_the_lease_stays_out():
+    buffer = filled(make(), [2])
+    lease = buffer.lease(2, 0)
+    with pytest.raises(BufferError, match="trained from version 1"):
+        buffer.ack(lease, 1)
+    assert counts(buffer) == (0, 0, 2)
+
+
+def test_released_entries_come_back_to_their_places():
+    buffer = filled(make(), [2, 2])
+    lease = buffer.lease(2, 0)
+    buffer.release(lease)
+    assert counts(buffer) == (4, 0, 0)
+    assert buffer.lease(4, 0).refs == ["ref0", "ref1"]
+
+
+def test_an_overdue_lease_comes_back_and_its_late_ack_is_refused():
+    clock = Clock()
+    buffer = filled(make(timeout=10.0, clock=clock), [2])
+    lease = buffer.lease(2, 0)
+    clock.now += 9.9
+    assert buffer.expire() == []
+    clock.now += 0.1
+    assert buffer.expire() == [lease]
+    again = buffer.lease(2, 0)
+    assert again.refs == lease.refs
+    with pytest.raises(BufferError, match="it is not out"):
+        buffer.ack(lease, 0)
+    buffer.ack(again, 0)
+
+
+def test_evict_returns_what_it_drops_and_why():
+    buffer = make(eta=1)
+    filled(buffer, [2])
+    buffer.evict(1)
+    filled(buffer, [1], version=1)
+    assert buffer.evict(1) == []
+    (dropped,) = buffer.evict(2)
+    assert dropped.entry.keys == (SampleKey(0, 0, 0), SampleKey(0, 0, 1))
+    assert dropped.reason is EvictionReason.STALE and dropped.staleness == 2
+    assert counts(buffer) == (1, 0, 0) and buffer.accepted == 1
+
+
+def test_evict_drops_what_is_ahead_of_a_rebuilt_policy():
+    buffer = make(eta=2)
+    buffer.evict(7)
+    filled(buffer, [1], version=7)
+    (dropped,) = buffer.evict(5)
+    assert dropped.reason is EvictionReason.AHEAD and dropped.staleness == -2
+
+
+def test_evicted_keys_may_be_committed_again():
+    buffer = filled(make(eta=0), [1])
+    buffer.evict(1)
+    assert buffer.commit(buffer.reserve(1), "again", [SampleKey(0, 0, 0)], 1, 1) is CommitOutcome.READY
+
+
+def test_evict_leaves_leased_entries_alone():
+    buffer = filled(make(eta=0), [1])
+    lease = buffer.lease(1, 0)
+    assert buffer.evict(3) == []
+    buffer.ack(lease, 0)
+
+
+def test_reopen_gives_lost_bytes_their_old_place():
+    buffer = filled(make(), [2, 2])
+    lost = buffer.ready_entries()[0]
+    place = buffer.reopen(lost)
+    assert counts(buffer) == (2, 2, 0) and buffer.lease(2, 0) is None
+    with pytest.raises(BufferError, match="reopen of place 0"):
+        buffer.reopen(lost)
+    commit(buffer, place)
+    assert buffer.lease(4, 0).refs == ["ref0", "ref1"]
+
+
+def test_stats_weigh_staleness_by_samples():
+    buffer = make(eta=4)
+    buffer.evict(1)
+    filled(buffer, [3], version=1)
+    buffer.evict(5)
+    filled(buffer, [1], version=5)
+    stats = buffer.stats()
+    assert (stats.oldest_version, stats.staleness_mean, stats.staleness_max) == (1, 3.0, 4)
+    assert make().stats().oldest_version is None
+
+
+def test_state_resumes_ready_entries_and_open_places_through_json():
+    buffer = make(eta=1)
+    first = buffer.reserve(2)
+    filled(buffer, [2, 2])
+    buffer.ack(buffer.lease(2, 0), 0)
+    state = json.loads(json.dumps(buffer.state_dict()))
+    resumed = make(eta=1)
+    (place,) = resumed.load_state_dict(state, {2: "new2"})
+    assert place == first and counts(resumed) == (2, 2, 0) and resumed.accepted == buffer.accepted == 4
+    commit(resumed, place)
+    lease = resumed.lease(4, 1)
+    assert lease.refs == ["ref0", "new2"] and lease.keys[2:] == [SampleKey(0, 2, 0), SampleKey(0, 2, 1)]
+    assert resumed.reserve(1).order == buffer.reserve(1).order == 3
+
+
+def test_state_with_a_lease_out_cannot_be_saved():
+    buffer = filled(make(), [1])
+    buffer.lease(1, 0)
+    with pytest.raises(BufferError, match="acknowledge or release"):
+        buffer.state_dict()
+
+
+def test_loading_refuses_missing_references_used_buffers_and_small_capacities():
+    state = filled(make(), [2, 2]).state_dict()
+    with pytest.raises(BufferError, match=r"no reference given for places \[1\]"):
+        make().load_state_dict(state, {0: "a"})
+    with pytest.raises(BufferError, match="needs an empty buffer"):
+        filled(make(), [1]).load_state_dict(state, {0: "a", 1: "b"})
+    with pytest.raises(BufferError, match="4 saved samples exceed"):
+        make(capacity=3).load_state_dict(state, {0: "a", 1: "b"})
+
+
+def test_restore_takes_ready_entries_back_and_refuses_taken_places():
+    entries = filled(make(), [2, 2]).ready_entries()
+    buffer = make()
+    buffer.restore(entries)
+    assert buffer.ready_entries() == entries and buffer.reserve(1).order == 2
+    with pytest.raises(BufferError, match="place 0 is taken"):
+        buffer.restore(entries)
+
+
+@pytest.mark.parametrize("arguments", [(0, None, 0, 1.0), (1, None, -1, 1.0), (1, None, 0, 0.0)])
+def test_senseless_buffers_are_refused(arguments):
+    with pytest.raises(BufferError, match="a replay buffer needs"):
+        ReplayBuffer(*arguments)
+
+
+@pytest.mark.parametrize("action", ["reserve", "lease"])
+def test_zero_samples_are_refused(action):
+    with pytest.raises(BufferError, match=f"cannot {action} 0 samples"):
+        make().reserve(0) if action == "reserve" else make().lease(0, 0)
