@@ -29,7 +29,7 @@ def balanced_partition(lengths: Any, parts: int) -> list[RowNumbers]:
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     shares: list[list[int]] = [[] for _ in range(parts)]
-    lightest = [(0, 0, part) for part in range(parts)]  # tokens, rows, part: rows break ties, so empty shares come first
+    lightest = [(0, 0, part) for part in range(parts)]  # tokens, rows, part; of equal weight, fewest rows first
     for row in np.argsort(-lengths, kind="stable"):
         tokens, rows, part = lightest[0]
         shares[part].append(int(row))

@@ -54,7 +54,7 @@ def load_preferences(config: PreferencesConfig,
 
 
 def held_out_rows(groups: list[str], share: float) -> NDArray[np.bool_]:
-    """[N] True on rows to hold out: whole groups, about `share` of all rows (at least one when share > 0).
+    """[N] True on rows to hold out: whole groups, about `share` of all rows (if > 0, some but not all).
 
     Groups are the prompts (or, without a prompt, the chosen texts), so nothing is measured on a prompt that was trained
     on. They are taken in the order of their digests: the choice needs no seed, and does not hang on the order of rows.
@@ -71,7 +71,7 @@ def held_out_rows(groups: list[str], share: float) -> NDArray[np.bool_]:
     if len(members) == 1:
         raise DataError(f"held_out={share} of {len(groups)} pairs: all share one prompt, so none can be held out; give "
                         "more prompts, or set held_out to 0")
-    target, count = max(1, round(share * len(groups))), 0
+    target, count = min(max(1, round(share * len(groups))), len(groups) - 1), 0
     for group in sorted(members, key=_digest):
         if count + len(members[group]) <= target:
             held[members[group]] = True

@@ -132,12 +132,12 @@ def _read_json_lines(file: Path) -> Numbered:
 
 def _parse_json_row(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.rstrip(b"\r\n").decode())
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 text (byte {error.start + 1}: {error.reason}); save it as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON: {error.msg} at column {error.colno}; write one object per "
-                        "line") from None
+        wrong = error.msg.removesuffix(" at")
+        raise DataError(f"{place}: not valid JSON: {wrong} at column {error.colno}; write one object a line") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets nested a thousand deep
         raise DataError(f"{place}: JSON that cannot be read: {error}; write one flat object per line") from None
     if not isinstance(row, dict):

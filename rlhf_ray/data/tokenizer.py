@@ -66,5 +66,5 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model:
     if highest >= vocab_size:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path or '(unnamed)'} has id {highest} (token {token!r}) but model "
-            f"{model} has only {vocab_size} embeddings, ids 0 to {vocab_size - 1}; use the tokenizer that the model was "
+            f"{model} has only {vocab_size} embeddings, ids 0 to {vocab_size - 1}; use the tokenizer the model was "
             "trained with, or resize the model's embeddings")

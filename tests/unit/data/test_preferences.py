@@ -1,0 +1,110 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_ray.config.data import PreferencesConfig
+from rlhf_ray.data.preferences import held_out_rows, load_preferences
+from rlhf_ray.data.sequences import Pairs
+from rlhf_ray.errors import DataError
+
+END = 1
+
+
+def load(tokenizer: Any, path: str, **fields: Any):
+    return load_preferences(PreferencesConfig(path=path, **{"held_out": 0.0, **fields}), tokenizer)
+
+
+def pair(prompt: str, chosen: str, rejected: str, **flags: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **flags}
+
+
+def test_sides_hold_prompt_response_and_end_with_loss_on_the_response(write_jsonl, tokenizer):
+    train, held, report = load(tokenizer, write_jsonl(pair("We saw", " the film.", " it")))
+    assert (len(train), len(held), report.kept) == (1, 0, 1)
+    for side, response in ((train.chosen, " the film."), (train.rejected, " it")):
+        assert side.tokens[~side.loss_mask].tolist() == tokenizer("We saw")["input_ids"]
+        assert side.tokens[side.loss_mask].tolist() == [*tokenizer(response)["input_ids"], END]
+
+
+def test_a_response_that_was_cut_gets_no_end(write_jsonl, tokenizer):
+    rows = [pair("We", " saw", " read", chosen_finished=False), pair("I", " saw", " read", rejected_finished=False)]
+    train, _, _ = load(tokenizer, write_jsonl(*rows))
+    ends = [[side.row(i, "tokens")[-1] == END for side in (train.chosen, train.rejected)] for i in range(2)]
+    assert ends == [[False, True], [True, False]]
+
+
+def test_an_empty_prompt_is_allowed(write_jsonl, tokenizer):
+    train, _, _ = load(tokenizer, write_jsonl(pair("", "We saw", "I read")))
+    assert train.chosen.loss_mask.all()
+
+
+def test_equal_sides_are_left_out_counted_and_named(write_jsonl, tokenizer):
+    rows = [pair("We", " saw", " saw"), pair("We", " saw", " read"), pair("We", " saw", " saw", chosen_finished=False)]
+    train, _, report = load(tokenizer, write_jsonl(*rows))
+    assert report.left_out == {"chosen and rejected are the same": [1]}
+    assert len(train) == 2
+
+
+def test_pairs_with_one_longer_side_are_left_out_whole(write_jsonl, tokenizer):
+    rows = [pair("We", " saw", " read"), pair("We", " saw", " saw the film"), pair("We", " saw the film", " saw")]
+    train, _, report = load(tokenizer, write_jsonl(*rows), max_tokens=3)
+    assert (len(train), report.left_out) == (1, {"a side is longer than max_tokens=3": [2, 3]})
+
+
+def test_an_empty_response_needs_a_row_that_says_how_it_ended(write_jsonl, tokenizer):
+    with pytest.raises(DataError, match="line 1: column 'rejected' is empty"):
+        load(tokenizer, write_jsonl(pair("We", " saw", "")))
+    rows = [pair("We", " saw", "", rejected_finished=True), pair("We", " saw", "", rejected_finished=False)]
+    train, _, report = load(tokenizer, write_jsonl(*rows))
+    assert train.rejected.tokens.tolist() == [*tokenizer("We")["input_ids"], END]
+    assert report.left_out == {"a side is neither a text nor finished": [2]}
+
+
+def test_bad_rows_are_named_by_line(write_jsonl, tokenizer):
+    good = pair("We", " saw", " read")
+    with pytest.raises(DataError, match="line 2: no column 'rejected'"):
+        load(tokenizer, write_jsonl(good, {"prompt": "We", "chosen": "x"}))
+    with pytest.raises(DataError, match="line 2: column 'chosen_finished' must be true or false, not 'perhaps'"):
+        load(tokenizer, write_jsonl(good, pair("We", "a", "b", chosen_finished="perhaps")))
+
+
+def test_held_out_pairs_share_no_prompt_with_training_pairs(write_jsonl, tokenizer):
+    rows = [pair(f"We saw {i % 40}", f" chosen {i}", f" rejected {i}") for i in range(200)]
+    train, held, _ = load(tokenizer, write_jsonl(*rows), held_out=0.2)
+
+    def prompts(pairs: Pairs) -> set[str]:
+        sides = (pairs.chosen.select([i]) for i in range(len(pairs)))
+        return {tokenizer.decode(side.tokens[~side.loss_mask]) for side in sides}
+
+    assert (len(train), len(held)) == (160, 40)
+    assert len(prompts(held)) == 8 and not prompts(train) & prompts(held)
+
+
+def test_without_prompts_pairs_of_one_chosen_text_stay_together(write_jsonl, tokenizer):
+    rows = [pair("", f"chosen {i // 2}", f"rejected {i}") for i in range(20)]
+    train, held, _ = load(tokenizer, write_jsonl(*rows), held_out=0.2)
+    texts = [{tokenizer.decode(p.chosen.row(i, "tokens")) for i in range(len(p))} for p in (train, held)]
+    assert len(held) == 4 and not texts[0] & texts[1]
+
+
+@given(groups=st.lists(st.integers(0, 12).map(str), min_size=2, max_size=80), share=st.floats(0.01, 0.9))
+def test_whole_groups_are_held_out_near_the_share_whatever_the_order(groups: list[str], share: float):
+    if len(set(groups)) == 1:
+        with pytest.raises(DataError, match="all share one prompt"):
+            held_out_rows(groups, share)
+        return
+    held = held_out_rows(groups, share)
+    chosen = {g for g, h in zip(groups, held, strict=True) if h}
+    assert not chosen & {g for g, h in zip(groups, held, strict=True) if not h}
+    smallest = min(groups.count(g) for g in set(groups))
+    assert 0 < held.sum() < len(groups)
+    assert held.sum() <= max(1, round(share * len(groups)), smallest)
+    backwards = held_out_rows(groups[::-1], share)
+    assert np.array_equal(backwards[::-1], held)
+
+
+def test_nothing_is_held_out_at_share_zero():
+    assert not held_out_rows(["a", "a"], 0.0).any()
