@@ -1,0 +1,140 @@
+"""vLLM in its own processes (`AsyncLLM`): the engine for GPUs and tensor parallelism."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_ray.errors import RLHFError, WorkerError
+from rlhf_ray.records import TensorEntry, WeightBucket
+from rlhf_ray.roles.engines.in_process import quiet_start, unfinished_tokens
+from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
+from rlhf_ray.roles.engines.messages import (
+    completion_of,
+    prompt_logprobs_of,
+    prompt_of,
+    sampling_parameters,
+    scoring_parameters,
+)
+from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """A bucket in anonymous shared memory that vLLM's worker processes on this node map by `path`.
+
+    The memory belongs to this process alone: it is freed when `file` is dropped or the process dies, however it dies.
+    """
+
+    entries: list[TensorEntry]
+    file: IO[bytes]
+    path: str
+
+
+class AsynchronousEngine:
+    """See `interface.SamplingEngine`."""
+
+    kind = "async"
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._engine: Any = None
+        self._numbers = count()
+        self._finished_tokens = 0
+        self._dead: RLHFError | None = None
+
+    async def start(self) -> None:
+        """See `SamplingEngine.start`."""
+        with quiet_start():
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            inspect_architectures(self._settings)
+            self._engine = AsyncLLM.from_engine_args(engine_arguments(self._settings))
+        await self._engine.update_weight_version("0")
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """See `SamplingEngine.sample`."""
+        outputs = await asyncio.gather(*(self._finish(r.prompt, sampling_parameters(r)) for r in requests))
+        return [completion_of(output) for output in outputs]
+
+    async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
+        """See `SamplingEngine.score`."""
+        outputs = await asyncio.gather(*(self._finish(row, scoring_parameters()) for row in rows))
+        return [prompt_logprobs_of(output) for output in outputs]
+
+    def stage(self, bucket: WeightBucket) -> StagedFile:
+        """Copy the bucket to memory that vLLM's processes can map (the object store's is Ray's own affair)."""
+        descriptor = os.memfd_create(f"weights-{bucket.version}-{bucket.index}")
+        file = os.fdopen(descriptor, "wb", buffering=0)
+        rest = bucket.data.data
+        while rest:
+            rest = rest[file.write(rest) :]
+        return StagedFile(bucket.entries, file, f"/proc/{os.getpid()}/fd/{descriptor}")
+
+    async def apply(self, staged: Sequence[StagedFile], version: int) -> None:
+        """See `SamplingEngine.apply`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        from rlhf_ray.weights.vllm_backend import bucket_info
+
+        engine = self._living()
+        try:
+            await engine.pause_generation(mode="keep", clear_cache=True)
+            await engine.start_weight_update()
+            for bucket in staged:
+                info = bucket_info(bucket.entries, path=bucket.path)
+                await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+            await engine.finish_weight_update(weight_version=str(version))
+            await engine.resume_generation()
+        except Exception as error:
+            self._dead = WorkerError(
+                f"{self._settings.name}: vLLM broke while taking weights version {version} and must be restarted: "
+                f"{type(error).__name__}: {error}"
+            )
+            await self.stop()
+            raise self._dead from error
+
+    def tokens_made(self) -> int:
+        """See `SamplingEngine.tokens_made`."""
+        return self._finished_tokens + unfinished_tokens(self._engine)
+
+    def pids(self) -> list[int]:
+        """See `SamplingEngine.pids`."""
+        import psutil
+
+        own = psutil.Process()
+        return [own.pid] + [child.pid for child in own.children(recursive=True)]
+
+    async def stop(self) -> None:
+        """See `SamplingEngine.stop`."""
+        engine, self._engine = self._engine, None
+        self._dead = self._dead or WorkerError(f"{self._settings.name} was stopped")
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+
+    def _living(self) -> Any:
+        if self._engine is None:
+            raise self._dead or WorkerError(f"{self._settings.name} was not started")
+        return self._engine
+
+    async def _finish(self, prompt: list[int], parameters: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        engine, last = self._living(), None
+        try:
+            async for output in engine.generate(prompt_of(prompt), parameters, str(next(self._numbers))):
+                last = output
+        except EngineDeadError as error:
+            self._dead = self._dead or WorkerError(f"{self._settings.name}: vLLM's engine process died")
+            raise self._dead from error
+        if last is None:
+            raise WorkerError(f"{self._settings.name}: vLLM ended a request without an output")
+        self._finished_tokens += len(last.outputs[0].token_ids)
+        return last

@@ -1,0 +1,105 @@
+"""From our configuration to vLLM's: environment and engine arguments."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.roles.engines.interface import EngineSettings
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"
+
+
+def engine_kind(config: GenerationConfig) -> str:
+    """"in_process" or "async", with "auto" settled: async on GPUs, in the worker's own process on CPUs."""
+    if config.engine != "auto":
+        return config.engine
+    return "async" if config.gpus > 0 or config.tensor_parallel > 1 else "in_process"
+
+
+def generator_environment(config: GenerationConfig) -> dict[str, str]:
+    """Environment variables for a generator's process; they count only if set before torch and vLLM are imported.
+
+    What the person who started the run set for `VLLM_LOGGING_LEVEL` stays.
+    """
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if engine_kind(config) == "async" else "0",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": str(config.threads),
+    }
+    if config.gpus > 0:
+        return variables | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return variables | {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put every generator of a node on the same cores
+        "OMP_WAIT_POLICY": "passive",  # idle threads must not spin: roles share the cores
+        "TORCH_COMPILE_DISABLE": "1",  # compiling one helper for sampled log-probabilities takes 20 s, once a start
+    }
+
+
+def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
+    """vLLM's arguments: token ids in and out (no tokenizer), log-probabilities of the distribution sampled from."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from rlhf_ray.weights.vllm_backend import BACKEND
+
+    model, generation = settings.model, settings.generation
+    on_cpu = generation.gpus == 0
+    return AsyncEngineArgs(
+        model=model.path,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        load_format="safetensors",
+        dtype=model.dtype,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # sampling is ours alone; a model's own defaults would bend the distribution
+        max_model_len=settings.max_context,
+        max_num_seqs=generation.max_sequences,
+        seed=settings.seed,
+        logprobs_mode="processed_logprobs",
+        enforce_eager=on_cpu,
+        enable_prefix_caching=not on_cpu,  # prompts on CPUs are shorter than a cache block (128 tokens)
+        worker_extension_cls=WORKER_EXTENSION,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **_memory(generation),
+        **_parallelism(generation),
+    )
+
+
+def _memory(generation: GenerationConfig) -> dict[str, Any]:
+    if generation.kv_cache_mb is None:
+        return {"gpu_memory_utilization": generation.gpu_memory_utilization}
+    return {"kv_cache_memory_bytes": generation.kv_cache_mb << 20}
+
+
+def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
+    if engine_kind(generation) == "in_process":
+        # Steps must not overlap: weights change between two of them.
+        return {"async_scheduling": False}
+    if generation.tensor_parallel > 1:
+        return {"tensor_parallel_size": generation.tensor_parallel, "distributed_executor_backend": "mp"}
+    return {}
+
+
+def inspect_architectures(settings: EngineSettings) -> None:
+    """Tell vLLM's registry about the model's class from this process.
+
+    Otherwise the first engine on a machine starts a Python process just for that (6-12 s). That process exists to keep
+    CUDA uninitialised here, so on GPUs it is left to vLLM.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    if settings.generation.gpus > 0:
+        return
+    for name in settings.architectures:
+        known: Any = ModelRegistry.models.get(name)
+        if known is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())

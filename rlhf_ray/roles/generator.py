@@ -1,0 +1,226 @@
+"""The generator: draws responses with vLLM, and takes new policy weights between two tokens.
+
+It owns a vLLM engine and the gate in front of its weights. Which prompts to answer, and when to publish weights, is the
+coordinator's business; what a publication must look like is `weights.receiver`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
+from rlhf_ray.errors import DataError, WorkerError
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.records import Prompts, Rollout, SampleKey, TokenScores, WeightBucket, offsets_of
+from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
+from rlhf_ray.roles.engines.settings import engine_kind, generator_environment
+from rlhf_ray.weights.receiver import Receiver
+from rlhf_ray.weights.shapes import parameter_shapes, pretrained_config
+
+__all__ = ["Generator", "generator_environment"]
+
+
+class Generator:
+    """One vLLM engine and its weights.
+
+    Args:
+        model: weights to start from; they count as version 0.
+        seed: seed of the engine itself. Samples do not depend on it: each has its own, from the run's seed and its key.
+        max_context: longest prompt and response together, in tokens.
+    """
+
+    def __init__(
+        self, model: ModelConfig, generation: GenerationConfig, seed: int, max_context: int, name: str = "generator/0"
+    ) -> None:
+        self._model = model
+        self._generation = generation
+        self._seed = seed
+        self._max_context = max_context
+        self.name = name
+        self._engine: SamplingEngine | None = None
+        self._receiver: Receiver[Any] | None = None
+        self._publishing = asyncio.Lock()
+        self._stop_tokens: list[int] = []
+
+    async def start(self) -> dict[str, Any]:
+        """Load tokenizer and model.
+
+        Returns:
+            pid, pids (the engine's processes), engine, vocab_size, tokenizer_digest, stop_tokens, version and seconds.
+
+        Raises:
+            ModelError: model or tokenizer missing, or not fitting each other.
+        """
+        began = time.perf_counter()
+        os.environ.update(generator_environment(self._generation))
+        config = pretrained_config(self._model)
+        tokenizer = load_tokenizer(self._model)
+        check_vocabulary(tokenizer, config.vocab_size, self._model.path)
+        self._stop_tokens = stop_tokens(tokenizer.eos_token_id, config.eos_token_id, self._model)
+        self._engine = build_engine(EngineSettings(
+            self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or []
+        ))
+        await self._engine.start()
+        shapes = parameter_shapes(config, self._model.trust_remote_code)
+        self._receiver = Receiver(self.name, 0, shapes, self._engine.stage)
+        return {
+            "pid": os.getpid(),
+            "pids": self._engine.pids(),
+            "engine": self._engine.kind,
+            "vocab_size": config.vocab_size,
+            "tokenizer_digest": tokenizer_digest(tokenizer),
+            "stop_tokens": self._stop_tokens,
+            "version": 0,
+            "seconds": time.perf_counter() - began,
+        }
+
+    async def generate(
+        self, prompts: Prompts, keys: list[SampleKey], run_seed: int, sampling: SamplingConfig | None = None
+    ) -> Rollout:
+        """Draw one response per key, in the order of `keys`. Calls may overlap and are batched together.
+
+        Args:
+            prompts: the whole table; `key.row` names a row of it.
+            sampling: instead of the configured one, as for evaluation.
+
+        Raises:
+            WeightsError: a publication of weights broke off and no later one has been confirmed.
+            DataError: a prompt leaves no room for a response.
+            WorkerError: the engine died.
+        """
+        engine, receiver = self._running()
+        receiver.require_ready()
+        chosen = sampling or self._generation.sampling
+        requests = [self._request(prompts, key, run_seed, chosen) for key in keys]
+        return as_rollout(keys, requests, await engine.sample(requests))
+
+    async def score(self, rollout: Rollout) -> TokenScores:
+        """Log-probabilities of the response tokens under the current weights at temperature 1, zero elsewhere.
+
+        For checks of parity; rows must be shorter than `max_context`, since vLLM always draws one token more.
+        """
+        engine, receiver = self._running()
+        receiver.require_ready()
+        rows = [rollout.row(i, "tokens").tolist() for i in range(len(rollout))]
+        flat = np.concatenate(await engine.score(rows))
+        return TokenScores(rollout.offsets, np.where(rollout.response_mask, flat, np.float32(0)))
+
+    async def begin_weights(self, version: int, count: int, resend: bool = False) -> None:
+        """Expect a publication; see `Receiver.begin`. Generation goes on with the old weights meanwhile."""
+        _, receiver = self._running()
+        async with self._publishing:
+            receiver.begin(version, count, resend)
+
+    async def load_weights(self, bucket: WeightBucket) -> None:
+        """Verify and keep one bucket; see `Receiver.load`."""
+        _, receiver = self._running()
+        async with self._publishing:
+            await asyncio.to_thread(receiver.load, bucket)
+
+    async def finish_weights(self, version: int) -> int:
+        """Put the publication in service between two tokens, and confirm its version by returning it.
+
+        Responses in flight go on with the new weights; their tokens carry the version that made each.
+
+        Raises:
+            WeightsError: the publication is not whole; see `Receiver.finish`. The old weights stay, without generating.
+            WorkerError: vLLM broke while loading; this generator must be restarted.
+        """
+        engine, receiver = self._running()
+        async with self._publishing:
+            await engine.apply(receiver.finish(version), version)
+            return receiver.confirm()
+
+    def version(self) -> int:
+        """The confirmed version of the weights."""
+        return self._running()[1].version
+
+    def ready(self) -> bool:
+        """False between a publication that broke off and the next confirmed one."""
+        return self._running()[1].ready
+
+    def tokens_made(self) -> int:
+        """Tokens sampled since the start, unfinished responses included. Standing still while busy means it hangs."""
+        return self._running()[0].tokens_made()
+
+    async def stop(self) -> None:
+        """Shut the engine down; call it before the process is killed, so that vLLM's processes go too."""
+        if self._engine is not None:
+            await self._engine.stop()
+        self._engine = self._receiver = None
+
+    def _running(self) -> tuple[SamplingEngine, Receiver[Any]]:
+        if self._engine is None or self._receiver is None:
+            raise WorkerError(f"{self.name} is not running; call start first")
+        return self._engine, self._receiver
+
+    def _request(self, prompts: Prompts, key: SampleKey, run_seed: int, sampling: SamplingConfig) -> SampleRequest:
+        prompt = prompts.row(key.row, "tokens").tolist()
+        room = self._max_context - len(prompt)
+        if not prompt or room < 1:
+            raise DataError(
+                f"the prompt in row {key.row} has {len(prompt)} tokens; responses need 1 to {self._max_context - 1} "
+                f"(the context is {self._max_context}): lower prompts.max_tokens or raise the context"
+            )
+        seed = sample_seed(run_seed, key)
+        return SampleRequest(prompt, sampling, min(sampling.max_tokens, room), seed, self._stop_tokens)
+
+
+def build_engine(settings: EngineSettings) -> SamplingEngine:
+    """The engine that the configuration asks for; vLLM is imported when it starts."""
+    if engine_kind(settings.generation) == "async":
+        from rlhf_ray.roles.engines.asynchronous import AsynchronousEngine
+
+        return AsynchronousEngine(settings)
+    from rlhf_ray.roles.engines.in_process import InProcessEngine
+
+    return InProcessEngine(settings)
+
+
+def stop_tokens(tokenizer_eos: int, config_eos: int | list[int] | None, model: ModelConfig) -> list[int]:
+    """Tokens that end a response: the tokenizer's, the model's, and those of its generation_config.json (chat models
+    name their end of turn there)."""
+    from transformers import GenerationConfig as Defaults
+
+    try:
+        named = Defaults.from_pretrained(model.path, revision=model.revision).eos_token_id
+    except OSError:
+        named = None
+    found = {tokenizer_eos}
+    for ids in (config_eos, named):
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(found)
+
+
+def as_rollout(
+    keys: list[SampleKey], requests: Sequence[SampleRequest], completions: Sequence[Completion]
+) -> Rollout:
+    """Prompts and responses as one record, a row a sample."""
+    pairs = list(zip(requests, completions, strict=True))
+
+    def column(before: Any, response: str, dtype: Any) -> Any:
+        parts = [part for r, c in pairs for part in (np.full(len(r.prompt), before), getattr(c, response))]
+        return np.concatenate(parts).astype(dtype)
+
+    tokens = [part for r, c in pairs for part in (np.asarray(r.prompt, dtype=np.int32), c.tokens)]
+    lengths = [len(r.prompt) + len(c.tokens) for r, c in pairs]
+    versions = column(-1, "versions", np.int32)
+    return Rollout(
+        offsets=offsets_of(lengths),
+        tokens=np.concatenate(tokens).astype(np.int32),
+        response_mask=versions >= 0,
+        logprobs=column(0.0, "logprobs", np.float32),
+        versions=versions,
+        keys=list(keys),
+        seeds=np.asarray([r.seed for r in requests], dtype=np.int64),
+        finish_reasons=[c.finish_reason for c in completions],
+    )

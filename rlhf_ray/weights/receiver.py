@@ -1,0 +1,161 @@
+"""The receiving side of a publication: lets a version through only when every bucket of it arrived undamaged.
+
+Buckets are verified and *staged* as they come; the model is touched once, when the last one is there. Until then
+generation goes on with the old version, and a publication that breaks off leaves the old weights whole. After such a
+break the receiver is not ready: the sender has moved on, and what this version would generate is not wanted.
+
+    idle --begin--> receiving --finish--> applying --confirm--> idle (ready, new version)
+                        |                     |
+                        +-------- fail -------+--> idle (not ready) --begin--> ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Generic, NoReturn, TypeVar
+
+from rlhf_ray.errors import WeightsError
+from rlhf_ray.records import WeightBucket
+from rlhf_ray.weights.manifest import verify
+
+Staged = TypeVar("Staged")
+
+
+class Receiver(Generic[Staged]):
+    """Gate in front of a model's weights.
+
+    Args:
+        name: whose weights they are, for messages.
+        version: version of the weights that the model starts with.
+        shapes: shape of every tensor that a publication has to bring, by name.
+        stage: turns a verified bucket into what will be applied later (the bucket itself, a file, ...).
+    """
+
+    def __init__(
+        self, name: str, version: int, shapes: Mapping[str, tuple[int, ...]], stage: Callable[[WeightBucket], Staged]
+    ) -> None:
+        self.name = name
+        self.version = version
+        """The confirmed version: what the model computes with."""
+        self._shapes = shapes
+        self._stage = stage
+        self._coming: tuple[int, int] | None = None
+        self._staged: dict[int, Staged] = {}
+        self._tensors: dict[str, int] = {}
+        self._broken: str | None = None
+
+    @property
+    def ready(self) -> bool:
+        """False after a publication broke off, until a later one is confirmed."""
+        return self._broken is None
+
+    def require_ready(self) -> None:
+        """Raise unless the model may generate.
+
+        Raises:
+            WeightsError: a publication broke off; says which and why.
+        """
+        if self._broken is not None:
+            raise WeightsError(
+                f"{self.name} stays at weights version {self.version} and does not generate: {self._broken}; "
+                "publish the weights again from the first bucket"
+            )
+
+    def begin(self, version: int, count: int, resend: bool = False) -> None:
+        """Expect `count` buckets of `version`. An unfinished publication is dropped and begun anew.
+
+        Args:
+            resend: take `version` although it is not newer than the confirmed one, as after a learner went back to a
+                checkpoint.
+
+        Raises:
+            WeightsError: `version` is not newer and this is no `resend`, or `count` is not positive.
+        """
+        if version <= self.version and not resend:
+            raise WeightsError(
+                f"{self.name} has weights version {self.version} and refuses version {version}, which is not newer; "
+                "send it with resend=True if it is meant to replace what is there"
+            )
+        if count < 1:
+            raise WeightsError(f"{self.name}: weights version {version} was announced with {count} buckets")
+        self._forget()
+        self._coming = (version, count)
+
+    def load(self, bucket: WeightBucket) -> None:
+        """Verify and stage one bucket; any order.
+
+        Raises:
+            WeightsError: wrong version, number or checksum; a bucket or tensor that came before; a tensor that the
+                model does not have, or has in another shape. Fails the publication.
+        """
+        version, count = self._expected("a bucket")
+        if (bucket.version, bucket.count) != (version, count):
+            self.fail(f"bucket {bucket.index} is of version {bucket.version} in {bucket.count} buckets, "
+                      f"expected version {version} in {count}")
+        if not 0 <= bucket.index < count or bucket.index in self._staged:
+            self.fail(f"bucket {bucket.index} of version {version} came twice or is not one of {count}")
+        try:
+            verify(bucket)
+        except WeightsError as error:
+            self.fail(str(error))
+        self._check_tensors(bucket)
+        self._staged[bucket.index] = self._stage(bucket)
+
+    def finish(self, version: int) -> list[Staged]:
+        """All staged buckets in order, to be applied now; then call `confirm`, or `fail` if applying failed.
+
+        Raises:
+            WeightsError: `version` is not the one being received, or buckets or tensors are missing. Fails the
+                publication.
+        """
+        coming, count = self._expected("finish")
+        if version != coming:
+            self.fail(f"finish of version {version} while version {coming} was coming")
+        missing = [i for i in range(count) if i not in self._staged]
+        if missing:
+            self.fail(f"version {version} ended without bucket(s) {missing} of {count}")
+        absent = sorted(self._shapes.keys() - self._tensors.keys())
+        if absent:
+            self.fail(f"version {version} brought {len(self._tensors)} of {len(self._shapes)} tensors; "
+                      f"missing are {', '.join(absent[:4])}{' ...' if len(absent) > 4 else ''}")
+        return [self._staged[i] for i in range(count)]
+
+    def confirm(self) -> int:
+        """The staged buckets are in the model: their version is the model's from here on. Returns it."""
+        self.version, _ = self._expected("confirm")
+        self._broken = None
+        self._forget()
+        return self.version
+
+    def fail(self, reason: str) -> NoReturn:
+        """Drop the publication and stop being ready.
+
+        Raises:
+            WeightsError: always, with `reason`.
+        """
+        self._broken = reason
+        self._forget()
+        raise WeightsError(f"{self.name} refuses the weights: {reason}")
+
+    def _check_tensors(self, bucket: WeightBucket) -> None:
+        for entry in bucket.entries:
+            if entry.name in self._tensors:
+                self.fail(f"tensor {entry.name!r} is in buckets {self._tensors[entry.name]} and {bucket.index}")
+            if entry.name not in self._shapes:
+                self.fail(f"tensor {entry.name!r} is not one of the model's {len(self._shapes)}")
+            if entry.shape != self._shapes[entry.name]:
+                self.fail(f"tensor {entry.name!r} has shape {entry.shape}, the model's is {self._shapes[entry.name]}")
+            self._tensors[entry.name] = bucket.index
+
+    def _expected(self, what: str) -> tuple[int, int]:
+        if self._coming is None:
+            raise WeightsError(
+                f"{self.name} got {what} while no publication was under way"
+                + (f" (the last one broke off: {self._broken})" if self._broken else "") + "; call begin first"
+            )
+        return self._coming
+
+    def _forget(self) -> None:
+        self._coming = None
+        self._staged.clear()
+        self._tensors.clear()

@@ -1,0 +1,48 @@
+"""Tiny Llama models with a word-level tokenizer, made on the spot for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+EOS = "</s>"
+PAD = "<pad>"
+
+
+def make_tiny_tokenizer(directory: Path, vocab: int) -> None:
+    """Save a tokenizer of `vocab` words: "<pad>" (0), "</s>" (1) and "w2", "w3", ...; words are split at spaces."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {PAD: 0, EOS: 1} | {f"w{i}": i for i in range(2, vocab)}
+    core = Tokenizer(WordLevel(words, unk_token=PAD))
+    core.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token=EOS, pad_token=PAD).save_pretrained(directory)
+
+
+def make_tiny_llama(
+    directory: Path | str, vocab: int = 128, tied: bool = True, seed: int = 0, *, hidden: int = 64, layers: int = 2,
+    heads: int = 4, positions: int = 256, scale: float = 0.2,
+) -> Path:
+    """Save a random float32 Llama and its tokenizer in Hugging Face format; returns the directory.
+
+    Args:
+        scale: standard deviation of the weights. 0.2 gives clearly uneven distributions, so that a comparison of
+            log-probabilities notices wrong weights.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory = Path(directory)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=positions,
+        tie_word_embeddings=tied, initializer_range=scale, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
+    make_tiny_tokenizer(directory, vocab)
+    return directory
