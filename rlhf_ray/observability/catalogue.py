@@ -1,0 +1,99 @@
+"""What each metric means: a title, a unit, and which way is better. The report and the Ray gauges both read it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Metric(NamedTuple):
+    """One metric in words."""
+
+    title: str
+    unit: str = ""
+    """Empty for plain numbers."""
+
+    @property
+    def axis(self) -> str:
+        """Title with its unit, for an axis or a description."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("Reward model's score, mean", "reward units"),
+    "reward/std": Metric("Reward model's score, standard deviation", "reward units"),
+    "reward/gold": Metric("Independent judge's score, mean", "judge units"),
+    "kl/sequence": Metric("KL from the reference per response", "nats"),
+    "kl/coef": Metric("KL penalty coefficient β", "reward units per nat"),
+    "response/length": Metric("Response length, mean", "tokens"),
+    "response/finished": Metric("Responses that ended by themselves", "share"),
+    "policy/loss": Metric("Policy loss"),
+    "policy/entropy": Metric("Policy entropy", "nats per token"),
+    "policy/clip_fraction": Metric("Tokens with a clipped policy ratio", "share"),
+    "policy/approx_kl": Metric("KL from the policy before the update", "nats per token"),
+    "policy/grad_norm": Metric("Policy gradient norm"),
+    "policy/learning_rate": Metric("Policy learning rate"),
+    "critic/loss": Metric("Value loss"),
+    "critic/clip_fraction": Metric("Tokens with a clipped value", "share"),
+    "critic/explained_variance": Metric("Variance of returns explained by the critic", "share"),
+    "critic/grad_norm": Metric("Critic gradient norm"),
+    "rollout/logprob_gap": Metric("Generator and learner log-probability gap", "nats per token"),
+    "staleness/max": Metric("Oldest token trained on, maximum", "weight versions"),
+    "staleness/mean": Metric("Oldest token trained on, mean", "weight versions"),
+    "weights/publish_seconds": Metric("Weight publication", "seconds"),
+    "weights/version": Metric("Weight version"),
+    "buffer/samples": Metric("Samples in the replay buffer", "samples"),
+    "buffer/mb": Metric("Experience in the object store", "MiB"),
+    "throughput/samples_per_second": Metric("Samples trained on", "samples per second"),
+    "throughput/tokens_per_second": Metric("Tokens trained on", "tokens per second"),
+    "time/step": Metric("Whole step", "seconds"),
+    "time/generate": Metric("Generation", "seconds"),
+    "time/reference": Metric("Reference log-probabilities", "seconds"),
+    "time/reward": Metric("Reward scoring", "seconds"),
+    "time/values": Metric("Critic's values", "seconds"),
+    "time/logprobs": Metric("Policy's log-probabilities", "seconds"),
+    "time/assemble": Metric("Assembly of experience", "seconds"),
+    "time/policy_update": Metric("Policy update", "seconds"),
+    "time/critic_update": Metric("Critic update", "seconds"),
+    "time/publish": Metric("Weight publication", "seconds"),
+    "sft/loss": Metric("Training loss", "nats per token"),
+    "sft/learning_rate": Metric("Learning rate"),
+    "reward_model/loss": Metric("Pairwise loss", "nats per pair"),
+    "reward_model/accuracy": Metric("Training pairs ranked right", "share"),
+    "reward_model/learning_rate": Metric("Learning rate"),
+    "eval/loss": Metric("Held-out loss", "nats"),
+    "eval/accuracy": Metric("Held-out pairs ranked right", "share"),
+}
+
+_PREFIXES = {
+    "idle/": ("idle share", "share"),
+    "busy/": ("busy time", "seconds"),
+    "wait/": ("waiting time", "seconds"),
+    "time/": ("time", "seconds"),
+}
+
+
+def describe(name: str) -> Metric:
+    """The metric in words; one that is not listed is described by its own name."""
+    if name in METRICS:
+        return METRICS[name]
+    for prefix, (what, unit) in _PREFIXES.items():
+        if name.startswith(prefix):
+            return Metric(f"{readable(name.removeprefix(prefix))}: {what}", unit)
+    return Metric(readable(name))
+
+
+def readable(name: str) -> str:
+    """`policy_update` as `Policy update`."""
+    words = name.replace("/", " ").replace("_", " ").split()
+    text = " ".join("KL" if word == "kl" else word for word in words)
+    return text[:1].upper() + text[1:]
+
+
+def better(name: str) -> Literal["higher", "lower"] | None:
+    """Which way this metric improves; None when neither way is good in itself (length, KL, entropy)."""
+    words = set(name.lower().replace("/", "_").split("_"))
+    if words & {"loss", "perplexity", "error", "toxicity"}:
+        return "lower"
+    if words & {"reward", "gold", "score", "accuracy", "judge", "win", "finished", "positive", "sentiment"}:
+        return "higher"
+    return None

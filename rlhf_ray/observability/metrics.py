@@ -1,0 +1,108 @@
+"""A run's numbers: one JSON row a step in metrics.jsonl, the same to every sink.
+
+metrics.jsonl is the record that the report and a resumed run read; the sinks are views of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.errors import DataError
+from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
+from rlhf_ray.observability.sinks import open_sinks
+
+
+class MetricsWriter:
+    """Appends rows of flat, slash-named metrics (`reward/mean`) and hands them to the sinks."""
+
+    def __init__(self, run_dir: Path, logging: LoggingConfig, resume_at: int | None = None) -> None:
+        """Open the run's metrics; `resume_at=k` first drops the rows of steps after k, which will be made again.
+
+        Raises:
+            ConfigError: a sink is asked for whose package is missing.
+            DataError: metrics.jsonl is damaged elsewhere than in its last line.
+        """
+        run = RunDirectory(run_dir)
+        run.path.mkdir(parents=True, exist_ok=True)
+        if resume_at is not None:
+            _drop_rows_after(run.metrics, resume_at)
+        self._sinks = open_sinks(run, logging, resume_at)
+        self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for as long as the run
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one row and give it to the sinks. The row is on disk when this returns.
+
+        A value that is not finite is written as null. Several rows may speak of one step.
+
+        Raises:
+            ValueError: a metric is called `step` or `time`, or its value is no number.
+        """
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        row = {"step": int(step), "time": round(time.time(), 3), **numbers}
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        finite = {name: value for name, value in numbers.items() if value is not None}
+        for sink in self._sinks:
+            sink.write(int(step), finite)
+
+    def close(self) -> None:
+        """Close the file and the sinks. May be called twice."""
+        self._file.close()
+        while self._sinks:
+            self._sinks.pop().close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of a run's metrics.jsonl in the order written; [] without the file. Null stands for "not a finite number".
+
+    A last line that a crash left half-written is passed over.
+
+    Raises:
+        DataError: another line is not a JSON object with a step.
+    """
+    path = RunDirectory(run_dir).metrics
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise DataError(f"{path}, line {number}: not a metrics row: {line[:80]!r}. Remove the line to go on")
+    return rows
+
+
+def _drop_rows_after(path: Path, step: int) -> None:
+    """Rewrite the file without rows of later steps and without a torn last line."""
+    if path.exists():
+        kept = [row for row in read_metrics(path.parent) if row["step"] <= step]
+        write_atomically(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A row, or None for a line that is empty, torn or something else. NaN written by another tool is read as null."""
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)
+    except ValueError:  # covers bytes that are not UTF-8 too
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _number(name: str, value: Any) -> float | None:
+    if name in ("step", "time"):
+        raise ValueError(f"a metric cannot be called {name!r}: every row has that key already")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metric {name}={value!r} is not a number") from error
+    return number if math.isfinite(number) else None

@@ -1,0 +1,150 @@
+"""What a person sees while a stage runs: a live bar in a terminal, plain lines anywhere else.
+
+The stage reports its steps; nothing here is read back by the run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+LABELS = {
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "pairs_per_second": "pairs/s",
+    "kl": "KL",
+    "learning_rate": "lr",
+}
+RECENT_STEPS = 20
+"""Steps whose pace tells the time left."""
+
+
+class StageProgress:
+    """One stage's progress, from `with` to the end of its block. A run of several stages opens one after another.
+
+    Args:
+        name: shown at the front of every line.
+        total: steps of the whole stage.
+        start: steps done before (a resumed run); the pace is measured from here.
+        stream: where to write; standard output when empty.
+        every_s: in plain output, seconds between lines.
+    """
+
+    def __init__(
+        self, name: str, total: int, start: int = 0, stream: TextIO | None = None, every_s: float = 5.0
+    ) -> None:
+        self.name, self.total, self.step = name, total, start
+        self._stream = stream or sys.stdout
+        self._every_s = every_s
+        self._began = time.monotonic()
+        self._pace: deque[tuple[float, int]] = deque([(self._began, start)], maxlen=RECENT_STEPS + 1)
+        self._numbers: dict[str, float] = {}
+        self._printed_at: float | None = None
+        self._printed_step: int | None = None
+        self._live: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if is_terminal(self._stream):
+            self._live = _live_progress(self._stream)
+            self._task = self._live.add_task(self.name, total=self.total, completed=self.step, left="", numbers="")
+            self._live.start()
+        else:
+            self._print(f"{self.name}: {self.total - self.step} of {self.total} steps to go")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        done = error is None and self.step >= self.total
+        took = duration(time.monotonic() - self._began)
+        ending = f"done in {took}" if done else f"stopped at step {self.step}/{self.total} after {took}"
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._numbers and self._printed_step != self.step:
+            self._print(self._line())
+        self._print(f"{self.name}: {ending}")
+
+    def update(self, step: int, **numbers: float) -> None:
+        """`step` steps of the stage are done; show `numbers` (reward, kl, loss, samples_per_second, ...) beside it."""
+        now = time.monotonic()
+        if step != self.step:
+            self._pace.append((now, step))
+        self.step, self._numbers = step, numbers
+        if self._live is not None:
+            self._live.update(self._task, completed=step, left=self._left(), numbers=self._shown())
+        elif self._printed_at is None or step >= self.total or now - self._printed_at >= self._every_s:
+            self._print(self._line())
+            self._printed_at, self._printed_step = now, step
+
+    def note(self, text: str) -> None:
+        """A line worth keeping, above the bar."""
+        self._say(text, style="")
+
+    def warn(self, text: str) -> None:
+        """A line that a person should look at."""
+        self._say(f"warning: {text}", style="bold yellow")
+
+    def seconds_left(self) -> float | None:
+        """Time left at the pace of the last steps, in seconds; None before there is a pace."""
+        (then, first), (now, last) = self._pace[0], self._pace[-1]
+        if last <= first:
+            return None
+        return (self.total - self.step) * (now - then) / (last - first)
+
+    def _say(self, text: str, style: str) -> None:
+        if self._live is None:
+            self._print(f"{self.name}: {text}")
+        else:
+            self._live.console.print(Text(text, style=style))
+
+    def _line(self) -> str:
+        return "  ".join(filter(None, (f"{self.name}: step {self.step}/{self.total}", self._shown(), self._left())))
+
+    def _shown(self) -> str:
+        return "  ".join(f"{LABELS.get(k, k.replace('_', ' '))} {v:.4g}" for k, v in self._numbers.items())
+
+    def _left(self) -> str:
+        left = self.seconds_left()
+        return "" if left is None or self.step >= self.total else f"{duration(left)} left"
+
+    def _print(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether escape codes may be written to `stream`."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 42 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _live_progress(stream: TextIO) -> Progress:
+    """A bar that a narrow terminal cuts at the numbers, never at the step or the time left."""
+    numbers = Column(no_wrap=True, overflow="ellipsis")
+    columns = (
+        TextColumn("{task.description}", style="bold", markup=False),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[left]}", markup=False, style="cyan"),
+        TextColumn("{task.fields[numbers]}", markup=False, table_column=numbers),
+    )
+    return Progress(*columns, console=Console(file=stream), refresh_per_second=4)

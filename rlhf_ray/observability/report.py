@@ -1,0 +1,157 @@
+"""One self-contained HTML page from a run's directory: what the run was, what it changed, and how it went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_ray.errors import DataError
+from rlhf_ray.observability import report_page as html
+from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.observability.progress import duration
+from rlhf_ray.observability.report_charts import Rows, charts_of, series
+from rlhf_ray.observability.run_directory import RunDirectory, sample_parts, write_atomically
+from rlhf_ray.observability.tables import changes
+
+KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning"}
+"""Stage by the first part of the metrics it writes."""
+
+FACTS = {
+    "Model": ("model", "path"),
+    "Reward model": ("reward_model", "path"),
+    "Prompts": ("prompts", "path"),
+    "Data": ("data", "path"),
+    "Judge": ("logging", "judge"),
+    "Prompts per step": ("coordinator", "prompts_per_step"),
+    "Samples per prompt": ("coordinator", "samples_per_prompt"),
+    "Rows per step": ("training", "batch_size"),
+    "Staleness allowed": ("coordinator", "max_staleness"),
+    "Generators": ("generator", "workers"),
+    "Seed": ("run", "seed"),
+}
+"""Lines at the top of the page, by their place in the configuration."""
+
+TILES = {
+    "reward/mean": "Reward",
+    "reward/gold": "Independent judge",
+    "kl/sequence": "KL from the reference",
+    "sft/loss": "Training loss",
+    "reward_model/accuracy": "Training accuracy",
+    "eval/accuracy": "Held-out accuracy",
+    "eval/loss": "Held-out loss",
+    "throughput/samples_per_second": "Samples per second",
+    "throughput/tokens_per_second": "Tokens per second",
+}
+MAX_TILES = 5
+
+
+@dataclass(frozen=True)
+class ReportContext:
+    """What the run's files do not say. Empty fields are filled from the files."""
+
+    title: str = ""
+    description: str = ""
+    """A sentence or two under the title."""
+    notes: tuple[str, ...] = ()
+    """Remarks worth a line of their own (a warning, a limitation)."""
+
+
+def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
+    """Write report.html from what there is of config.yaml, metrics.jsonl, samples/, evaluation.json, summary.json.
+
+    Raises:
+        DataError: the directory holds neither metrics nor a configuration, or one of the files is damaged.
+    """
+    run, context = RunDirectory(run_dir), context or ReportContext()
+    rows = read_metrics(run.path)
+    if not rows and not run.config.exists():
+        raise DataError(f"{run.path} holds no run: neither {run.metrics.name} nor {run.config.name} is there")
+    config_text = run.config.read_text() if run.config.exists() else ""
+    config = _parsed(run.config, yaml.safe_load, yaml.YAMLError)
+    evaluation = _parsed(run.evaluation, json.loads, ValueError)
+    summary = _parsed(run.summary, json.loads, ValueError)
+    charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
+    title = context.title or run.path.resolve().name
+    body = [
+        html.header(_kind(rows, config), title, context.description or _lead(rows), _facts(config), context.notes),
+        html.tiles(_tiles(rows)),
+        html.verdict(changes(evaluation.get("before", {}), evaluation.get("after", {}))),
+        html.texts(evaluation.get("texts", ())),
+        html.curves(charts),
+        "<h2>Details</h2>",
+        html.rollouts(_rollouts(run.samples)),
+        html.folded_text("Summary", json.dumps(summary, indent=2, ensure_ascii=False) if summary else ""),
+        html.folded_text("Resolved configuration", config_text),
+        html.footer(),
+    ]
+    write_atomically(run.report, html.page(title, body, charts).encode())
+    return run.report
+
+
+def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
+    """A file's mapping; {} without the file."""
+    if not path.exists():
+        return {}
+    try:
+        value = parse(path.read_text())
+    except damage as error:
+        raise DataError(f"{path} cannot be read: {error}. Mend or remove it, then make the report again") from error
+    if not isinstance(value, Mapping):
+        raise DataError(f"{path} holds {type(value).__name__} where a mapping was expected; mend or remove it")
+    return dict(value)
+
+
+def _kind(rows: Rows, config: Mapping[str, Any]) -> str:
+    rooms = {name.split("/")[0] for row in rows for name in row} or set(config)
+    return next((kind for room, kind in KINDS.items() if room in rooms), "Run")
+
+
+def _lead(rows: Rows) -> str:
+    """How long the run was: steps, and the time between its first and last rows."""
+    if not rows:
+        return "No step has been finished yet."
+    steps = max(row["step"] for row in rows)
+    seconds = sum(series(rows, "time/step")[1]) or rows[-1].get("time", 0) - rows[0].get("time", 0)
+    return f"{steps:,} step{'' if steps == 1 else 's'} in {duration(seconds)}."
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for label, (section, key) in FACTS.items():
+        value = config.get(section)
+        value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            found[label] = str(value)
+    return found
+
+
+def _tiles(rows: Rows) -> list[html.Tile]:
+    """The first metrics of TILES that the run has: its last step against its first; throughput as a mean."""
+    found = [(name, label, series(rows, name)[1]) for name, label in TILES.items()]
+    tiles = []
+    for name, label, values in [f for f in found if f[2]][:MAX_TILES]:
+        if name.startswith("throughput/"):
+            tiles.append(html.Tile(label, _short(sum(values) / len(values)), "mean of all steps"))
+        else:
+            tiles.append(html.Tile(label, _short(values[-1]), f"first {_short(values[0])}" if len(values) > 1 else ""))
+    return tiles
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _rollouts(samples: Path, per_step: int = 3) -> list[dict[str, Any]]:
+    """Rows of the first, the middle and the last step that saved any."""
+    parts = sample_parts(samples)
+    if not parts:
+        return []
+    import pyarrow.parquet as pq
+
+    chosen = dict.fromkeys((parts[0], parts[len(parts) // 2], parts[-1]))
+    return [row for part in chosen for row in pq.read_table(part).to_pylist()[:per_step]]

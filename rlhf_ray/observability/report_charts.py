@@ -1,0 +1,181 @@
+"""The report's charts: which metrics belong together, what healthy looks like, and plotly figures as plain data.
+
+Colours are names such as "@policy"; the page turns them into the reader's light or dark palette (assets/report.js).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_ray.observability.catalogue import describe, readable
+from rlhf_ray.observability.report_plan import CHARTS, PHASES, ROLE_COLOURS, SPARE_COLOURS, ChartPlan
+
+Rows = Sequence[dict[str, Any]]
+
+MAX_POINTS = 600
+"""Points of one line; longer runs show means of neighbouring steps."""
+MAX_BARS = 48
+SMOOTH_FROM = 40
+"""Lines with at least this many points also get a running mean."""
+STEP_AXIS = "Step (updates)"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart, ready for plotly.js."""
+
+    title: str
+    healthy: str
+    """A sentence that says what a healthy run looks like here."""
+    section: str
+    latest: str
+    """The newest value, for the card's corner; empty for charts of several lines."""
+    data: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+def charts_of(rows: Rows) -> list[Chart]:
+    """The charts that these rows have numbers for, in the report's order."""
+    made = [_line_chart(plan, rows) for plan in CHARTS]
+    return [c for c in (*made, *_held_out_charts(rows), _time_chart(rows), _idle_chart(rows)) if c is not None]
+
+
+def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, rows without a finite value left out."""
+    found = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def thin(values: Sequence[float], limit: int) -> list[float]:
+    """Means over equal runs of neighbours so that at most `limit` values remain."""
+    size = math.ceil(len(values) / limit)
+    groups = [values[i : i + size] for i in range(0, len(values), size)] if size > 1 else [[v] for v in values]
+    return [_rounded(sum(g) / len(g)) for g in groups]
+
+
+def running_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Mean of each value with up to `reach` neighbours on either side: smooth, and not late as a moving average is."""
+    sums = list(itertools.accumulate(values, initial=0.0))
+    windows = ((max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values)))
+    return [_rounded((sums[end] - sums[start]) / (end - start)) for start, end in windows]
+
+
+def _line_chart(plan: ChartPlan, rows: Rows) -> Chart | None:
+    lines = {name: series(rows, name) for name in plan.metrics}
+    lines = {name: line for name, line in lines.items() if line[0]}
+    if not lines or (plan.only_if_changing and all(len(set(values)) < 2 for _, values in lines.values())):
+        return None
+    data: list[dict[str, Any]] = []
+    for name, (steps, values) in lines.items():
+        place = plan.metrics.index(name)
+        title = plan.names[place] if plan.names else describe(name).title
+        data += _traces(title, steps, values, plan.colours[place], plan.smooth)
+    return Chart(
+        title=plan.title,
+        healthy=plan.healthy,
+        section=plan.section,
+        latest=_latest(plan, lines),
+        data=data,
+        layout=_layout(plan.axis or describe(next(iter(lines))).axis, legend=len(lines) > 1, ticks=plan.ticks),
+    )
+
+
+def _latest(plan: ChartPlan, lines: dict[str, Any]) -> str:
+    if len(lines) > 1:
+        return ""
+    newest = next(iter(lines.values()))[1][-1]
+    return f"{newest:.1%}" if plan.ticks.endswith("%") else f"{newest:.3g}" if abs(newest) < 1000 else f"{newest:,.0f}"
+
+
+def _traces(
+    title: str, steps: list[int], values: list[float], colour: str, smooth: bool = True
+) -> list[dict[str, Any]]:
+    """A line; for long series a faint line of the steps under a strong one of their running mean."""
+    x, y = thin(steps, MAX_POINTS), thin(values, MAX_POINTS)
+    line = {"type": "scatter", "mode": "lines" if len(x) > 12 else "lines+markers", "x": x, "y": y, "name": title}
+    if len(x) < SMOOTH_FROM or not smooth:
+        return [{**line, "line": {"color": f"@{colour}", "width": 2}, "marker": {"size": 6}}]
+    faint = {**line, "line": {"color": f"@{colour}/35", "width": 1}, "showlegend": False}
+    strong = {**line, "y": running_mean(y, len(y) // 20), "line": {"color": f"@{colour}", "width": 2.5}}
+    return [{**faint, "name": f"{title}, each step"}, strong]
+
+
+def _held_out_charts(rows: Rows) -> list[Chart]:
+    """Held-out metrics that no plan names: whatever the evaluation measured."""
+    planned = {name for plan in CHARTS for name in plan.metrics}
+    names = sorted({name for row in rows for name in row if name.startswith("eval/")} - planned)
+    plans = (
+        ChartPlan(
+            f"Held out: {readable(name.removeprefix('eval/')).lower()}", (name,), "Learning", colours=("generator",),
+            axis=readable(name.removeprefix("eval/")) + " (mean)",
+            healthy="Measured on prompts never trained on, with the same seeds every time, so only the policy changes.",
+        )
+        for name in names
+    )
+    return [chart for plan in plans if (chart := _line_chart(plan, rows)) is not None]
+
+
+def _time_chart(rows: Rows) -> Chart | None:
+    """Stacked bars of the seconds each kind of work took, with the whole step as a line."""
+    timed = [row for row in rows if any(isinstance(row.get(f"time/{phase}"), (int, float)) for phase in PHASES)]
+    if not timed:
+        return None
+    x = thin([row["step"] for row in timed], MAX_BARS)
+
+    def seconds(phase: str) -> list[float]:
+        return thin([row.get(f"time/{phase}") or 0.0 for row in timed], MAX_BARS)
+
+    data: list[dict[str, Any]] = []
+    for phase, colour in PHASES.items():
+        if any(y := seconds(phase)):
+            bar = {"type": "bar", "x": x, "y": y, "name": describe(f"time/{phase}").title}
+            data.append({**bar, "marker": {"color": f"@{colour}"}})
+    if any(whole := seconds("step")):
+        line = {"type": "scatter", "mode": "lines", "x": x, "y": whole, "name": "Whole step"}
+        data.append({**line, "line": {"color": "@ink", "width": 1.5, "dash": "dot"}})
+    return Chart(
+        title="Where each step's time went",
+        healthy="Generation usually takes the largest part. Bars that reach above the dotted line mean that roles "
+        "worked side by side; bars that stay below it are time in which everybody waited.",
+        section="System",
+        latest="",
+        data=data,
+        layout={**_layout("Work in a step (seconds)", legend=True), "barmode": "stack", "bargap": 0.15},
+    )
+
+
+def _idle_chart(rows: Rows) -> Chart | None:
+    roles = sorted({name.removeprefix("idle/") for row in rows for name in row if name.startswith("idle/")})
+    data: list[dict[str, Any]] = []
+    for i, role in enumerate(roles):
+        steps, values = series(rows, f"idle/{role}")
+        if steps:
+            colour = ROLE_COLOURS.get(role, SPARE_COLOURS[i % len(SPARE_COLOURS)])
+            data += _traces(readable(role), steps, values, colour)
+    if not data:
+        return None
+    return Chart(
+        title="Idle share by role",
+        healthy="The role that limits the run is near 0. If every role idles, staleness (max_staleness ≥ 1) or shared "
+        "pools would use the time.",
+        section="System",
+        latest="",
+        data=data,
+        layout=_layout("Idle share of the step", legend=True, ticks=".0%"),
+    )
+
+
+def _layout(y_title: str, legend: bool, ticks: str = "") -> dict[str, Any]:
+    y: dict[str, Any] = {"title": {"text": y_title}}
+    if ticks:
+        y |= {"tickformat": ticks, "rangemode": "tozero"}
+    return {"xaxis": {"title": {"text": STEP_AXIS}}, "yaxis": y, "showlegend": legend}
+
+
+def _rounded(value: float) -> float:
+    """Six significant digits: enough to plot, a third of the page's size."""
+    return float(f"{value:.6g}")

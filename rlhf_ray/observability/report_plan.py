@@ -1,0 +1,176 @@
+"""What the report plots, in which order, and what a healthy run looks like in each plot."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ROLE_COLOURS = {
+    "generator": "generator",
+    "reference": "reference",
+    "reward": "reward",
+    "policy": "policy",
+    "critic": "critic",
+    "assembler": "assembler",
+    "learner": "policy",
+}
+SPARE_COLOURS = ("weights", "reference", "reward", "generator")
+
+PHASES = {
+    "generate": "generator",
+    "reference": "reference",
+    "reward": "reward",
+    "values": "critic/55",
+    "logprobs": "policy/55",
+    "assemble": "assembler",
+    "policy_update": "policy",
+    "critic_update": "critic",
+    "publish": "weights",
+}
+"""Kinds of work in a step (`time/<phase>`) by colour: one hue a role, paler for its forward passes."""
+
+
+class ChartPlan(NamedTuple):
+    """A line chart of the metrics that the run has numbers for."""
+
+    title: str
+    metrics: tuple[str, ...]
+    section: str
+    healthy: str
+    colours: tuple[str, ...] = ("generator", "critic")
+    axis: str = ""
+    """Title of the y axis with its unit, short enough for a card; the first metric's own when empty."""
+    ticks: str = ""
+    """d3 format of the y axis: ".0%" for shares, which then start at zero."""
+    only_if_changing: bool = False
+    names: tuple[str, ...] = ()
+    """Names of the lines in the legend."""
+    smooth: bool = True
+    """Long lines get a running mean; off for what is set and not measured."""
+
+
+CHARTS = (
+    ChartPlan(
+        "Reward", ("reward/mean",), "Learning",
+        "Rises, then levels off. It is what the policy is trained on: a climb that the judge or the texts do not share "
+        "is reward hacking.",
+        axis="Mean score (reward units)",
+    ),
+    ChartPlan(
+        "Independent judge", ("reward/gold",), "Learning",
+        "Rises together with the reward. If it turns down while the reward still climbs, stop there or raise the KL "
+        "coefficient.",
+        ("weights",),
+        axis="Mean score (judge units)",
+    ),
+    ChartPlan(
+        "Distance from the reference", ("kl/sequence",), "Learning",
+        "Starts near 0 and grows slowly, typically to a few nats. A jump, or steady growth without more reward, means "
+        "the penalty is too weak; values well below 0 point to a mismatch of models.",
+        ("reference",),
+        axis="KL per response (nats)",
+    ),
+    ChartPlan(
+        "KL coefficient", ("kl/coef",), "Learning",
+        "An adaptive coefficient settles once the KL reaches its target.",
+        ("reference",), only_if_changing=True, smooth=False, axis="β (reward units per nat)",
+    ),
+    ChartPlan(
+        "Response length", ("response/length",), "Learning",
+        "Moves slowly. A steady climb to the limit, or a collapse to a few tokens, is the reward model's taste for "
+        "length rather than quality.",
+        axis="Mean length (tokens)",
+    ),
+    ChartPlan(
+        "Responses that ended by themselves", ("response/finished",), "Learning",
+        "Steady or rising. A fall means responses run into the token limit.",
+        ticks=".0%", axis="Share of responses",
+    ),
+    ChartPlan(
+        "Loss", ("sft/loss", "reward_model/loss", "eval/loss"), "Learning",
+        "Falls fast, then slowly. Held-out loss that rises while training loss falls is overfitting: stop earlier.",
+        ("generator", "generator", "critic"), names=("Training", "Training", "Held out"), axis="Loss (nats)",
+    ),
+    ChartPlan(
+        "Accuracy", ("reward_model/accuracy", "eval/accuracy"), "Learning",
+        "Rises from about 50%, which is chance. Held-out accuracy of 65–80% is usual for human preferences; near 100% "
+        "points to a shortcut in the data.",
+        names=("Training", "Held out"), axis="Share of pairs ranked right", ticks=".0%",
+    ),
+    ChartPlan(
+        "Entropy", ("policy/entropy",), "Optimisation",
+        "Declines gently. A plunge towards 0 means the policy repeats itself; growth without end means it falls apart.",
+        ("policy",),
+        axis="Entropy (nats per token)",
+    ),
+    ChartPlan(
+        "Clipped updates", ("policy/clip_fraction", "critic/clip_fraction"), "Optimisation",
+        "The policy stays below about 20%. More means steps that are too large: lower its learning rate or take fewer "
+        "epochs.",
+        ("policy", "critic"), names=("Policy", "Critic"), axis="Share of tokens clipped", ticks=".0%",
+    ),
+    ChartPlan(
+        "Size of the policy's update", ("policy/approx_kl",), "Optimisation",
+        "Small and steady, around 0.001–0.05. Spikes go before instability.",
+        ("policy",),
+        axis="KL old to new (nats per token)",
+    ),
+    ChartPlan(
+        "Policy loss", ("policy/loss",), "Optimisation",
+        "Hovers around 0: advantages are centred, so its level says little. Watch for spikes.",
+        ("policy",),
+        axis="Loss (advantage units)",
+    ),
+    ChartPlan(
+        "Value loss", ("critic/loss",), "Optimisation",
+        "Falls at first, then follows the reward's scale. Growth means the critic lags behind the policy.",
+        ("critic",),
+        axis="Loss (squared reward units)",
+    ),
+    ChartPlan(
+        "Explained variance", ("critic/explained_variance",), "Optimisation",
+        "Climbs from about 0 towards 1. Below 0 the critic is worse than a constant, and advantages are noise.",
+        ("critic",), axis="Share of variance of returns",
+    ),
+    ChartPlan(
+        "Gradient norms", ("policy/grad_norm", "critic/grad_norm"), "Optimisation",
+        "Steady (shown before clipping). Spikes now and then are clipped away; a lasting rise is not.",
+        ("policy", "critic"), names=("Policy", "Critic"), axis="Global gradient norm",
+    ),
+    ChartPlan(
+        "Learning rate", ("policy/learning_rate", "sft/learning_rate", "reward_model/learning_rate"), "Optimisation",
+        "Follows the schedule of the configuration.",
+        ("policy",) * 3, axis="Learning rate", ticks="~e", only_if_changing=True, smooth=False,
+    ),
+    ChartPlan(
+        "Samples trained on", ("throughput/samples_per_second",), "System",
+        "Flat. A slow decline follows growing responses; a drop is a lost worker or a full buffer.",
+        axis="Samples per second",
+    ),
+    ChartPlan(
+        "Tokens trained on", ("throughput/tokens_per_second",), "System",
+        "Flat. It should rise, or hold, when responses get longer.",
+        axis="Tokens per second",
+    ),
+    ChartPlan(
+        "Staleness", ("staleness/mean", "staleness/max"), "System",
+        "Never above coordinator.max_staleness; 0 in synchronous PPO.",
+        names=("Mean", "Maximum"), axis="Oldest token (weight versions)", smooth=False,
+    ),
+    ChartPlan(
+        "Weight publication", ("weights/publish_seconds",), "System",
+        "Flat and far below the step's time: the generators wait for it.",
+        ("weights",),
+        axis="Time per publication (seconds)",
+    ),
+    ChartPlan(
+        "Generator against learner", ("rollout/logprob_gap",), "System",
+        "Small and flat: numerical noise (below about 0.01 in float32, 0.05 in bfloat16). A rise means that the two do "
+        "not compute the same policy.",
+        ("weights",), axis="Mean gap (nats per token)",
+    ),
+    ChartPlan(
+        "Replay buffer", ("buffer/samples",), "System",
+        "Returns to the same level every step. Growth means learners do not keep up.",
+        axis="Samples held",
+    ),
+)

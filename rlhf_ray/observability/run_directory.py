@@ -1,0 +1,175 @@
+"""The one directory a run writes: the names in it, the refusal to overwrite a run, and writes that are whole or absent.
+
+What the files contain belongs to those who write them (metrics, checkpoints, report).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.errors import ConfigError
+
+MIB = 2**20
+
+
+class RunDirectory:
+    """Names of everything a run writes below one path. Naming touches nothing; `create` does."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.ledger = self.path / "ledger.sqlite"
+        self.samples = self.path / "samples"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.evaluation = self.path / "evaluation.json"
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
+
+    @classmethod
+    def create(cls, path: str | Path, resume: bool = False, need_mb: int = 64) -> RunDirectory:
+        """Make the directory, or take an existing one, and see that it can be written.
+
+        A directory that holds only a config.yaml is no run yet: its run failed before anything worth keeping.
+        Resuming where there is no run begins one, so that a scheduler may always pass --resume.
+
+        Raises:
+            ConfigError: it holds a run and `resume` is False; it cannot be written; less than `need_mb` MiB are free.
+        """
+        run = cls(path)
+        if not resume and (found := run.traces()):
+            raise ConfigError(
+                f"run.dir={str(path)!r} already holds a run ({', '.join(found)}): "
+                "pass --resume to go on with it, or choose another run.dir"
+            )
+        _check_writable(run.path)
+        _check_space(run.path, need_mb)
+        return run
+
+    def traces(self) -> list[str]:
+        """Names of what an earlier run left here and a new one would overwrite."""
+        files = [f for f in (self.metrics, self.ledger, self.summary) if f.is_file() and f.stat().st_size]
+        folders = [d for d in (self.samples, self.checkpoints, self.model) if d.is_dir() and any(d.iterdir())]
+        return [f.name for f in files] + [d.name + "/" for d in folders]
+
+    def write_config(self, text: str) -> None:
+        """Save the resolved configuration."""
+        write_atomically(self.config, text.encode())
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """Write `value` as JSON to the file `name` of this directory; numbers that are not finite become null."""
+        target = self.path / name
+        text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+        write_atomically(target, text.encode() + b"\n")
+        return target
+
+
+class SampleWriter:
+    """Rollouts as text, one parquet part a step: `samples/step_000012.parquet`."""
+
+    COLUMNS = ("step", "prompt", "response", "score", "kl", "gold")
+
+    def __init__(self, directory: Path, resume_at: int | None = None) -> None:
+        """On resume at step k the parts of later steps are dropped: those steps will be made again."""
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        if resume_at is not None:
+            for part in sample_parts(directory):
+                if _step_of(part) > resume_at:
+                    part.unlink()
+
+    def write(self, step: int, samples: Sequence[dict[str, Any]]) -> Path | None:
+        """Write one step's rows (keys prompt, response, score, kl, gold; missing ones are null). None for no rows."""
+        if not samples:
+            return None
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        text, number = pa.string(), pa.float32()
+        schema = pa.schema(zip(self.COLUMNS, (pa.int64(), text, text, number, number, number), strict=True))
+        rows = [{name: step if name == "step" else s.get(name) for name in self.COLUMNS} for s in samples]
+        buffer = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer)
+        target = self.directory / f"step_{step:06d}.parquet"
+        write_atomically(target, buffer.getvalue().to_pybytes())
+        return target
+
+
+def sample_parts(directory: Path) -> list[Path]:
+    """The parquet parts of a samples/ folder, by step."""
+    return sorted(directory.glob("step_*.parquet"), key=_step_of)
+
+
+def write_atomically(target: Path, data: bytes) -> None:
+    """Replace `target` so that a reader, or the next process after a crash, sees the old bytes or all the new ones."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # mkstemp gives 0600: a run's files are for its readers too
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    _sync_directory(target.parent)
+
+
+def _step_of(part: Path) -> int:
+    return int(part.stem.removeprefix("step_"))
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with every float that JSON cannot hold replaced by None."""
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        free = f"; {_free_mb(path)} MiB are free there" if path.is_dir() else ""
+        raise ConfigError(
+            f"run.dir={str(path)!r} cannot be written: {error.strerror or error}{free}. "
+            "Choose a run.dir on a disk that this user may write to"
+        ) from error
+
+
+def _check_space(path: Path, need_mb: int) -> None:
+    if (free := _free_mb(path)) < need_mb:
+        raise ConfigError(
+            f"run.dir={str(path)!r} lies on a disk with {free} MiB free, and the run needs at least {need_mb} MiB "
+            "(checkpoints come on top): make room, or choose another run.dir"
+        )
+
+
+def _free_mb(path: Path) -> int:
+    return shutil.disk_usage(path).free // MIB

@@ -1,0 +1,108 @@
+"""What a person sees at the end of a run: numbers before and after, and texts beside each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_ray.observability.catalogue import better
+from rlhf_ray.observability.progress import is_terminal
+
+PLAIN_WIDTH = 100
+"""Characters in a line of plain output, which has no terminal to measure."""
+
+
+class Change(NamedTuple):
+    """One metric before and after a run. None: not measured."""
+
+    metric: str
+    before: float | None
+    after: float | None
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def verdict(self) -> str:
+        """"better", "worse", or "" where neither way is good in itself, or nothing changed."""
+        direction, difference = better(self.metric), self.difference
+        if direction is None or not difference:
+            return ""
+        return "better" if (difference > 0) == (direction == "higher") else "worse"
+
+
+def changes(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> list[Change]:
+    """The two sides of an evaluation, metric by metric, in the order of `before`."""
+    names = [*before, *(name for name in after if name not in before)]
+    return [Change(name, before.get(name), after.get(name)) for name in names]
+
+
+def before_after_table(rows: Iterable[Change | tuple[str, float | None, float | None]], plain: bool = False) -> Table:
+    """A table of metric, before, after, change; without lines and colours when `plain`."""
+    table = _table(plain, "metric")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    for row in (Change(*r) for r in rows):
+        difference = "" if row.difference is None else f"{row.difference:+.4g}"
+        style = {"better": "bold green", "worse": "bold red"}.get(row.verdict, "")
+        change = f"{difference} {row.verdict}".strip()
+        table.add_row(Text(row.metric), number(row.before), number(row.after), Text(change, style=style))
+    return table
+
+
+def print_before_after(
+    rows: Iterable[Change | tuple[str, float | None, float | None]], stream: TextIO | None = None
+) -> None:
+    """Print what changed from before to after: coloured in a terminal, aligned plain text elsewhere."""
+    stream = stream or sys.stdout
+    _print(before_after_table(rows, plain=not is_terminal(stream)), stream)
+
+
+def print_texts(texts: Sequence[Mapping[str, str]], stream: TextIO | None = None) -> None:
+    """Print texts with keys prompt, before, after beside each other."""
+    stream = stream or sys.stdout
+    table = _table(not is_terminal(stream), "prompt", lines=True)
+    table.add_column("before", ratio=2, overflow="fold")
+    table.add_column("after", ratio=2, overflow="fold")
+    for text in texts:
+        # Text, not str: model output may hold what rich would take for markup or control codes.
+        table.add_row(*(Text(_visible(text.get(key, ""))) for key in ("prompt", "before", "after")))
+    _print(table, stream)
+
+
+def number(value: float | None) -> str:
+    """Four significant digits; a dash for what was not measured."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _table(plain: bool, first: str, lines: bool = False) -> Table:
+    if plain:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    else:
+        table = Table(box=box.ROUNDED, show_lines=lines)
+    table.add_column(first, ratio=1 if lines else None, overflow="fold")
+    return table
+
+
+def _visible(text: str) -> str:
+    """`text` without control characters, which could move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
+def _print(table: Table, stream: TextIO) -> None:
+    if is_terminal(stream):
+        Console(file=stream).print(table)
+        return
+    # Rich ends plain rows with padding; a log has no use for it.
+    console = Console(file=stream, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
+    with console.capture() as captured:
+        console.print(table)
+    stream.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
+    stream.flush()

@@ -1,0 +1,92 @@
+"""The run's directory: refusals that name the fix, writes that are whole or absent, samples dropped on resume."""
+
+import json
+import os
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability import run_directory
+from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter, sample_parts, write_atomically
+
+
+def test_naming_touches_nothing(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    assert run.report == tmp_path / "run" / "report.html"
+    assert not run.path.exists()
+
+
+def test_create_makes_missing_parents(tmp_path):
+    assert RunDirectory.create(tmp_path / "a" / "b").path.is_dir()
+
+
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints/step_3/x", "model/config.json", "summary.json"])
+def test_refuses_a_directory_that_holds_a_run_and_names_the_fix(tmp_path, trace):
+    (tmp_path / trace).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / trace).write_text("x")
+    with pytest.raises(ConfigError, match=r"already holds a run \(.*" + trace.split("/")[0]) as refusal:
+        RunDirectory.create(tmp_path)
+    assert "--resume" in str(refusal.value) and "another run.dir" in str(refusal.value)
+    assert RunDirectory.create(tmp_path, resume=True).path == tmp_path
+
+
+def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path):
+    RunDirectory.create(tmp_path).write_config("run: {}")
+    (tmp_path / "checkpoints").mkdir()
+    RunDirectory.create(tmp_path)
+
+
+def test_says_how_much_is_free_when_the_disk_is_too_full(tmp_path):
+    with pytest.raises(ConfigError, match=r"with \d+ MiB free, and the run needs at least 1000000000 MiB"):
+        RunDirectory.create(tmp_path, need_mb=10**9)
+
+
+def test_says_why_a_directory_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/run.*cannot be written: Not a directory"):
+        RunDirectory.create(tmp_path / "file" / "run")
+
+
+def test_json_holds_numbers_from_numpy_and_null_for_what_json_cannot_say(tmp_path):
+    value = {"a": np.float32(0.5), "b": float("nan"), "c": [np.int64(3), float("inf")], 4: "ü"}
+    target = RunDirectory(tmp_path).write_json("summary.json", value)
+    assert json.loads(target.read_text()) == {"a": 0.5, "b": None, "c": [3, None], "4": "ü"}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    target = tmp_path / "summary.json"
+    target.write_text("old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_directory.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(target, b"new")
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_samples_come_back_with_missing_numbers_as_null(tmp_path):
+    rows = [{"prompt": "p", "response": "r", "score": 0.5, "kl": 1.25}, {"prompt": "q", "response": "", "gold": -1.0}]
+    part = SampleWriter(tmp_path / "samples").write(12, rows)
+    assert part.name == "step_000012.parquet"
+    assert pq.read_table(part).to_pylist() == [
+        {"step": 12, "prompt": "p", "response": "r", "score": 0.5, "kl": 1.25, "gold": None},
+        {"step": 12, "prompt": "q", "response": "", "score": None, "kl": None, "gold": -1.0},
+    ]
+
+
+def test_samples_of_steps_after_the_resumed_one_are_dropped(tmp_path):
+    first = SampleWriter(tmp_path)
+    for step in (1, 2, 10, 1_000_001):
+        first.write(step, [{"prompt": "p", "response": "r"}])
+    SampleWriter(tmp_path, resume_at=2)
+    assert [p.name for p in sample_parts(tmp_path)] == ["step_000001.parquet", "step_000002.parquet"]
+
+
+def test_no_rows_make_no_part(tmp_path):
+    assert SampleWriter(tmp_path).write(1, []) is None
+    assert list(tmp_path.iterdir()) == []
