@@ -209,6 +209,27 @@ class ExperienceSummary:
 
 
 @dataclass(frozen=True)
+class EvaluationPart:
+    """Small numbers about a chunk of held-out samples; [N] arrays, one entry per response."""
+
+    scores: NDArray[np.float32]
+    gold: NDArray[np.float32] | None
+    """Independent judge's scores, when one is configured."""
+    kl: NDArray[np.float32]
+    """Sum over response tokens of policy minus reference log-probability, in nats."""
+    reference_logprobs: NDArray[np.float32]
+    """Sum over response tokens of the reference's log-probabilities."""
+    lengths: NDArray[np.int64]
+    finished: NDArray[np.bool_]
+    digests: NDArray[np.int64]
+    """A hash of each response's text."""
+    bigrams: NDArray[np.int64]
+    """[sum of (length - 1)] a code per pair of neighbouring response tokens."""
+    texts: list[dict[str, str]]
+    """A few rows: prompt and response."""
+
+
+@dataclass(frozen=True)
 class Batch(Ragged):
     """One update's worth of experience, concatenated in key order, advantages whitened if asked."""
 

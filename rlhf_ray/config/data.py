@@ -39,6 +39,8 @@ class DemonstrationsConfig(Section):
     """Longer rows are left out, counted and reported; never cut."""
     limit: int | None = Field(None, ge=1)
     """Use the first rows only."""
+    held_out: float = Field(0.01, ge=0, lt=1)
+    """Share of rows, the last ones, kept aside to measure the loss."""
 
 
 class PreferencesConfig(Section):

@@ -1,0 +1,1 @@
+"""The room that imports Ray: a session with a cluster, pools of resources, groups of workers, calls with deadlines."""

@@ -1,0 +1,108 @@
+"""Plain classes made remote: the workers of one role, spawned into their pool, called one by one or together."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlhf_ray.cluster.calls import Call, Timing
+from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.config.run import PlacementConfig
+
+
+class WorkerGroup:
+    """All workers of one role. A role is an ordinary class that knows nothing of Ray."""
+
+    def __init__(
+        self,
+        role: str,
+        cls: type,
+        placement: PlacementConfig,
+        pools: Pools,
+        arguments: Callable[[int], Mapping[str, Any]],
+        environment: Mapping[str, str],
+        call_timeout_s: float,
+    ) -> None:
+        """Spawn the workers. Returns at once; `call_all("start")` is the first thing that waits for them.
+
+        Args:
+            role: name in the dashboard; workers are called `role/rank`.
+            cls: the role's class.
+            arguments: keyword arguments of the class for each rank.
+            environment: variables of the worker processes, set before they import anything.
+        """
+        self.role = role
+        self.call_timeout_s = call_timeout_s
+        self._handles = [
+            _actor_class(cls)
+            .options(
+                name=f"{role}/{rank}",
+                num_cpus=placement.cpus,
+                num_gpus=placement.gpus,
+                max_concurrency=1000 if _is_async(cls) else 1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(pools.group(placement.pool)),
+                runtime_env={"env_vars": _environment(placement, environment)},
+            )
+            .remote(**arguments(rank))
+            for rank in range(placement.workers)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1) -> Call:
+        """Call one worker. Object references among `args` arrive as their values; results stay in the store.
+
+        Args:
+            outputs: how many values the method returns as a tuple, each to become an object of its own.
+        """
+        *refs, timing = self._handles[rank].timed_call.options(num_returns=outputs + 1).remote(method, outputs, *args)
+        return Call(self.role, rank, method, tuple(refs), timing, self.call_timeout_s, time.monotonic())
+
+    def call_all(self, method: str, *args: Any) -> list[Call]:
+        """The same call to every worker, in rank order."""
+        return [self.call(rank, method, *args) for rank in range(len(self))]
+
+    async def values(self, method: str, *args: Any) -> list[Any]:
+        """The same call to every worker; their results in rank order. The first failure is raised."""
+        return list(await asyncio.gather(*(call.value() for call in self.call_all(method, *args))))
+
+    def kill(self) -> None:
+        """End the worker processes now."""
+        for handle in self._handles:
+            ray.kill(handle)
+
+
+def _is_async(cls: type) -> bool:
+    return any(inspect.iscoroutinefunction(f) for _, f in inspect.getmembers(cls, inspect.isfunction))
+
+
+def _actor_class(cls: type) -> Any:
+    """The role's class as a Ray actor class of the same name, with one method that times the role's own."""
+
+    def outcome(result: Any, outputs: int, began: float) -> tuple[Any, ...]:
+        timing = Timing(time.perf_counter() - began)
+        return (*result, timing) if outputs > 1 else (result, timing)
+
+    if _is_async(cls):
+
+        async def timed_call(self: Any, method: str, outputs: int, *args: Any) -> tuple[Any, ...]:
+            began = time.perf_counter()
+            result = getattr(self, method)(*args)
+            return outcome(await result if inspect.isawaitable(result) else result, outputs, began)
+    else:
+
+        def timed_call(self: Any, method: str, outputs: int, *args: Any) -> tuple[Any, ...]:  # type: ignore[misc]
+            began = time.perf_counter()
+            return outcome(getattr(self, method)(*args), outputs, began)
+
+    return ray.remote(type(cls.__name__, (cls,), {"timed_call": timed_call, "__doc__": cls.__doc__}))
+
+
+def _environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:
+    # Passive waits: a thread that spins for work takes the core from the worker that has some.
+    return {"OMP_NUM_THREADS": str(placement.threads), "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false", **more}

@@ -1,0 +1,80 @@
+"""One driver's connection to a Ray cluster: a private local one, or an existing one by address."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+
+from rlhf_ray.config.run import ClusterConfig, PoolConfig
+from rlhf_ray.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a person may want to know about the cluster the run is on."""
+
+    address: str
+    dashboard_url: str | None
+    logs: str | None
+    """Folder of the workers' logs on the head node, for a local cluster."""
+
+
+@contextmanager
+def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) -> Iterator[Session]:
+    """Connect (starting a local cluster when no address is configured), and leave again whatever happens.
+
+    A session inside a session joins it, so several stages can share one cluster.
+
+    Raises:
+        ClusterError: the cluster cannot be reached or started.
+    """
+    if ray.is_initialized():
+        yield _describe()
+        return
+    _quieten_ray()
+    try:
+        if config.address:
+            ray.init(address=config.address, namespace=name, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            _start_local(config, pools, name)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
+        raise ClusterError(f"cannot {where}: {error}") from error
+    try:
+        yield _describe()
+    finally:
+        ray.shutdown()
+
+
+def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) -> None:
+    # Logical CPUs are what the pools ask for: on a laptop many light workers share few cores.
+    cpus = max(1, int(sum(p.cpus * p.bundles for p in pools.values()) + 0.999))
+    ray.init(
+        num_cpus=max(cpus, os.cpu_count() or 1),
+        object_store_memory=config.object_store_mb * 2**20,
+        include_dashboard=config.dashboard,
+        dashboard_host="127.0.0.1",
+        namespace=name,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _metrics_export_port=config.metrics_port,
+    )
+
+
+def _describe() -> Session:
+    context = ray.get_runtime_context()
+    node = ray._private.worker._global_node
+    return Session(
+        address=context.gcs_address,
+        dashboard_url=f"http://{node.webui_url}" if node is not None and getattr(node, "webui_url", None) else None,
+        logs=node.get_logs_dir_path() if node is not None else None,
+    )
+
+
+def _quieten_ray() -> None:
+    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,0 +1,130 @@
+"""PPO's loop on one page: get a batch, learn from it, publish the new policy, keep the books."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
+from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.errors import RunInterrupted
+from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.run_directory import SampleWriter
+from rlhf_ray.records import ExperienceSummary, UpdateStats
+from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.entries import Lease
+
+
+@dataclass
+class Coordinator:
+    """One run. Synchronous PPO and bounded staleness are the same loop: `coordinator.max_staleness` is the only knob."""
+
+    config: PPOConfig
+    team: Team
+    state: RunState
+    buffer: ReplayBuffer
+    pipeline: Pipeline
+    weights: WeightSync
+    recovery: Recovery
+    evaluator: Evaluator | None
+    metrics: MetricsWriter
+    samples: SampleWriter
+    progress: StageProgress
+    stop: StopRequest
+    on_evaluation: Callable[[int, Evaluation], None]
+    """Told of every evaluation and the step it belongs to."""
+
+    async def run(self) -> None:
+        """Make the run's remaining steps.
+
+        Raises:
+            RunInterrupted: asked to stop; a checkpoint of the last finished step exists.
+        """
+        if self.state.step == 0:
+            await self._evaluate()
+        while self.state.step < self.config.run.steps:
+            await self._step()
+            if self.stop.requested and self.state.step < self.config.run.steps:
+                await self.recovery.save()
+                raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
+                                     f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
+
+    async def _step(self) -> None:
+        began, version, coef = self.team.clock.now(), self.state.step, self.state.kl.value
+        lease = await self.pipeline.next_batch()
+        policy, critic = await self._learn(lease)
+        summaries = self._acknowledge(lease)
+        seconds = await self.weights.publish(self.state.step)
+        outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, began, self.team.clock.now())
+        self._record(outcome)
+        if self._due(self.config.checkpoint.every) or self.state.step == self.config.run.steps:
+            await self.recovery.save()
+        if self.config.evaluation and (
+            self._due(self.config.evaluation.every) or self.state.step == self.config.run.steps
+        ):
+            await self._evaluate()
+
+    async def _learn(self, lease: Lease) -> tuple[UpdateStats | None, UpdateStats]:
+        """Policy and critic learn from the same experience, side by side."""
+        warming_up = self.state.step < self.config.algorithm.critic_warmup_steps
+        policy, critic = await asyncio.gather(
+            _nothing() if warming_up else self._update(self.team.policy, lease, "policy_update"),
+            self._update(self.team.critic, lease, "critic_update"),
+        )
+        if critic is None:
+            raise RuntimeError("an update returned nothing")
+        return policy, critic
+
+    async def _update(self, group: WorkerGroup, lease: Lease, phase: str) -> UpdateStats | None:
+        calls = group.call_all("update", self.state.step, *lease.refs)
+        await asyncio.gather(*(self.team.done(call, phase) for call in calls))
+        return await calls[0].value()
+
+    def _acknowledge(self, lease: Lease) -> list[ExperienceSummary]:
+        """The batch is trained on: a new version begins."""
+        self.buffer.ack(lease, self.state.step)
+        found = [self.pipeline.summaries.pop(entry.order, None) for entry in lease.entries]
+        summaries = [s for s in found if s is not None]
+        self.state.kl.update(float(np.concatenate([s.kl for s in summaries]).mean()), lease.samples)
+        self.state.step += 1
+        self.state.samples += lease.samples
+        self.pipeline.make_again(self.buffer.evict(self.state.step))
+        return summaries
+
+    def _record(self, outcome: StepOutcome) -> None:
+        row = step_metrics(outcome, self.buffer.stats(), self.team.clock, self.team.workers())
+        self.metrics.write(self.state.step, row)
+        texts = [text for summary in outcome.summaries for text in summary.samples]
+        self.samples.write(self.state.step, texts[: self.config.logging.samples_per_step])
+        gold = {"gold": row["reward/gold"]} if "reward/gold" in row else {}
+        self.progress.update(self.state.step, reward=row["reward/mean"], **gold, kl=row["kl/sequence"],
+                             samples_per_second=row["throughput/samples_per_second"])
+        if row["staleness/max"] == 0 and row["rollout/logprob_gap"] > self.config.weights.logprob_gap_alarm:
+            self.progress.warn(
+                f"generators and learner of the same version differ by {row['rollout/logprob_gap']:.3f} nats a token "
+                f"(weights.logprob_gap_alarm={self.config.weights.logprob_gap_alarm}); their weights or precision differ"
+            )
+
+    async def _evaluate(self) -> None:
+        if self.evaluator is None:
+            return
+        self.progress.note(f"evaluating on {self.evaluator.rows} held-out prompts")
+        evaluation = await self.evaluator.measure()
+        self.on_evaluation(self.state.step, evaluation)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0 and self.state.step < self.config.run.steps
+
+
+async def _nothing() -> None:
+    return None

@@ -1,0 +1,156 @@
+"""From prompt keys to committed experience: admission, and the way of one chunk through the roles.
+
+Every chunk travels on its own: it is scored as soon as it is generated, while others are still being generated. What is
+in a chunk and in which order chunks form a batch is fixed at admission, so timing changes nothing about the result.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_ray.cluster.calls import Call
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.team import Rotation, Team
+from rlhf_ray.records import ExperienceSummary, SampleKey
+from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.entries import CommitOutcome, Eviction, Lease, Reservation
+from rlhf_ray.replay.freshness import AdmissionRule
+
+
+@dataclass(frozen=True)
+class Scored:
+    """References to what the roles said about one rollout."""
+
+    rollout: Call
+    reference: Call
+    reward: Call
+
+
+class Pipeline:
+    """Keeps as many chunks under way as freshness and capacity allow, and hands out batches."""
+
+    def __init__(self, config: PPOConfig, team: Team, state: RunState, buffer: ReplayBuffer, prompts: Any) -> None:
+        self.config, self.team, self.state, self.buffer = config, team, state, buffer
+        self._prompts = prompts
+        self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness)
+        self._generators, self._reference = Rotation(team.generators), Rotation(team.reference)
+        self._reward, self._assembler = Rotation(team.reward), Rotation(team.assembler)
+        self._running: dict[asyncio.Task[None], Reservation] = {}
+        self.summaries: dict[int, ExperienceSummary] = {}
+        """What is known of committed chunks, by admission number; the loop takes them out."""
+
+    async def next_batch(self) -> Lease:
+        """Wait until a whole batch is ready, admitting new work all the while. The first failure of a chunk is raised."""
+        while True:
+            self._admit()
+            lease = self.buffer.lease(self.config.samples_per_step, self.state.step)
+            if lease is not None:
+                return lease
+            done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                self._running.pop(task, None)
+                task.result()
+
+    def start_again(self, reservations: list[Reservation]) -> None:
+        """Make the chunks of these places, which were under way when the run was saved."""
+        for reservation in reservations:
+            self._start(reservation, self.state.in_flight[reservation.order])
+
+    def make_again(self, evictions: list[Eviction]) -> None:
+        """Generate the samples of dropped entries anew; no prompt is lost because its experience grew too old."""
+        for eviction in evictions:
+            self.summaries.pop(eviction.entry.order, None)
+            self._start(self._reserve_freed(eviction.entry.samples), list(eviction.entry.keys))
+
+    async def close(self) -> None:
+        """Drop what is under way."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._running.clear()
+
+    def _admit(self) -> None:
+        allowance = self._rule.allowance(self.state.step, self.buffer.accepted, self.buffer.running)
+        while allowance > 0:
+            size = self._next_chunk()
+            reservation = self.buffer.reserve(size)
+            if reservation is None:
+                return
+            self._start(reservation, self._next_keys(size))
+            allowance -= size
+
+    def _next_chunk(self) -> int:
+        """Samples of the next chunk: full ones, and a smaller last one so that chunks add up to whole batches."""
+        batch = self.config.samples_per_step
+        left = batch - (self.buffer.accepted + self.buffer.running) % batch
+        return min(self.config.generator.chunk, left)
+
+    def _next_keys(self, samples: int) -> list[SampleKey]:
+        per_prompt = self.config.coordinator.samples_per_prompt
+        rows = self.state.cursor.next(samples // per_prompt)
+        return [SampleKey(epoch, row, sample) for epoch, row in rows for sample in range(per_prompt)]
+
+    def _start(self, reservation: Reservation, keys: list[SampleKey]) -> None:
+        self.state.in_flight[reservation.order] = keys
+        task = asyncio.create_task(self._make(reservation, keys), name=f"chunk {reservation.order}")
+        self._running[task] = reservation
+
+    async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
+        """One chunk from prompt to committed experience; made again when it came out too old for the bound."""
+        while True:
+            scored = await self.score(keys, self.config.run.seed, self._prompts)
+            ref, summary = await self._assemble(scored)
+            outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
+            if outcome is CommitOutcome.READY:
+                self.summaries[reservation.order] = summary
+                del self.state.in_flight[reservation.order]
+                return
+            again = self._reserve_freed(reservation.samples)
+            self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
+            reservation = again
+
+    def _reserve_freed(self, samples: int) -> Reservation:
+        """A place for samples that gave one back a moment ago: this is one thread, nobody can have taken it."""
+        reservation = self.buffer.reserve(samples)
+        if reservation is None:
+            raise RuntimeError(f"no room for {samples} samples that were just dropped")
+        return reservation
+
+    async def score(self, keys: list[SampleKey], seed: int, prompts: Any) -> Scored:
+        """Generate a chunk and have it scored by the frozen models, side by side."""
+        rank = self._generators.take(len(keys))
+        try:
+            rollout = await self.team.done(
+                self.team.generators.call(rank, "generate", prompts, keys, seed), "generate"
+            )
+        finally:
+            self._generators.give_back(rank, len(keys))
+        reference, reward = await asyncio.gather(
+            self._ask(self._reference, "logprobs", rollout.ref, "reference"),
+            self._ask(self._reward, "score", rollout.ref, "reward"),
+        )
+        return Scored(rollout, reference, reward)
+
+    async def _assemble(self, scored: Scored) -> tuple[Any, ExperienceSummary]:
+        team, rollout = self.team, scored.rollout.ref
+        logprobs = team.policy.call_all("logprobs", rollout)
+        values = team.critic.call_all("values", rollout)
+        await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
+        rank = self._assembler.take(1)
+        try:
+            call = team.assembler.call(
+                rank, "assemble", self.state.kl.value, self.config.logging.samples_per_step, len(logprobs), rollout,
+                scored.reward.ref, scored.reference.ref, *(c.ref for c in (*logprobs, *values)), outputs=2,
+            )
+            summary = await team.value(call, "assemble", 1)
+        finally:
+            self._assembler.give_back(rank, 1)
+        return call.ref, summary
+
+    async def _ask(self, rotation: Rotation, method: str, ref: Any, phase: str) -> Call:
+        rank = rotation.take(1)
+        try:
+            return await self.team.done(rotation.group.call(rank, method, ref), phase)
+        finally:
+            rotation.give_back(rank, 1)

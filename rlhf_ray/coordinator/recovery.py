@@ -1,0 +1,53 @@
+"""Checkpoints of a whole run: every learner rank's part, the coordinator's state, experience that waits in the buffer."""
+
+import asyncio
+from pathlib import Path
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.state import load_state, save_state
+from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.entries import Reservation
+
+
+class Recovery:
+    """Saves a run between two steps and brings it back."""
+
+    def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer) -> None:
+        self.store, self.team, self.state, self.buffer = store, team, state, buffer
+
+    async def save(self) -> Path:
+        """Write the checkpoint of the present step; whole, or not at all.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written; the previous checkpoint is intact.
+        """
+        waiting = self.buffer.ready_entries()
+        snapshot = {"run": self.state.state_dict(), "buffer": self.buffer.state_dict()}
+        with self.store.writing(self.state.step) as directory:
+            groups = (self.team.policy, self.team.critic)
+            await asyncio.gather(*(group.values("save", str(directory.absolute() / group.role)) for group in groups))
+            for entry in waiting:
+                path = directory.absolute() / f"experience_{entry.order}.npz"
+                await self.team.assembler.call(0, "save", str(path), entry.ref).done()
+            save_state(directory / "coordinator.json", snapshot)
+        return self.store.root / f"step_{self.state.step}"
+
+    async def restore(self, directory: Path) -> list[Reservation]:
+        """Bring a verified checkpoint back into workers, state and buffer.
+
+        Returns:
+            Places in the buffer whose chunks were under way and must be started again.
+        """
+        saved = load_state(directory / "coordinator.json")
+        groups = (self.team.policy, self.team.critic)
+        await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role)) for group in groups))
+        self.state.load_state_dict(saved["run"])
+        refs = {}
+        for entry in saved["buffer"]["ready"]:
+            path = directory.absolute() / f"experience_{entry['order']}.npz"
+            call = self.team.assembler.call(0, "load", str(path))
+            await call.done()
+            refs[entry["order"]] = call.ref
+        return self.buffer.load_state_dict(saved["buffer"], refs)

@@ -1,0 +1,47 @@
+"""What the coordinator knows and a checkpoint must keep: step, data order, KL coefficient, what is under way."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
+from rlhf_ray.config.algorithm import KLConfig
+from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.records import SampleKey
+
+
+def kl_controller(config: KLConfig) -> FixedKL:
+    """The controller of the KL coefficient that the configuration asks for."""
+    if config.kind == "adaptive":
+        return AdaptiveKL(config.coef, config.target, config.horizon)
+    return FixedKL(config.coef)
+
+
+@dataclass
+class RunState:
+    """The run between two steps. The weight version always equals `step`: one publication an update."""
+
+    kl: FixedKL
+    cursor: PromptCursor
+    step: int = 0
+    """Updates made so far."""
+    samples: int = 0
+    """Samples trained on so far."""
+    in_flight: dict[int, list[SampleKey]] = field(default_factory=dict)
+    """Keys of admitted chunks that are not committed yet, by admission number."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types for the checkpoint."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "kl": self.kl.state_dict(),
+            "cursor": self.cursor.state_dict(),
+            "in_flight": [[order, [[k.epoch, k.row, k.sample] for k in keys]] for order, keys in self.in_flight.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`; errors as in `PromptCursor.load_state_dict`."""
+        self.cursor.load_state_dict(state["cursor"])
+        self.kl.load_state_dict(state["kl"])
+        self.step, self.samples = state["step"], state["samples"]
+        self.in_flight = {order: [SampleKey(*k) for k in keys] for order, keys in state["in_flight"]}

@@ -1,0 +1,73 @@
+"""One step's row of metrics, from the small numbers that came back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.records import ExperienceSummary, UpdateStats
+from rlhf_ray.replay.entries import BufferStats
+
+PHASES = ("generate", "reference", "reward", "values", "logprobs", "assemble", "policy_update", "critic_update", "publish")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step did."""
+
+    summaries: Sequence[ExperienceSummary]
+    policy: UpdateStats | None
+    """None while only the critic warms up."""
+    critic: UpdateStats
+    trained_version: int
+    """Version the update started from."""
+    kl_coef: float
+    """Coefficient that the batch's token rewards were made with."""
+    publish_seconds: float
+    began: float
+    ended: float
+    """Seconds of the step clock."""
+
+
+def step_metrics(
+    outcome: StepOutcome, buffer: BufferStats, clock: StepClock, workers: Mapping[str, int]
+) -> dict[str, float]:
+    """Flat metrics by name, as the report and the sinks know them."""
+    seconds = outcome.ended - outcome.began
+    samples = sum(len(s.scores) for s in outcome.summaries)
+    metrics = {
+        **_experience_metrics(outcome.summaries, outcome.trained_version),
+        "kl/coef": outcome.kl_coef,
+        "weights/publish_seconds": outcome.publish_seconds,
+        "weights/version": float(outcome.trained_version + 1),
+        "buffer/samples": float(buffer.samples_ready),
+        "buffer/mb": buffer.bytes / 2**20,
+        "throughput/samples_per_second": samples / seconds,
+        "throughput/tokens_per_second": sum(s.tokens for s in outcome.summaries) / seconds,
+        "time/step": seconds,
+    }
+    for name, stats in (("policy", outcome.policy), ("critic", outcome.critic)):
+        if stats is not None:
+            metrics.update({f"{name}/{key}": value for key, value in stats.metrics.items()})
+    busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in PHASES}})
+    metrics.update({f"time/{p}": seconds - busy[f"wait/phase:{p}"] for p in PHASES})
+    metrics.update({f"idle/{role}": busy[f"idle/{role}"] for role in workers})
+    return metrics
+
+
+def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version: int) -> dict[str, float]:
+    scores = np.concatenate([s.scores for s in summaries])
+    staleness = np.array([trained_version - s.min_version for s in summaries])
+    metrics = {
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std()),
+        "kl/sequence": float(np.concatenate([s.kl for s in summaries]).mean()),
+        "response/length": float(np.concatenate([s.response_lengths for s in summaries]).mean()),
+        "response/finished": float(np.concatenate([s.finished for s in summaries]).mean()),
+        "rollout/logprob_gap": float(np.mean([s.behaviour_gap for s in summaries])),
+        "staleness/max": float(staleness.max()),
+        "staleness/mean": float(staleness.mean()),
+    }
+    gold = [s.gold for s in summaries if s.gold is not None]
+    return {**metrics, "reward/gold": float(np.concatenate(gold).mean())} if gold else metrics

@@ -1,0 +1,60 @@
+"""The workers of a PPO run by role, and the one prompt table they all read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.observability.spans import StepClock
+
+
+@dataclass(frozen=True)
+class Team:
+    """Everything the coordinator calls."""
+
+    generators: WorkerGroup
+    reference: WorkerGroup
+    reward: WorkerGroup
+    assembler: WorkerGroup
+    policy: WorkerGroup
+    critic: WorkerGroup
+    clock: StepClock
+    """Where every call's working time is noted."""
+
+    def groups(self) -> list[WorkerGroup]:
+        """All groups, in the order in which a step meets them."""
+        return [self.generators, self.reference, self.reward, self.assembler, self.policy, self.critic]
+
+    def workers(self) -> dict[str, int]:
+        """Number of workers by role."""
+        return {group.role: len(group) for group in self.groups()}
+
+    async def done(self, call: Call, phase: str) -> Call:
+        """Wait for a call without fetching its result, and note its working time under its role and `phase`."""
+        timing = await call.done()
+        self.clock.add_returned(call.role, timing.seconds, call.rank)
+        self.clock.add_returned(f"phase:{phase}", timing.seconds, call.rank)
+        return call
+
+    async def value(self, call: Call, phase: str, index: int = 0) -> Any:
+        """Wait for a call as `done` does, and fetch one of its results."""
+        await self.done(call, phase)
+        return await call.value(index)
+
+
+class Rotation:
+    """Which worker of a group to call next: the one with least work under way, the lowest rank among equals."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self._load = [0] * len(group)
+
+    def take(self, work: int) -> int:
+        """A rank, charged with `work` (any unit) until `give_back`."""
+        rank = min(range(len(self._load)), key=lambda r: (self._load[r], r))
+        self._load[rank] += work
+        return rank
+
+    def give_back(self, rank: int, work: int) -> None:
+        """The work is done."""
+        self._load[rank] -= work

@@ -1,0 +1,1 @@
+"""The one room that imports DeepSpeed: build an engine, step it, save and load it, gather its weights."""

@@ -1,0 +1,59 @@
+"""Process groups of a learner's ranks: one worker process a rank, gloo on CPUs and NCCL on GPUs."""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def free_address() -> str:
+    """`tcp://host:port` of a free port on this machine, for rank 0 to be found at."""
+    host = socket.gethostbyname(socket.gethostname())
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
+
+
+def accelerator_environment(gpus: float) -> dict[str, str]:
+    """Variables a learner's process needs before it imports DeepSpeed."""
+    return {} if gpus else {"DS_ACCELERATOR": "cpu"}
+
+
+def join(address: str, rank: int, world: int, timeout_s: float = 300.0) -> None:
+    """Join the process group at `address` as `rank` of `world`, for torch and DeepSpeed alike."""
+    import deepspeed
+
+    cuda = torch.cuda.is_available()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+    if not cuda:
+        # Otherwise the first init on a CPU compiles a shared-memory kernel for 30-50 s that gloo does without.
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, init_method=address,
+        rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def leave() -> None:
+    """Leave the process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_finite(value: torch.Tensor) -> bool:
+    """Whether `value` is finite on every rank; a collective call."""
+    flag = torch.isfinite(value).all().to(torch.float32).reshape(1)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item() == 1)
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum of a small float64 vector over all ranks; a collective call."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values

@@ -1,0 +1,84 @@
+"""Causal attention over packed rows, as an attention implementation of transformers.
+
+Rows must not see each other. Instead of a `[T, T]` block-diagonal mask, whose cost grows with the square of the whole
+micro-batch, queries, keys and values are laid out as a `[N, L]` grid for the one call of scaled-dot-product attention
+and taken back: padding costs attention only (micro-batches hold rows of similar length), and every other layer runs on
+real tokens alone. On GPUs the variable-length kernel of torch does the same without the grid, where it is there.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rlhf_ray.models.packing import Packing
+
+NAME = "rlhf_ray_packed"
+
+
+class _Scatter(torch.autograd.Function):
+    """Lay packed rows out on a zero grid. Both ways are plain copies; autograd's own backward would accumulate."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, index: Tensor, size: int) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(index)
+        return flat.new_zeros((size, *flat.shape[1:])).index_copy_(0, index, flat)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Take packed rows back from a grid; every place is read at most once."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(index)
+        ctx.size = grid.shape[0]
+        return grid.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.new_zeros((ctx.size, *grad.shape[1:])).index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of `[1, heads, T, D]` queries over packed rows; returns `[1, T, heads, D]` as transformers expects.
+
+    Raises:
+        ValueError: called without a `packing`, which only our own forward passes give.
+    """
+    if packing is None:
+        raise ValueError(f"attention {NAME!r} needs packing=Packing(...); use 'sdpa' for padded batches")
+    size = packing.rows * packing.longest
+    grid = [
+        _Scatter.apply(x[0].transpose(0, 1), packing.grid_index, size)
+        .view(packing.rows, packing.longest, x.shape[1], x.shape[3])
+        .transpose(1, 2)
+        for x in (query, key, value)
+    ]
+    out = scaled_dot_product_attention(
+        *grid, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    flat = out.transpose(1, 2).reshape(size, query.shape[1], value.shape[3])
+    return _Gather.apply(flat, packing.grid_index)[None], None
+
+
+def register() -> str:
+    """Make the implementation known to transformers; returns its name. Registering again changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    return NAME

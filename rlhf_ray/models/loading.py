@@ -1,0 +1,129 @@
+"""Models by path or Hub name, new ones from a shape, and clear words when that fails."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
+from rlhf_ray.errors import ModelError
+from rlhf_ray.models.attention import register
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def check_model_directory(config: ModelConfig, field: str) -> None:
+    """Refuse a local path that is no model directory, before anything expensive starts.
+
+    A name without a slash-led or dotted path and with at most one slash is taken for a Hub name and left to the Hub.
+
+    Raises:
+        ModelError: naming the configuration field, the path and what is missing.
+    """
+    path = Path(config.path)
+    if not path.exists():
+        if path.is_absolute() or config.path.startswith(".") or config.path.count("/") != 1 or path.parent.is_dir():
+            raise ModelError(f"{field}.path={config.path!r}: no such directory. Give a model directory in Hugging Face "
+                             "format, or a Hub name such as 'Qwen/Qwen3-0.6B'.")
+        return
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{field}.path={config.path!r} has no config.json, so it is no model in Hugging Face format.")
+    if not any(path.glob("*.safetensors")):
+        raise ModelError(f"{field}.path={config.path!r} has no *.safetensors file. Weights are read from safetensors "
+                         "only (pickled weights run code); convert them with `save_pretrained`.")
+
+
+def load_tokenizer(config: ModelConfig | NewModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model: its own, or the one the configuration names.
+
+    Raises:
+        ModelError: no tokenizer there, or one without an end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    where = config.tokenizer or getattr(config, "path", "")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=getattr(config, "revision", None))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no tokenizer could be loaded from {where!r}: {_first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer at {where!r} has no end-of-sequence token; responses could never end. "
+                         "Set `eos_token` in its tokenizer_config.json.")
+    return tokenizer
+
+
+def load_causal_lm(config: ModelConfig | NewModelConfig) -> "PreTrainedModel":
+    """A causal language model ready for packed forward passes (see `packed_model.PackedModel`).
+
+    Raises:
+        ModelError: the directory or Hub name has no such model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if isinstance(config, NewModelConfig):
+        return new_causal_lm(config)
+    return _load(AutoModelForCausalLM, config)
+
+
+def load_scalar_model(config: ModelConfig, new_head: bool) -> "PreTrainedModel":
+    """A backbone with a one-number head per token: a reward model or a critic.
+
+    Args:
+        new_head: start the head at zero-centred small random weights instead of requiring one in the directory.
+
+    Raises:
+        ModelError: no such model, or it carries no one-label head although `new_head` is False.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    if not new_head:
+        shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+        heads = shape.architectures or []
+        if not any("SequenceClassification" in name for name in heads) or shape.num_labels != 1:
+            raise ModelError(f"{config.path!r} is no reward model: it has architectures {heads} with "
+                             f"{shape.num_labels} labels, and a sequence classifier with one label is needed. "
+                             "Train one with `rlhf-ray reward-model`.")
+    model = _load(AutoModelForSequenceClassification, config, num_labels=1)
+    if new_head:
+        # Ouyang et al. 2022 and Huang et al. 2024 start scalar heads with std 1/sqrt(hidden + 1).
+        torch.nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
+    return model
+
+
+def new_causal_lm(config: NewModelConfig) -> "PreTrainedModel":
+    """A Llama-style model of the given shape with random weights (from torch's current seed)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer, shape = load_tokenizer(config), config.architecture
+    model = LlamaForCausalLM(LlamaConfig(**_llama_arguments(shape), vocab_size=len(tokenizer),
+                                         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+                                         pad_token_id=tokenizer.pad_token_id))
+    model.set_attn_implementation(register())
+    return model.to(getattr(torch, config.dtype))
+
+
+def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads or shape.heads,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": shape.tie_embeddings,
+    }
+
+
+def _load(auto: Any, config: ModelConfig, **more: Any) -> "PreTrainedModel":
+    try:
+        return auto.from_pretrained(
+            config.path, revision=config.revision, dtype=getattr(torch, config.dtype), use_safetensors=True,
+            trust_remote_code=config.trust_remote_code, attn_implementation=register(), **more,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

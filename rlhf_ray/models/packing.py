@@ -1,0 +1,76 @@
+"""Rows packed end to end in one sequence, and the way back to a padded grid where rows matter.
+
+A forward pass runs over one flat sequence of all rows' tokens. Only attention needs to know where rows end; it reads
+`Packing`. Padding exists inside attention alone (see `attention.py`) and in grids of per-token numbers, never in
+what a model computes.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the rows of a packed sequence lie."""
+
+    lengths: Tensor
+    """[N] int64 tokens per row."""
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, device: torch.device | str = "cpu") -> "Packing":
+        """A packing of rows with the given lengths."""
+        return cls(torch.as_tensor(np.asarray(lengths, dtype=np.int64), device=device))
+
+    @cached_property
+    def rows(self) -> int:
+        """Number of rows N."""
+        return len(self.lengths)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of tokens T of all rows."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row, L."""
+        return int(self.lengths.max()) if self.rows else 0
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[N] flat position behind each row's last token."""
+        return self.lengths.cumsum(0)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """[N+1] int32 row boundaries, as variable-length attention kernels take them."""
+        return torch.nn.functional.pad(self.ends, (1, 0)).to(torch.int32)
+
+    @cached_property
+    def row_of_token(self) -> Tensor:
+        """[T] row that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.rows, device=self.lengths.device), self.lengths)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] position of each token inside its row, from 0."""
+        starts = self.ends - self.lengths
+        return torch.arange(self.tokens, device=self.lengths.device) - starts[self.row_of_token]
+
+    @cached_property
+    def grid_index(self) -> Tensor:
+        """[T] place of each token in a flattened `[N, L]` grid."""
+        return self.row_of_token * self.longest + self.positions
+
+    def to_grid(self, flat: Tensor, fill: float | bool = 0) -> Tensor:
+        """`[T, ...]` per-token numbers as a `[N, L, ...]` grid with `fill` behind each row's end. Differentiable."""
+        grid = flat.new_full((self.rows * self.longest, *flat.shape[1:]), fill)
+        return grid.index_copy(0, self.grid_index, flat).view(self.rows, self.longest, *flat.shape[1:])
+
+    def from_grid(self, grid: Tensor) -> Tensor:
+        """The `[T, ...]` tokens of a `[N, L, ...]` grid, padding left behind. Differentiable."""
+        return grid.reshape(self.rows * self.longest, *grid.shape[2:])[self.grid_index]

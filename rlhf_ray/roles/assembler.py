@@ -1,0 +1,147 @@
+"""Rollouts and what was said about them, made into experience: KL, token rewards, advantages, returns."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlhf_ray.algorithms.advantages import gae
+from rlhf_ray.algorithms.kl import approx_kl
+from rlhf_ray.algorithms.rewards import token_rewards
+from rlhf_ray.checkpoint.state import load_records, save_records
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.records import (
+    EvaluationPart,
+    Experience,
+    ExperienceSummary,
+    RewardScores,
+    Rollout,
+    Scores,
+    TokenScores,
+)
+from rlhf_ray.roles.micro_batch import MicroBatch
+from rlhf_ray.roles.texts import finished, rollout_texts
+
+
+class Assembler:
+    """The last station before the replay buffer. Keeps no state between calls."""
+
+    def __init__(self, algorithm: AlgorithmConfig, logging: LoggingConfig, model: ModelConfig) -> None:
+        self.algorithm, self.logging, self._model = algorithm, logging, model
+
+    def start(self) -> dict[str, float]:
+        """Load the tokenizer (texts for the samples folder and the judge)."""
+        self._tokenizer = load_tokenizer(self._model)
+        return {}
+
+    def assemble(
+        self, kl_coef: float, keep_texts: int, policy_ranks: int, rollout: Rollout, rewards: RewardScores,
+        reference: TokenScores, *parts: TokenScores,
+    ) -> tuple[Experience, ExperienceSummary]:
+        """One rollout's experience and the small numbers about it.
+
+        Args:
+            kl_coef: present coefficient of the KL penalty.
+            keep_texts: rows to return as text.
+            policy_ranks: how many of `parts` are the policy ranks' log-probabilities; the rest are critic values. Each
+                rank's part holds its contiguous share of the rows.
+        """
+        policy, values = parts[:policy_ranks], parts[policy_ranks:]
+        scores = Scores(rewards, reference, TokenScores.concat(policy), TokenScores.concat(values) if values else None)
+        experience = self._experience(rollout, scores, kl_coef)
+        return experience, self._summary(rollout, scores, experience, keep_texts)
+
+    def save(self, path: str, experience: Experience) -> None:
+        """Write experience that waits in the buffer to a checkpoint."""
+        save_records(Path(path), experience)
+
+    def load(self, path: str) -> Experience:
+        """Read it back; the caller has verified the file."""
+        return load_records(Path(path), Experience)
+
+    def measure(self, keep_texts: int, rollout: Rollout, rewards: RewardScores, reference: TokenScores) -> EvaluationPart:
+        """What an evaluation needs to know of a chunk; the policy's log-probabilities are the generator's own."""
+        mask, starts = rollout.response_mask, rollout.offsets[:-1]
+        prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout))
+        return EvaluationPart(
+            scores=rewards.scores, gold=self._gold(responses),
+            kl=np.add.reduceat(np.where(mask, rollout.logprobs - reference.values, 0), starts),
+            reference_logprobs=np.add.reduceat(np.where(mask, reference.values, 0), starts),
+            lengths=np.add.reduceat(mask.astype(np.int64), starts), finished=finished(rollout),
+            digests=np.array([stable_hash(text) for text in responses]),
+            bigrams=np.concatenate([bigram_codes(rollout.row(i, "tokens")[rollout.row(i, "response_mask")])
+                                    for i in range(len(rollout))]),
+            texts=[{"prompt": p, "response": r} for p, r in zip(prompts[:keep_texts], responses[:keep_texts], strict=True)],
+        )
+
+    def _experience(self, rollout: Rollout, scores: Scores, kl_coef: float) -> Experience:
+        a, micro = self.algorithm, MicroBatch(rollout, "cpu")
+        mask, values = micro.mask, scores.values
+        if values is None:
+            raise ValueError("the gae estimator needs a critic's values")
+
+        def grid(column: np.ndarray) -> torch.Tensor:
+            return micro.responses.to_grid(torch.from_numpy(column[rollout.response_mask]))
+
+        def flat(cells: torch.Tensor) -> np.ndarray:
+            column = np.zeros(len(rollout.tokens), dtype=np.float32)
+            column[rollout.response_mask] = micro.responses.from_grid(cells).numpy()
+            return column
+
+        kl = approx_kl(grid(scores.policy.values), grid(scores.reference.values), a.kl.estimator)
+        rewards = token_rewards(self._row_scores(rollout, scores.rewards), kl, mask, kl_coef, a.reward_clip)
+        advantages, returns = gae(rewards, grid(values.values), mask, a.gamma, a.lam)
+        return Experience(
+            offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=rollout.response_mask,
+            behaviour_logprobs=rollout.logprobs, old_logprobs=scores.policy.values,
+            reference_logprobs=scores.reference.values, values=values.values,
+            advantages=flat(advantages), returns=flat(returns), keys=rollout.keys,
+        )
+
+    def _row_scores(self, rollout: Rollout, rewards: RewardScores) -> torch.Tensor:
+        """[N] the reward model's scores, less the penalty of responses that did not end by themselves."""
+        scores = torch.tensor(rewards.scores)
+        if self.algorithm.missing_eos_penalty:
+            scores -= self.algorithm.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
+        return scores
+
+    def _summary(self, rollout: Rollout, scores: Scores, experience: Experience, keep_texts: int) -> ExperienceSummary:
+        mask, offsets = rollout.response_mask, rollout.offsets[:-1]
+        kl = np.add.reduceat(np.where(mask, experience.old_logprobs - experience.reference_logprobs, 0), offsets)
+        prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout) if self.logging.judge else keep_texts)
+        gold = self._gold(responses)
+        texts = [
+            {"prompt": prompts[i], "response": responses[i], "score": float(scores.rewards.scores[i]),
+             "kl": float(kl[i]), "gold": None if gold is None else float(gold[i])}
+            for i in range(min(keep_texts, len(rollout)))
+        ]
+        return ExperienceSummary(
+            keys=rollout.keys, scores=scores.rewards.scores, kl=kl.astype(np.float32),
+            response_lengths=np.add.reduceat(mask.astype(np.int32), offsets), finished=finished(rollout),
+            min_version=int(rollout.versions[mask].min()), nbytes=experience.nbytes, tokens=len(rollout.tokens),
+            behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),
+            samples=texts, gold=gold,
+        )
+
+    def _gold(self, responses: Sequence[str]) -> np.ndarray | None:
+        if self.logging.judge is None:
+            return None
+        from rlhf_ray.data.judge import judge_scores
+
+        return judge_scores(list(responses))
+
+
+def stable_hash(text: str) -> int:
+    """63-bit digest of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def bigram_codes(tokens: np.ndarray) -> np.ndarray:
+    """One int64 per pair of neighbouring tokens, equal for equal pairs."""
+    wide = tokens.astype(np.int64)
+    return wide[:-1] * 2**31 + wide[1:]

@@ -1,0 +1,65 @@
+"""The critic under training: values of states, clipped value updates."""
+
+from torch import Tensor
+
+from rlhf_ray.algorithms.losses import value_loss
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import CriticConfig
+from rlhf_ray.models.loading import load_scalar_model
+from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
+from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.updates import run_update, training_batch
+
+
+class CriticLearner(Learner):
+    """One rank of the critic."""
+
+    config: CriticConfig
+
+    def __init__(self, config: CriticConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
+                 algorithm: AlgorithmConfig) -> None:
+        super().__init__(config, model, rank, world, seed, total_steps)
+        self.algorithm = algorithm
+
+    def build(self) -> PackedScalarModel:
+        """A scalar model: a new head on the policy's weights, or the reward model with its own."""
+        return PackedScalarModel(load_scalar_model(self.model_config, new_head=self.config.init == "policy"))
+
+    def values(self, rollout: Rollout) -> TokenScores:
+        """Value of the state before each response token, for this rank's contiguous share of the rows."""
+        plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
+        scores = score_tokens(
+            rollout, plan, self.engine.device,
+            lambda micro: values_before_tokens(self.engine.infer(micro.tokens, micro.packing), micro.predicted),
+        )
+        return share_of(scores, self.rank, self.world)
+
+    def update(self, step: int, *experiences: Experience) -> UpdateStats:
+        """Clipped value updates on one batch of experience; errors as in `updates.run_update`."""
+        batch = training_batch(experiences, whiten=False)
+        stats = run_update(self, batch, self.algorithm, step)
+        stats.metrics["explained_variance"] = explained_variance(batch)
+        return stats
+
+    def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """PPO2's clipped squared error of some rows."""
+        micro = MicroBatch(part, self.engine.device)
+        values = values_before_tokens(self.engine.forward(micro.tokens, micro.packing), micro.predicted)
+        loss, stats = value_loss(micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask,
+                                 self.algorithm.value_clip)
+        stats.pop("explained_variance")  # a ratio of variances has no mean over micro-batches
+        return loss, stats
+
+    def count(self, part: Batch) -> float:
+        """Response tokens."""
+        return float(part.response_mask.sum())
+
+
+def explained_variance(batch: Batch) -> float:
+    """1 - Var(return - value) / Var(return) of the values the critic gave before this update; 0 for constant returns."""
+    returns, values = batch.returns[batch.response_mask], batch.values[batch.response_mask]
+    spread = float(returns.var())
+    return 1 - float((returns - values).var()) / spread if spread > 0 else 0.0

@@ -1,0 +1,44 @@
+"""Reads data sets beside the tokenizer, so that the driver never holds them: tables go from here to the object store."""
+
+from typing import Any
+
+import numpy as np
+
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.data.demonstrations import load_demonstrations
+from rlhf_ray.data.preferences import load_preferences
+from rlhf_ray.data.prompts import load_prompts
+from rlhf_ray.data.sequences import Pairs, Sequences
+from rlhf_ray.data.tokenizer import tokenizer_digest
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.records import Prompts
+
+
+class DataReader:
+    """Every method returns the data first and what a person should know about it (row count, report) last."""
+
+    def __init__(self, model: ModelConfig | NewModelConfig) -> None:
+        self._model = model
+
+    def start(self) -> dict[str, Any]:
+        """Load the tokenizer."""
+        self._tokenizer = load_tokenizer(self._model)
+        return {"vocabulary": len(self._tokenizer), "digest": tokenizer_digest(self._tokenizer)}
+
+    def prompts(self, config: PromptsConfig) -> tuple[Prompts, tuple[int, str]]:
+        """The prompt table, its row count and the loader's report."""
+        table, report = load_prompts(config, self._tokenizer)
+        return table, (len(table), str(report))
+
+    def demonstrations(self, config: DemonstrationsConfig) -> tuple[Sequences, Sequences, tuple[int, str]]:
+        """Training rows, held-out rows (the last ones), the number of training rows and the loader's report."""
+        rows, report = load_demonstrations(config, self._tokenizer)
+        held = int(len(rows) * config.held_out)
+        cut = np.arange(len(rows))
+        return rows.select(cut[: len(rows) - held]), rows.select(cut[len(rows) - held :]), (len(rows) - held, str(report))
+
+    def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, tuple[int, str]]:
+        """Training pairs, held-out pairs, the number of training pairs and the loader's report."""
+        train, held_out, report = load_preferences(config, self._tokenizer)
+        return train, held_out, (len(train), str(report))

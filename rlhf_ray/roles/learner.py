@@ -1,0 +1,138 @@
+"""What all learners share: a place among the ranks, a DeepSpeed engine, its state on disk, its weights by bucket."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhf_ray.checkpoint.export import export_model
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.checkpoint.rng import rng_state, set_rng_state
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.data.batching import rank_plan
+from rlhf_ray.engine import distributed
+from rlhf_ray.engine.train_engine import StepResult, TrainEngine
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.records import WeightBucket
+from rlhf_ray.roles.meter import Meter
+from rlhf_ray.weights.manifest import plan_buckets
+from rlhf_ray.weights.publisher import Publication
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Learner:
+    """One rank of a model under training. Subclasses say which module is built and how it is updated."""
+
+    def __init__(
+        self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int, total_steps: int
+    ) -> None:
+        """Nothing heavy happens before `start`.
+
+        Args:
+            seed: seeds weights that are made new; the same on all ranks.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        """
+        self.config, self.model_config = config, model
+        self.rank, self.world, self.seed = rank, world, seed
+        self.total_steps = total_steps
+
+    def rendezvous(self) -> str:
+        """An address at which the ranks can meet; asked of rank 0."""
+        return distributed.free_address()
+
+    def start(self, address: str) -> dict[str, float]:
+        """Meet the other ranks, build the module, hand it to DeepSpeed. Raises ModelError when it cannot be loaded."""
+        began = time.perf_counter()
+        distributed.join(address, self.rank, self.world)
+        torch.manual_seed(self.seed)
+        self.engine = TrainEngine(self.build(), self.config, self.total_steps)
+        return {"pid": os.getpid(), "seconds": time.perf_counter() - began}
+
+    def build(self) -> "nn.Module":
+        """The packed module to train."""
+        raise NotImplementedError
+
+    def loss(self, part: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss of some rows, with a graph, and statistics that are means over the same."""
+        raise NotImplementedError
+
+    def count(self, part: Any) -> float:
+        """What the loss of some rows is a mean over: tokens, rows or pairs."""
+        raise NotImplementedError
+
+    def optimize(self, mini_batch: Any, meter: Meter) -> StepResult:
+        """One optimizer step on a mini-batch that all ranks hold whole; each works on its share of the rows.
+
+        The result does not depend on the number of ranks or on `micro_batch_tokens`.
+        """
+        return self.engine.step(self._shares(mini_batch, meter))
+
+    def _shares(self, mini_batch: Any, meter: Meter) -> Iterator[Tensor]:
+        """This rank's parts of the mini-batch's loss; over all ranks and micro-batches they sum to it."""
+        whole = self.count(mini_batch)
+        for rows in rank_plan(mini_batch.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
+            # A rank with nothing left joins the collective calls with another's row and a loss of weight zero.
+            part = mini_batch.select(rows if len(rows) else [0])
+            loss, stats = self.loss(part)
+            weight = self.count(part) if len(rows) else 0.0
+            meter.add(weight, {"loss": loss.detach(), **stats})
+            yield loss * (weight / whole)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every forward pass is a collective call."""
+        return self.config.zero_stage == 3
+
+    def save(self, directory: str) -> None:
+        """Write this rank's part of engine and random-number state under `directory`."""
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self.engine.save(path)
+        torch.save(rng_state(), path / f"rng_{self.rank}.pt")
+
+    def load(self, directory: str) -> None:
+        """Take back what `save` wrote. The caller has verified the files."""
+        path = Path(directory)
+        self.engine.load(path)
+        set_rng_state(torch.load(path / f"rng_{self.rank}.pt", weights_only=True))
+
+    def weight_buckets(self, bucket_bytes: int) -> int:
+        """Plan publications in buckets of at most `bucket_bytes`; returns how many there are."""
+        specs = [(name, shape, dtype) for name, dtype, shape in self.engine.parameter_shapes()]
+        self._plan = plan_buckets(specs, bucket_bytes)
+        return len(self._plan)
+
+    def weight_bucket(self, version: int, index: int) -> WeightBucket | None:
+        """One bucket of the present weights, from rank 0; other ranks help gather it. A collective call under ZeRO-3."""
+        return Publication(version, self._plan, self._gather).bucket(index)
+
+    def _gather(self, names: list[str]) -> dict[str, Tensor] | None:
+        if self.rank and not self.lockstep:
+            return None
+        tensors = self.engine.gather(names)
+        return tensors if self.rank == 0 else None
+
+    def export(self, directory: str, card: ModelCardInfo) -> None:
+        """Write the model in Hugging Face format (rank 0; the others help gather it)."""
+        names = [name for name, _, _ in self.engine.parameter_shapes()]
+        state = {}
+        for name in names:
+            state.update(self._gather([name]) or {})
+        if self.rank:
+            return
+        inner = self.engine.module.model
+        with torch.device("meta"):
+            skeleton = type(inner)(inner.config)
+        skeleton.generation_config = inner.generation_config
+        export_model(skeleton, state, load_tokenizer(self.model_config), Path(directory), card)
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        distributed.leave()

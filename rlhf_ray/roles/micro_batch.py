@@ -1,0 +1,103 @@
+"""Rows of a record as tensors for one forward pass, and a whole record scored token by token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_ray.data.batching import micro_batches
+from rlhf_ray.models.packing import Packing
+from rlhf_ray.records import Batch, Ragged, Rollout, TokenScores, offsets_of, row_indices
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a record, packed."""
+
+    record: Rollout | Batch
+    """Exactly the micro-batch's rows."""
+    device: torch.device | str
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[T] int64."""
+        return torch.as_tensor(self.record.tokens.astype(np.int64), device=self.device)
+
+    @cached_property
+    def packing(self) -> Packing:
+        """Where the rows lie."""
+        return Packing.of(self.record.lengths, self.device)
+
+    @cached_property
+    def predicted(self) -> Tensor:
+        """[n] flat positions of the response tokens."""
+        return torch.as_tensor(np.flatnonzero(self.record.response_mask), device=self.device)
+
+    @cached_property
+    def responses(self) -> Packing:
+        """The rows' response tokens alone, as a packing of their own: lays `[n]` numbers out as `[N, L]` grids."""
+        counts = np.add.reduceat(self.record.response_mask.astype(np.int64), self.record.offsets[:-1])
+        return Packing.of(counts, self.device)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[N, L] True where the response grid holds a token."""
+        return self.responses.to_grid(torch.ones_like(self.predicted, dtype=torch.bool), False)
+
+    def grid(self, column: str) -> Tensor:
+        """[N, L] a per-token column of the record at its response tokens."""
+        values = getattr(self.record, column)[self.record.response_mask]
+        return self.responses.to_grid(torch.as_tensor(values, device=self.device))
+
+    def lay_out(self, flat: Tensor) -> Tensor:
+        """[N, L] from `[n]` numbers at the response tokens. Differentiable."""
+        return self.responses.to_grid(flat)
+
+
+def score_tokens(
+    rollout: Rollout,
+    plan: Sequence[np.ndarray],
+    device: torch.device | str,
+    forward: Callable[[MicroBatch], Tensor],
+) -> TokenScores:
+    """Numbers for the response tokens of the rows in `plan`, zero on all other tokens.
+
+    Args:
+        plan: micro-batches as row numbers; a row in none of them keeps zeros.
+        forward: gives `[n]` numbers at a micro-batch's response tokens.
+    """
+    values = np.zeros(len(rollout.tokens), dtype=np.float32)
+    for rows in plan:
+        micro = MicroBatch(rollout.select(rows), device)
+        flat = row_indices(rollout.offsets, rows)
+        values[flat[micro.record.response_mask]] = forward(micro).float().cpu().numpy()
+    return TokenScores(offsets=np.asarray(rollout.offsets), values=values)
+
+
+def inference_plan(record: Ragged, budget: int, rank: int = 0, world: int = 1, lockstep: bool = False) -> list[np.ndarray]:
+    """This rank's share of a record's rows as micro-batches for a forward pass.
+
+    Ranks take contiguous rows, so their answers concatenate. In lockstep (ZeRO-3 gathers parameters from all ranks in
+    every forward pass) all ranks get the same number of micro-batches; one that is short repeats its first.
+    """
+    shares = np.array_split(np.arange(len(record)), world)
+    plans = [[share[rows] for rows in micro_batches(record.lengths[share], budget)] if len(share) else []
+             for share in shares]
+    mine = plans[rank]
+    if lockstep:
+        filler = mine[0] if mine else np.array([0])
+        mine = mine + [filler] * (max(map(len, plans)) - len(mine))
+    return mine
+
+
+def share_of(scores: TokenScores, rank: int, world: int) -> TokenScores:
+    """The contiguous rows that `inference_plan` gave to `rank`."""
+    rows = np.array_split(np.arange(len(scores)), world)[rank]
+    first, last = (rows[0], rows[-1] + 1) if len(rows) else (0, 0)
+    offsets = scores.offsets
+    return TokenScores(offsets=offsets_of(np.diff(offsets[first : last + 1])),
+                       values=scores.values[offsets[first] : offsets[last]])
+

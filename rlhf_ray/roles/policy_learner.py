@@ -1,0 +1,62 @@
+"""The policy under training: old log-probabilities, clipped policy updates, and its weights for the generators."""
+
+from torch import Tensor
+
+from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
+from rlhf_ray.algorithms.masking import denominator
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.models.loading import load_causal_lm
+from rlhf_ray.models.packed_model import PackedLanguageModel
+from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.updates import run_update, training_batch
+
+
+class PolicyLearner(Learner):
+    """One rank of the policy."""
+
+    def __init__(self, config: LearnerConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
+                 algorithm: AlgorithmConfig, temperature: float) -> None:
+        super().__init__(config, model, rank, world, seed, total_steps)
+        self.algorithm, self.temperature = algorithm, temperature
+
+    def build(self) -> PackedLanguageModel:
+        """The language model, answering with log-probabilities at the sampling temperature."""
+        return PackedLanguageModel(load_causal_lm(self.model_config), self.temperature)
+
+    def logprobs(self, rollout: Rollout) -> TokenScores:
+        """Log-probabilities of this rank's contiguous share of the rows (`inference_plan`) under the present weights."""
+        plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
+        scores = score_tokens(rollout, plan, self.engine.device,
+                              lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[0])
+        return share_of(scores, self.rank, self.world)
+
+    def update(self, step: int, *experiences: Experience) -> UpdateStats:
+        """Clipped policy updates on one batch of experience; errors as in `updates.run_update`."""
+        batch = training_batch(experiences, self.algorithm.whiten_advantages)
+        stats = run_update(self, batch, self.algorithm, step)
+        # Where no bonus needs the exact entropy, the sampled one is free: minus the mean log-probability.
+        stats.metrics.setdefault("entropy", -float(batch.old_logprobs[batch.response_mask].mean()))
+        return stats
+
+    def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """PPO's clipped loss of some rows, with the entropy bonus if it has a weight."""
+        a, micro = self.algorithm, MicroBatch(part, self.engine.device)
+        logprobs, entropy = self.engine.forward(micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0)
+        loss, stats = policy_loss(
+            micro.lay_out(logprobs), micro.grid("old_logprobs"), micro.grid("advantages"), micro.mask,
+            a.clip_low, a.clip_high, a.dual_clip, aggregate=a.aggregate,
+        )
+        stats.pop("ratio_max")  # a largest value has no mean over micro-batches
+        if entropy is not None:
+            bonus = entropy_bonus(micro.lay_out(entropy), micro.mask)
+            stats["entropy"] = bonus.detach()
+            loss = loss - a.entropy_coef * bonus
+        return loss, stats
+
+    def count(self, part: Batch) -> float:
+        """Response tokens, or rows, as the loss is aggregated."""
+        return float(denominator(MicroBatch(part, "cpu").mask, self.algorithm.aggregate))

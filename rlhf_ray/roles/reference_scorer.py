@@ -1,0 +1,37 @@
+"""The frozen reference: log-probabilities of rollouts under the model the policy started from."""
+
+import os
+import time
+
+import torch
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.models.loading import load_causal_lm
+from rlhf_ray.models.packed_model import PackedLanguageModel
+from rlhf_ray.records import Rollout, TokenScores
+from rlhf_ray.roles.micro_batch import inference_plan, score_tokens
+
+
+class ReferenceScorer:
+    """Pure function of a rollout: calling it again gives the same numbers."""
+
+    def __init__(self, model: ModelConfig, micro_batch_tokens: int, temperature: float) -> None:
+        self._config = model
+        self._budget = micro_batch_tokens
+        self._temperature = temperature
+
+    def start(self) -> dict[str, float]:
+        """Load the model. Raises ModelError when there is none."""
+        began = time.perf_counter()
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = PackedLanguageModel(load_causal_lm(self._config), self._temperature)
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        return {"pid": os.getpid(), "seconds": time.perf_counter() - began}
+
+    @torch.no_grad()
+    def logprobs(self, rollout: Rollout) -> TokenScores:
+        """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere."""
+        return score_tokens(
+            rollout, inference_plan(rollout, self._budget), self._device,
+            lambda micro: self._model(micro.tokens, micro.packing, micro.predicted)[0],
+        )

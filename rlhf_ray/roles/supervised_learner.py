@@ -1,0 +1,122 @@
+"""The learners of the stages before PPO: supervised fine-tuning on demonstrations, reward modelling on preferences."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_ray.algorithms.losses import pairwise_loss
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.data.batching import rank_plan
+from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.sequences import Pairs, Sequences
+from rlhf_ray.models.loading import load_causal_lm, load_scalar_model
+from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel, last_token_scores
+from rlhf_ray.models.packing import Packing
+from rlhf_ray.records import UpdateStats
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.meter import Meter
+
+
+class SupervisedLearner(Learner):
+    """One rank of a supervised stage. It holds the data set and works out the same batches as every other rank."""
+
+    def __init__(self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int,
+                 total_steps: int, batch_size: int) -> None:
+        super().__init__(config, model, rank, world, seed, total_steps)
+        self.batch_size = batch_size
+
+    def take(self, train: Any, held_out: Any) -> None:
+        """Keep the training rows and the held-out rows for the whole run."""
+        self._train, self._held_out = train, held_out
+        self._cursor = PromptCursor(len(train), self.seed, shuffle=True)
+        self._reached = 0
+
+    def update(self, step: int) -> UpdateStats:
+        """Update number `step` (from 1), on the batch that belongs to it.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite.
+        """
+        began, meter = time.perf_counter(), Meter()
+        batch = self._train.select(self._rows_of(step))
+        result = self.optimize(batch, meter)
+        metrics = {**meter.means(), "grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+        return UpdateStats(step=step, applied=1, skipped=0, seconds=time.perf_counter() - began,
+                           tokens=int(batch.lengths.sum()), metrics=metrics)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss and statistics over the held-out rows, all ranks together; empty without such rows."""
+        if not len(self._held_out):
+            return {}
+        meter = Meter()
+        for rows in rank_plan(self._held_out.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
+            part = self._held_out.select(rows if len(rows) else [0])
+            loss, stats = self.loss(part)
+            meter.add(self.count(part) if len(rows) else 0.0, {"loss": loss, **stats})
+        return meter.means()
+
+    def _rows_of(self, step: int) -> np.ndarray:
+        """Rows of an update: a resumed learner skips what was visited before."""
+        if step <= self._reached:
+            self._cursor, self._reached = PromptCursor(len(self._train), self.seed, shuffle=True), 0
+        pairs = self._cursor.next((step - self._reached) * self.batch_size)[-self.batch_size :]
+        self._reached = step
+        return np.array([row for _, row in pairs])
+
+
+class SFTLearner(SupervisedLearner):
+    """Next-token prediction on packed demonstrations; the loss is the mean over all tokens that carry loss."""
+
+    def build(self) -> PackedLanguageModel:
+        """The language model at temperature 1."""
+        return PackedLanguageModel(load_causal_lm(self.model_config))
+
+    def loss(self, part: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean negative log-probability per predicted token, in nats."""
+        tokens = torch.as_tensor(part.tokens.astype(np.int64), device=self.engine.device)
+        predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=self.engine.device)
+        run = self.engine.forward if torch.is_grad_enabled() else self.engine.infer
+        logprobs, _ = run(tokens, Packing.of(part.lengths, self.engine.device), predicted)
+        return -logprobs.mean(), {}
+
+    def count(self, part: Sequences) -> float:
+        """Predicted tokens."""
+        return float(predictable(part).sum())
+
+
+class RewardModelLearner(SupervisedLearner):
+    """Bradley-Terry loss on preference pairs; both sides of a pair go through the model in one packed pass."""
+
+    model_config: ModelConfig
+
+    def build(self) -> PackedScalarModel:
+        """The backbone with a new scalar head."""
+        return PackedScalarModel(load_scalar_model(self.model_config, new_head=True))
+
+    def loss(self, part: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean pairwise loss, with accuracy, mean score and mean margin (chosen minus rejected)."""
+        both = Sequences.concat([part.chosen, part.rejected])
+        tokens = torch.as_tensor(both.tokens.astype(np.int64), device=self.engine.device)
+        packing = Packing.of(both.lengths, self.engine.device)
+        run = self.engine.forward if torch.is_grad_enabled() else self.engine.infer
+        chosen, rejected = last_token_scores(run(tokens, packing), packing).chunk(2)
+        margin = (chosen - rejected).detach()
+        stats = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(),
+                 "score": torch.cat([chosen, rejected]).detach().mean()}
+        return pairwise_loss(chosen, rejected), stats
+
+    def count(self, part: Pairs) -> float:
+        """Pairs."""
+        return float(len(part))
+
+
+def predictable(part: Sequences) -> np.ndarray:
+    """[T] bool: tokens that carry loss and have something before them in their row."""
+    mask = part.loss_mask.copy()
+    mask[part.offsets[:-1][part.lengths > 0]] = False
+    return mask

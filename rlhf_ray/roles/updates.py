@@ -1,0 +1,54 @@
+"""From leased experience to optimizer steps: the batch of one update, its mini-batches, the passes over them.
+
+Every rank sees the whole batch (the columns come out of the object store without a copy) and works out the same plan,
+so ranks agree on whitening and on the number of backward passes without talking.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from rlhf_ray.algorithms.masking import masked_whiten
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.records import Batch, Experience, UpdateStats
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.meter import Meter
+
+
+def training_batch(experiences: Sequence[Experience], whiten: bool) -> Batch:
+    """All experience of one update in the order given, advantages whitened over all response tokens if asked."""
+    whole = Experience.concat(experiences)
+    columns = {f.name: getattr(whole, f.name) for f in fields(Batch)}
+    if whiten:
+        columns["advantages"] = masked_whiten(
+            torch.from_numpy(whole.advantages), torch.from_numpy(whole.response_mask)
+        ).numpy()
+    return Batch(**columns)
+
+
+def mini_batches(rows: int, epochs: int, per_epoch: int, seed: int, step: int) -> Iterator[np.ndarray]:
+    """Row numbers of each mini-batch: every epoch visits all rows once, in its own order."""
+    for epoch in range(epochs):
+        order = np.random.default_rng([seed, step, epoch]).permutation(rows)
+        yield from np.split(order, per_epoch)
+
+
+def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step: int) -> UpdateStats:
+    """Several epochs of mini-batch steps on one batch (Schulman et al. 2017, algorithm 1).
+
+    Raises:
+        TrainingError: a loss or gradient is not finite; the step's remaining updates are not made.
+    """
+    began, meter = time.perf_counter(), Meter()
+    results = [
+        learner.optimize(batch.select(rows), meter)
+        for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, learner.seed, step)
+    ]
+    metrics = meter.means()
+    metrics["grad_norm"] = float(np.mean([r.grad_norm for r in results]))
+    metrics["learning_rate"] = results[-1].learning_rate
+    return UpdateStats(step=step, applied=len(results), skipped=0, seconds=time.perf_counter() - began,
+                       tokens=algorithm.epochs * len(batch.tokens), metrics=metrics)

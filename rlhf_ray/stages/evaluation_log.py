@@ -1,0 +1,54 @@
+"""Evaluations of a run on disk: the first, the last, and texts of both side by side."""
+
+import json
+from typing import Any
+
+from rlhf_ray.coordinator.evaluation import Evaluation
+from rlhf_ray.observability.run_directory import RunDirectory
+
+
+class EvaluationLog:
+    """Keeps evaluation.json: what the policy was like before the first step and after the latest evaluation."""
+
+    def __init__(self, directory: RunDirectory, resume_at: int | None) -> None:
+        self._directory = directory
+        self._before: dict[str, Any] | None = None
+        self._after: dict[str, Any] | None = None
+        if resume_at is not None and directory.evaluation.is_file():
+            saved = json.loads(directory.evaluation.read_text())
+            self._before = {"metrics": saved["before"], "texts": [_side(row, "before") for row in saved["texts"]]}
+
+    def add(self, step: int, evaluation: Evaluation) -> None:
+        """Note an evaluation; the one of step 0 is the "before"."""
+        entry = {"metrics": evaluation.metrics, "texts": evaluation.texts}
+        if step == 0:
+            self._before = entry
+        else:
+            self._after = entry
+        if self._before is None:
+            return
+        after = self._after or self._before
+        pairs = zip(self._before["texts"], after["texts"], strict=True)
+        self._directory.write_json("evaluation.json", {
+            "step": step, "before": self._before["metrics"], "after": after["metrics"],
+            "texts": [{"prompt": b["prompt"], "before": b["response"], "after": a["response"]} for b, a in pairs],
+        })
+
+    def last(self) -> dict[str, float]:
+        """Metrics of the latest evaluation; empty without any."""
+        return (self._after or self._before or {}).get("metrics", {})
+
+    def summary(self) -> dict[str, float]:
+        """The numbers that summary.json names: gold and reward before and after, KL and distinctness at the end."""
+        if self._before is None or self._after is None:
+            return {}
+        before, after = self._before["metrics"], self._after["metrics"]
+        found = {}
+        for name in ("gold", "reward"):
+            if name in before:
+                found |= {f"{name}_before": before[name], f"{name}_after": after[name]}
+        return found | {name: after[name] for name in after if name not in ("gold", "reward", "responses")}
+
+
+def _side(row: dict[str, str], side: str) -> dict[str, str]:
+    return {"prompt": row["prompt"], "response": row[side]}

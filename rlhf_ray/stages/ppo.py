@@ -1,0 +1,148 @@
+"""`rlhf-ray ppo`: proximal policy optimisation against a reward model."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.cluster.session import Session, ray_session
+from rlhf_ray.config.load import resolve
+from rlhf_ray.config.load import save as save_config
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
+from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.coordinator.state import RunState, kl_controller
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.report import write_report
+from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.stages.evaluation_log import EvaluationLog
+from rlhf_ray.stages.ppo_team import PromptTable, spawn_team, start_team
+from rlhf_ray.stages.preflight import check_context, check_data_file, check_model, check_same_tokens
+from rlhf_ray.stages.supervised import newest_step
+from rlhf_ray.stages.workplace import run_async, workplace
+
+
+def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
+    """Run the stage to its end; returns what it wrote to summary.json.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    config = resolve(config)
+    preflight(config)
+    directory = RunDirectory.create(config.run.dir, resume)
+    save_config(config, directory.config)
+    with ray_session(config.cluster, config.pools, directory.path.name) as session:
+        summary = run_async(_run(config, directory, session, resume))
+    directory.write_json("summary.json", summary)
+    write_report(directory.path)
+    return summary
+
+
+def preflight(config: PPOConfig) -> None:
+    """Refuse what cannot work before anything is started.
+
+    Raises:
+        ModelError, DataError: naming the field, the value and the fix.
+    """
+    check_data_file(config.prompts.path, "prompts.path")
+    if config.evaluation:
+        check_data_file(config.evaluation.prompts, "evaluation.prompts")
+    check_model(config.model, "model")
+    check_model(config.reward_model, "reward_model")
+    check_same_tokens(config.model, config.reward_model, ("model", "reward_model"))
+    check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
+                  ("prompts.max_tokens", "generator.sampling.max_tokens"))
+
+
+async def _run(config: PPOConfig, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
+    began = time.perf_counter()
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    resume_at = newest_step(store, resume)
+    metrics = MetricsWriter(directory.path, config.logging, resume_at)
+    evaluations = EvaluationLog(directory, resume_at)
+    with StageProgress("PPO", config.run.steps, resume_at or 0) as progress:
+        if session.dashboard_url:
+            progress.note(f"Ray dashboard at {session.dashboard_url}")
+        stop = StopRequest(progress.warn)
+        try:
+            with stop.listening():
+                async with workplace(config) as place:
+                    team = spawn_team(config, place)
+                    tables = await start_team(config, place, team, progress)
+                    coordinator = _coordinator(config, team, tables, directory, store, metrics, progress, stop,
+                                               evaluations, resume_at)
+                    await _resume(coordinator, store, resume_at)
+                    started = time.perf_counter()
+                    samples_before = coordinator.state.samples
+                    await coordinator.run()
+                    seconds = time.perf_counter() - started
+                    await team.policy.values("export", str(directory.model.absolute()), _card(config, evaluations))
+        finally:
+            metrics.close()
+    return {
+        "stage": "ppo", "steps": coordinator.state.step, "samples": coordinator.state.samples,
+        "seconds": time.perf_counter() - began, "seconds_loop": seconds,
+        "samples_per_second": (coordinator.state.samples - samples_before) / seconds, **evaluations.summary(),
+    }
+
+
+def _coordinator(
+    config: PPOConfig, team: Team, tables: tuple[PromptTable, PromptTable | None], directory: RunDirectory,
+    store: CheckpointStore, metrics: MetricsWriter, progress: StageProgress, stop: StopRequest,
+    evaluations: EvaluationLog, resume_at: int | None,
+) -> Coordinator:
+    training, held_out = tables
+    buffer_config = config.buffer
+    state = RunState(kl_controller(config.algorithm.kl),
+                     PromptCursor(training.rows, config.run.seed, config.prompts.shuffle))
+    buffer = ReplayBuffer(
+        buffer_config.capacity_samples or config.samples_per_step,
+        buffer_config.capacity_mb * 2**20 if buffer_config.capacity_mb else None,
+        config.coordinator.max_staleness, buffer_config.lease_timeout_s,
+    )
+    pipeline = Pipeline(config, team, state, buffer, training.ref)
+    evaluator = None
+    if config.evaluation and held_out:
+        evaluator = Evaluator(config.evaluation, pipeline, held_out.ref, held_out.rows)
+
+    def note_evaluation(step: int, evaluation: Evaluation) -> None:
+        metrics.write(step, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
+        evaluations.add(step, evaluation)
+        progress.note(f"held-out at step {step}: "
+                      + ", ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items()))
+
+    return Coordinator(
+        config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
+        weights=WeightSync(config.weights, team), recovery=Recovery(store, team, state, buffer), evaluator=evaluator,
+        metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
+        on_evaluation=note_evaluation,
+    )
+
+
+async def _resume(coordinator: Coordinator, store: CheckpointStore, resume_at: int | None) -> None:
+    """Bring the newest checkpoint back into workers and state, and its weights to the generators."""
+    found = store.latest() if resume_at is not None else None
+    if found is None:
+        return
+    open_places = await coordinator.recovery.restore(found[1])
+    await coordinator.weights.publish(coordinator.state.step)
+    coordinator.progress.note(f"resuming after step {coordinator.state.step}")
+    coordinator.pipeline.start_again(open_places)
+
+
+def _card(config: PPOConfig, evaluations: EvaluationLog) -> ModelCardInfo:
+    return ModelCardInfo(
+        stage="ppo", step=config.run.steps, base_model=config.model.path,
+        trained_on=f"prompts in {Path(config.prompts.path).name}", reward_model=config.reward_model.path,
+        metrics=evaluations.last(),
+    )

@@ -1,0 +1,111 @@
+"""The workers of a PPO run: spawned together, started together."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.roles.generator import Generator, generator_environment
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.reference_scorer import ReferenceScorer
+from rlhf_ray.roles.reward_scorer import RewardScorer
+from rlhf_ray.stages.workplace import Workplace, start_learners
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """Prompts in the object store."""
+
+    ref: Any
+    rows: int
+
+
+def spawn_team(config: PPOConfig, place: Workplace) -> Team:
+    """All processes of the run; they start to load in parallel when `start_team` calls them."""
+    generation, temperature = config.generator, config.generator.sampling.temperature
+    return Team(
+        generators=place.spawn(
+            "generator", Generator, generation,
+            lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
+                          "max_context": config.prompts.max_tokens + generation.sampling.max_tokens,
+                          "name": f"generator/{rank}"},
+            generator_environment(generation), goodbye="stop",
+        ),
+        reference=place.spawn(
+            "reference_scorer", ReferenceScorer, config.reference,
+            lambda _: {"model": config.model, "micro_batch_tokens": config.reference.micro_batch_tokens,
+                       "temperature": temperature},
+        ),
+        reward=place.spawn(
+            "reward_scorer", RewardScorer, config.reward,
+            lambda _: {"model": config.reward_model, "micro_batch_tokens": config.reward.micro_batch_tokens},
+        ),
+        assembler=place.spawn(
+            "assembler", Assembler, config.assembler,
+            lambda _: {"algorithm": config.algorithm, "logging": config.logging, "model": config.model},
+        ),
+        policy=place.spawn("policy_learner", PolicyLearner, config.policy,
+                           lambda rank: {**_learner(config, "policy", rank), "temperature": temperature}, goodbye="leave"),
+        critic=place.spawn("critic_learner", CriticLearner, config.critic,
+                           lambda rank: _learner(config, "critic", rank), goodbye="leave"),
+        clock=StepClock(),
+    )
+
+
+def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
+    """Arguments of a learner's rank; the policy makes no optimizer step while the critic warms up."""
+    learner = getattr(config, role)
+    model = config.reward_model if role == "critic" and config.critic.init == "reward" else config.model
+    steps = config.run.steps - (config.algorithm.critic_warmup_steps if role == "policy" else 0)
+    return {"config": learner, "model": model, "rank": rank, "world": learner.workers, "seed": config.run.seed,
+            "total_steps": max(1, steps) * config.algorithm.epochs * config.algorithm.mini_batches,
+            "algorithm": config.algorithm}
+
+
+async def start_team(
+    config: PPOConfig, place: Workplace, team: Team, progress: StageProgress
+) -> tuple[PromptTable, PromptTable | None]:
+    """Load all models and read the prompts, everything at the same time.
+
+    Returns:
+        training prompts, and evaluation prompts if configured.
+    """
+    reader = place.spawn("data_reader", DataReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
+                         lambda _: {"model": config.model})
+    workers = sum(map(len, team.groups()))
+    progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in team.groups()))
+    tables, *_ = await asyncio.gather(
+        _read_prompts(config, reader, progress),
+        *(group.values("start") for group in (team.generators, team.reference, team.reward, team.assembler)),
+        start_learners(team.policy), start_learners(team.critic),
+    )
+    reader.kill()
+    return tables
+
+
+async def _read_prompts(
+    config: PPOConfig, reader: WorkerGroup, progress: StageProgress
+) -> tuple[PromptTable, PromptTable | None]:
+    await reader.values("start")
+
+    async def read(prompts: PromptsConfig) -> PromptTable:
+        call = reader.call(0, "prompts", prompts, outputs=2)
+        rows, report = await call.value(1)
+        progress.note(report)
+        return PromptTable(call.ref, rows)
+
+    evaluation, training = config.evaluation, await read(config.prompts)
+    if evaluation is None:
+        return training, None
+    return training, await read(PromptsConfig(path=evaluation.prompts, column=evaluation.column,
+                                              max_tokens=config.prompts.max_tokens, limit=evaluation.limit))

@@ -1,0 +1,117 @@
+"""`rlhf-ray preferences`: two responses to each prompt, ranked by a judge: data for a reward model."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.load import save as save_config
+from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.stages import PreferencesStageConfig
+from rlhf_ray.coordinator.team import Rotation
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
+from rlhf_ray.records import SampleKey
+from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.roles.generator import Generator, generator_environment
+from rlhf_ray.roles.pair_ranker import PairRanker
+from rlhf_ray.stages.preflight import check_context, check_data_file, check_model
+from rlhf_ray.stages.workplace import Workplace, run_async, workplace
+
+
+def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
+    """Sample and rank all pairs; a finished file is kept when resuming.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    check_data_file(config.prompts.path, "prompts.path")
+    check_model(config.model, "model")
+    check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
+                  ("prompts.max_tokens", "generator.sampling.max_tokens"))
+    directory = RunDirectory.create(config.run.dir, resume)
+    if resume and directory.summary.is_file():
+        return json.loads(directory.summary.read_text())
+    save_config(config, directory.config)
+    with ray_session(config.cluster, config.pools, directory.path.name):
+        summary = run_async(_run(config, directory))
+    directory.write_json("summary.json", summary)
+    return summary
+
+
+async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[str, Any]:
+    began = time.perf_counter()
+    async with workplace(config) as place:
+        sampler = await _Sampler.start(config, place)
+        with StageProgress("preferences", sampler.rows) as progress:
+            pairs, left_out = await sampler.sample_all(progress)
+            progress.note(f"{len(pairs)} pairs, {left_out} left out with a margin under {config.pairs.min_margin}")
+    output = directory.path / config.pairs.output
+    write_atomically(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode())
+    seconds = time.perf_counter() - began
+    return {"stage": "preferences", "pairs": len(pairs), "left_out": left_out, "seconds": seconds, "output": str(output)}
+
+
+class _Sampler:
+    """Generators and a ranker, and the prompts they work on."""
+
+    def __init__(self, config: PreferencesStageConfig, place: Workplace) -> None:
+        self._config, model = config, config.model
+        generation, pool = config.generator, PlacementConfig(pool=config.generator.pool, cpus=0)
+        self._generators = place.spawn(
+            "generator", Generator, generation,
+            lambda rank: {"model": model, "generation": generation, "seed": config.run.seed, "name": f"generator/{rank}",
+                          "max_context": config.prompts.max_tokens + generation.sampling.max_tokens},
+            generator_environment(generation), goodbye="stop",
+        )
+        self._ranker = place.spawn("pair_ranker", PairRanker, pool,
+                                   lambda _: {"model": model, "min_margin": config.pairs.min_margin})
+        self._reader = place.spawn("data_reader", DataReader, pool, lambda _: {"model": model})
+        self._rotation = Rotation(self._generators)
+
+    @classmethod
+    async def start(cls, config: PreferencesStageConfig, place: Workplace) -> "_Sampler":
+        """All workers ready and the prompts read."""
+        self = cls(config, place)
+        await asyncio.gather(*(g.values("start") for g in (self._generators, self._ranker, self._reader)))
+        call = self._reader.call(0, "prompts", config.prompts, outputs=2)
+        self.rows, report = await call.value(1)
+        self._prompts = call.ref
+        return self
+
+    async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
+        """All pairs in the order of their prompts, and how many were left out."""
+        per_chunk = max(1, self._config.generator.chunk // 2)
+        chunks = [range(i, min(i + per_chunk, self.rows)) for i in range(0, self.rows, per_chunk)]
+        room = asyncio.Semaphore(len(self._generators) * max(2, 2 * self._config.generator.max_sequences
+                                                             // self._config.generator.chunk))
+        finished = 0
+
+        async def one(rows: range) -> list[dict[str, Any] | None]:
+            nonlocal finished
+            async with room:
+                found = await self._sample(rows)
+            finished += len(rows)
+            progress.update(finished)
+            return found
+
+        found = [pair for part in await asyncio.gather(*(one(rows) for rows in chunks)) for pair in part]
+        pairs = [pair for pair in found if pair is not None]
+        return pairs, len(found) - len(pairs)
+
+    async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
+        keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
+        rank = self._rotation.take(len(keys))
+        try:
+            call = self._generators.call(rank, "generate", self._prompts, keys, self._config.run.seed)
+            await call.done()
+        finally:
+            self._rotation.give_back(rank, len(keys))
+        return await self._ranker.call(0, "rank", call.ref).value()
+
+
+def output_path(config: PreferencesStageConfig) -> Path:
+    """Where the pairs are written."""
+    return Path(config.run.dir) / config.pairs.output

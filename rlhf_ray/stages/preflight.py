@@ -1,0 +1,72 @@
+"""What can be known to be wrong before Ray starts: files that are not there, models that do not fit together."""
+
+import json
+from pathlib import Path
+
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
+from rlhf_ray.errors import DataError, ModelError
+from rlhf_ray.models.loading import check_model_directory, load_tokenizer
+
+
+def check_data_file(path: str, field: str) -> None:
+    """Refuse a local data file that is missing or empty.
+
+    Raises:
+        DataError: naming the field and the path.
+    """
+    file = Path(path)
+    looks_local = file.suffix in {".jsonl", ".json", ".parquet", ".csv"} or file.is_absolute() or path.startswith(".")
+    if looks_local and not file.exists():
+        raise DataError(f"{field}={path!r}: no such file. Relative paths start at the working directory, "
+                        f"{Path.cwd()}.")
+    if file.is_file() and file.stat().st_size == 0:
+        raise DataError(f"{field}={path!r} is empty; it needs at least one row")
+
+
+def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
+    """Refuse a model that is not there, or whose tokenizer has ids that it lacks.
+
+    Raises:
+        ModelError: naming the field and the path.
+    """
+    if isinstance(config, NewModelConfig):
+        load_tokenizer(config)
+        return
+    check_model_directory(config, field)
+    shape = Path(config.path) / "config.json"
+    if shape.is_file():
+        size = json.loads(shape.read_text()).get("vocab_size")
+        if size is not None:
+            check_vocabulary(load_tokenizer(config), size, config.path)
+
+
+def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str]) -> None:
+    """Refuse two models that would read the same token ids as different texts.
+
+    Raises:
+        ModelError: naming both fields.
+    """
+    if tokenizer_digest(load_tokenizer(first)) != tokenizer_digest(load_tokenizer(second)):
+        raise ModelError(f"{fields[0]} ({first.path!r}) and {fields[1]} ({second.path!r}) have different tokenizers: "
+                         "the same token ids would mean different texts. Train the reward model on the policy's "
+                         "tokenizer.")
+
+
+def context_length(config: ModelConfig) -> int | None:
+    """Longest context of a local model in tokens; None when its config does not say or it is on the Hub."""
+    shape = Path(config.path) / "config.json"
+    return json.loads(shape.read_text()).get("max_position_embeddings") if shape.is_file() else None
+
+
+def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int, fields: tuple[str, str]) -> None:
+    """Refuse a budget of prompt and response that is over the model's context.
+
+    Raises:
+        ModelError: naming both fields and the context.
+    """
+    longest = context_length(config)
+    if longest is not None and prompt_tokens + response_tokens > longest:
+        raise ModelError(f"{fields[0]}={prompt_tokens} + {fields[1]}={response_tokens} = "
+                         f"{prompt_tokens + response_tokens} tokens is over the context of {config.path!r}, {longest}; "
+                         "lower one of them")

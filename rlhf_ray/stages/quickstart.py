@@ -1,0 +1,129 @@
+"""`rlhf-ray quickstart`: sentiment, the classic first task, through the ordinary stages with ordinary configurations.
+
+A small model learns to write reviews (SFT); pairs of its samples are ranked by an independent judge; a reward model
+learns the ranking; PPO moves the policy towards the reward; the judge, which the policy never met, has the last word.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.load import STAGES, load
+from rlhf_ray.config.run import ClusterConfig, PoolConfig
+from rlhf_ray.data.reviews import write_reviews
+from rlhf_ray.data.tokenizer import train_tokenizer
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability.report import write_report
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.tables import changes, print_before_after, print_texts
+from rlhf_ray.stages import ppo, preferences, reward_model, sft
+
+VOCABULARY = 1024
+VERDICT = ("gold", "reward", "kl", "perplexity", "length", "finished", "distinct", "distinct_bigrams")
+
+
+def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
+    """Run all stages below `directory`, skipping what an interrupted run has finished; returns summary.json.
+
+    Args:
+        overrides: `--section.key=value` changes of the PPO stage.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    home = RunDirectory(directory)
+    home.path.mkdir(parents=True, exist_ok=True)
+    ppo_config = _config("ppo", directory, seed, overrides)
+    seconds = {"data": _timed(lambda: _make_data(directory, seed))}
+    with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "quickstart") as session:
+        print(f"Ray dashboard: {session.dashboard_url or 'not started'}")
+        seconds["sft"] = _stage("sft", lambda: sft.run(_config("sft", directory, seed), True), directory / "sft")
+        pairs = _stage("preferences", lambda: preferences.run(_config("preferences", directory, seed), True),
+                       directory / "preferences")
+        model = _stage("reward_model", lambda: reward_model.run(_config("reward-model", directory, seed), True),
+                       directory / "reward_model")
+        seconds["reward_model"] = pairs + model
+        seconds["ppo"] = _stage("ppo", lambda: ppo.run(ppo_config, True), directory / "ppo")
+    return _verdict(home, seconds)
+
+
+def _config(stage: str, directory: Path, seed: int, overrides: list[str] | None = None) -> Any:
+    """A stage's configuration from configs/quickstart, with paths below `directory`."""
+    path = recipes() / f"{stage.replace('-', '_')}.yaml"
+    moved = [f"--{field}={str(value).replace('runs/quickstart', str(directory), 1)}"
+             for field, value in _paths(load(STAGES[stage], path, []).model_dump())]
+    return load(STAGES[stage], path, [*moved, f"--run.seed={seed}", *(overrides or [])])
+
+
+def _paths(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Fields, as dotted names, whose value is a path below runs/quickstart."""
+    found = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _paths(value, f"{prefix}{name}.")
+        elif isinstance(value, str) and value.startswith("runs/quickstart"):
+            found.append((prefix + name, value))
+    return found
+
+
+def recipes() -> Path:
+    """The folder configs/quickstart: beside the package in a checkout, below share/ in an installation.
+
+    Raises:
+        ConfigError: it is in neither place.
+    """
+    places = (Path(__file__).parents[2] / "configs" / "quickstart", Path(sys.prefix) / "share/rlhf-ray/configs/quickstart")
+    for place in places:
+        if place.is_dir():
+            return place
+    raise ConfigError(f"the quickstart's configurations are missing; looked in {places[0]} and {places[1]}")
+
+
+def _make_data(directory: Path, seed: int) -> None:
+    """Reviews, prompts and the tokenizer; kept when they are there already."""
+    data = directory / "data"
+    if (data / "tokenizer" / "tokenizer.json").is_file():
+        return
+    print("data: writing reviews and training a tokenizer")
+    files = write_reviews(data, seed)
+    with files.sft.open() as rows:
+        train_tokenizer((json.loads(row)["text"] for row in rows), VOCABULARY, data / "tokenizer")
+
+
+def _stage(name: str, work: Callable[[], Any], directory: Path) -> float:
+    """Run a stage unless its summary says that it is done; returns the seconds it took, now or then."""
+    if (directory / "summary.json").is_file():
+        print(f"{name}: finished before, in {directory}")
+        return float(json.loads((directory / "summary.json").read_text())["seconds"])
+    return _timed(work)
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
+    """The table, three texts, summary.json and the report of the whole quickstart."""
+    ppo_run = RunDirectory(home.path / "ppo")
+    evaluation = json.loads(ppo_run.evaluation.read_text())
+    numbers = json.loads(ppo_run.summary.read_text())
+    accuracy = json.loads((home.path / "reward_model" / "summary.json").read_text())["accuracy"]
+    summary = {**numbers, "stage": "quickstart", "reward_model_accuracy": accuracy,
+               "seconds": {**seconds, "total": sum(seconds.values())}}
+    home.write_json("summary.json", summary)
+    report = write_report(ppo_run.path)
+    before, after = ({name: side[name] for name in VERDICT} for side in (evaluation["before"], evaluation["after"]))
+    print_before_after(changes(before, after))
+    print_texts(evaluation["texts"][:3])
+    print(f"reward model: {accuracy:.1%} of held-out pairs ranked as the judge does")
+    print(f"{summary['seconds']['total']:.0f} s in all: "
+          + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
+    print(f"model: {ppo_run.model}\nreport: {report}")
+    return summary
+

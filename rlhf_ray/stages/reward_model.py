@@ -1,0 +1,33 @@
+"""`rlhf-ray reward-model`: a scalar reward model trained on preference pairs."""
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.config.stages import RewardModelConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.roles.supervised_learner import RewardModelLearner
+from rlhf_ray.stages.preflight import check_data_file, check_model
+from rlhf_ray.stages.supervised_stage import SupervisedStage, run_stage
+
+
+def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
+    """Run the stage to its end; returns what it wrote to summary.json.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    check_data_file(config.data.path, "data.path")
+    check_model(config.model, "model")
+    if config.learner.micro_batch_tokens < 2 * config.data.max_tokens:
+        raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} cannot hold a pair of two "
+                          f"rows of data.max_tokens={config.data.max_tokens}; raise it to at least twice that")
+    return run_stage(SupervisedStage(
+        config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
+        method="preferences",
+        card=lambda step, metrics: ModelCardInfo(
+            stage="reward_model", step=step, base_model=config.model.path,
+            trained_on=f"preference pairs in {Path(config.data.path).name}", metrics=metrics,
+        ),
+    ), resume)

@@ -1,0 +1,120 @@
+"""The course of a supervised stage: updates, evaluations, checkpoints, export. `sft` and `reward_model` fill it in."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.checkpoint.state import load_state, save_state
+from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.config.stages import RewardModelConfig, SFTConfig
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.errors import RunInterrupted
+from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.run_directory import RunDirectory
+
+AHEAD = 2
+"""Updates submitted before the first is answered, so that no learner waits for the driver."""
+
+
+@dataclass
+class SupervisedRun:
+    """One supervised run."""
+
+    config: SFTConfig | RewardModelConfig
+    name: str
+    """Prefix of its metrics: "sft" or "reward_model"."""
+    learners: WorkerGroup
+    directory: RunDirectory
+    store: CheckpointStore
+    metrics: MetricsWriter
+    progress: StageProgress
+    stop: StopRequest
+    step: int = 0
+
+    async def train(self) -> dict[str, float]:
+        """Make the remaining updates; returns the last evaluation.
+
+        Raises:
+            RunInterrupted: asked to stop; a checkpoint of the last finished step exists.
+        """
+        evaluation: dict[str, float] = {}
+        while self.step < self.config.run.steps:
+            until = self._next_pause()
+            await self._train_until(until)
+            if self.step < until:
+                await self.save()
+                raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.step} of "
+                                     f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
+            if self._due(self.config.training.eval_every) or self.step == self.config.run.steps:
+                evaluation = await self._evaluate()
+            if self._due(self.config.checkpoint.every) or self.step == self.config.run.steps:
+                await self.save()
+        return evaluation or await self._evaluate()
+
+    async def _train_until(self, step: int) -> None:
+        """Updates up to `step`, a few submitted ahead; stops early when asked to, after those under way."""
+        under_way: list[list[Call]] = []
+        submitted = self.step
+        while under_way or (submitted < step and not self.stop.requested):
+            while submitted < step and len(under_way) < AHEAD and not self.stop.requested:
+                submitted += 1
+                under_way.append(self.learners.call_all("update", submitted))
+            stats = (await asyncio.gather(*(call.value() for call in under_way.pop(0))))[0]
+            self.step = stats.step
+            row = {f"{self.name}/{key}": value for key, value in stats.metrics.items()}
+            row |= {"throughput/tokens_per_second": stats.tokens / stats.seconds, "time/step": stats.seconds}
+            self.metrics.write(self.step, row)
+            self.progress.update(self.step, loss=stats.metrics["loss"],
+                                 tokens_per_second=row["throughput/tokens_per_second"])
+
+    async def _evaluate(self) -> dict[str, float]:
+        found = (await self.learners.values("evaluate"))[0]
+        if found:
+            self.metrics.write(self.step, {f"eval/{key}": value for key, value in found.items()})
+            self.progress.note("held-out " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
+        return found
+
+    async def save(self) -> None:
+        """Write the checkpoint of the present step."""
+        with self.store.writing(self.step) as directory:
+            await self.learners.values("save", str(directory.absolute() / self.learners.role))
+            save_state(directory / "coordinator.json", {"step": self.step})
+
+    async def restore(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        found = self.store.latest()
+        if found is None:
+            return
+        _, path, _ = found
+        await self.learners.values("load", str(path.absolute() / self.learners.role))
+        self.step = load_state(path / "coordinator.json")["step"]
+        self.progress.note(f"resuming after step {self.step}")
+
+    async def export(self, card: Callable[[], ModelCardInfo]) -> Path:
+        """Write model/ in Hugging Face format."""
+        await self.learners.values("export", str(self.directory.model.absolute()), card())
+        return self.directory.model
+
+    def _next_pause(self) -> int:
+        """The next step at which something besides updates happens."""
+        ends = [self.config.run.steps]
+        for every in (self.config.training.eval_every, self.config.checkpoint.every):
+            if every:
+                ends.append((self.step // every + 1) * every)
+        return min(ends)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+
+def newest_step(store: CheckpointStore, resume: bool) -> int | None:
+    """The step a resumed run goes on from; None for a new run."""
+    store.clean()
+    found: Any = store.latest() if resume else None
+    return found[0] if found else None

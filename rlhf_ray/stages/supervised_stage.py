@@ -1,0 +1,102 @@
+"""What `sft` and `reward-model` have in common: workers, data, training, export, report."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.session import Session, ray_session
+from rlhf_ray.config.load import save as save_config
+from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.stages import RewardModelConfig, SFTConfig
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.report import write_report
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.roles.supervised_learner import SupervisedLearner
+from rlhf_ray.stages.supervised import SupervisedRun, newest_step
+from rlhf_ray.stages.workplace import Workplace, run_async, start_learners, workplace
+
+
+@dataclass(frozen=True)
+class SupervisedStage:
+    """What tells one supervised stage from another."""
+
+    config: SFTConfig | RewardModelConfig
+    name: str
+    """Prefix of its metrics."""
+    title: str
+    """What a person reads."""
+    learner: type[SupervisedLearner]
+    reader: type[DataReader]
+    method: str
+    """The reader's method that gives training rows, held-out rows and (row count, report)."""
+    card: Callable[[int, Mapping[str, float]], ModelCardInfo]
+
+
+def run_stage(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
+    """Run a supervised stage to its end; returns its summary."""
+    config = stage.config
+    directory = RunDirectory.create(config.run.dir, resume)
+    save_config(config, directory.config)
+    with ray_session(config.cluster, config.pools, directory.path.name) as session:
+        summary = run_async(_run(stage, directory, session, resume))
+    directory.write_json("summary.json", summary)
+    write_report(directory.path)
+    return summary
+
+
+async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
+    config, began = stage.config, time.perf_counter()
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    resume_at = newest_step(store, resume)
+    metrics = MetricsWriter(directory.path, config.logging, resume_at)
+    with StageProgress(stage.title, config.run.steps, resume_at or 0) as progress:
+        if session.dashboard_url:
+            progress.note(f"Ray dashboard at {session.dashboard_url}")
+        stop = StopRequest(progress.warn)
+        try:
+            with stop.listening():
+                async with workplace(config) as place:
+                    learners, rows = await _prepare(stage, place, progress)
+                    run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop)
+                    if resume:
+                        await run.restore()
+                    evaluation = await run.train()
+                    await run.export(lambda: stage.card(run.step, evaluation))
+        finally:
+            metrics.close()
+    return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began, **evaluation}
+
+
+async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProgress) -> tuple[WorkerGroup, int]:
+    """Start learners and read the data at the same time; then hand the data over."""
+    config = stage.config
+    reader = place.spawn("data_reader", stage.reader, PlacementConfig(pool=config.learner.pool, cpus=0),
+                         lambda _: {"model": config.model})
+    learners = place.spawn(
+        f"{stage.name}_learner", stage.learner, config.learner,
+        lambda rank: {"config": config.learner, "model": config.model, "rank": rank, "world": config.learner.workers,
+                      "seed": config.run.seed, "total_steps": config.run.steps,
+                      "batch_size": config.training.batch_size},
+        goodbye="leave",
+    )
+    progress.note(f"starting {len(learners)} learner(s) and reading {config.data.path}")
+
+    async def read() -> tuple[Any, int]:
+        await reader.values("start")
+        call = reader.call(0, stage.method, config.data, outputs=3)
+        rows, report = await call.value(2)
+        progress.note(report)
+        return call, rows
+
+    (call, rows), _ = await asyncio.gather(read(), start_learners(learners))
+    await asyncio.gather(*(c.done() for c in learners.call_all("take", *call.refs[:2])))
+    reader.kill()
+    return learners, rows

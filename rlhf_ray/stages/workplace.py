@@ -1,0 +1,72 @@
+"""What every stage stands on: pools on a cluster, workers in them, and a clean floor when the stage is over."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.engine.distributed import accelerator_environment
+from rlhf_ray.errors import RLHFError
+
+T = TypeVar("T")
+GOODBYE_S = 10.0
+"""How long workers get to leave by themselves."""
+
+
+class Workplace:
+    """Spawns the workers of a stage and remembers them."""
+
+    def __init__(self, config: StageConfig, pools: Pools) -> None:
+        self._config, self._pools = config, pools
+        self._groups: list[tuple[WorkerGroup, str | None]] = []
+
+    def spawn(
+        self, role: str, cls: type, placement: PlacementConfig, arguments: Callable[[int], Mapping[str, Any]],
+        environment: Mapping[str, str] | None = None, goodbye: str | None = None,
+    ) -> WorkerGroup:
+        """Workers of one role. `goodbye` is the method that lets them end in good order."""
+        group = WorkerGroup(role, cls, placement, self._pools, arguments,
+                            {**accelerator_environment(placement.gpus), **(environment or {})},
+                            self._config.cluster.call_timeout_s)
+        self._groups.append((group, goodbye))
+        return group
+
+    async def dismiss(self) -> None:
+        """End all workers: politely where that is possible in time, then for certain."""
+        polite = [group.values(goodbye) for group, goodbye in self._groups if goodbye]
+        with suppress(TimeoutError, RLHFError):
+            await asyncio.wait_for(asyncio.gather(*polite, return_exceptions=True), GOODBYE_S)
+        for group, _ in self._groups:
+            group.kill()
+        self._groups.clear()
+
+
+@asynccontextmanager
+async def workplace(config: StageConfig) -> AsyncIterator[Workplace]:
+    """The stage's pools, opened with a deadline; workers and pools are gone afterwards whatever happens."""
+    pools = Pools(config.pools)
+    await pools.open(config.cluster.start_timeout_s)
+    place = Workplace(config, pools)
+    try:
+        yield place
+    finally:
+        await place.dismiss()
+        pools.close()
+
+
+async def start_learners(group: WorkerGroup) -> list[Any]:
+    """Let the ranks of a learner meet and build their engines."""
+    address = await group.call(0, "rendezvous").value()
+    return await group.values("start", address)
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run a stage's coroutine to its end; a group of errors is told by its first."""
+    try:
+        return asyncio.run(main)
+    except asyncio.CancelledError as error:
+        raise KeyboardInterrupt from error
