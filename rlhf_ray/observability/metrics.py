@@ -25,14 +25,15 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, logging: LoggingConfig, resume_at: int | None = None) -> None:
         """Open the run's metrics; `resume_at=k` first drops the rows of steps after k, which will be made again.
 
+        Without `resume_at` rows that are there already stay (a stage that opens its metrics a second time).
+
         Raises:
             ConfigError: a sink is asked for whose package is missing.
             DataError: metrics.jsonl is damaged elsewhere than in its last line.
         """
         run = RunDirectory(run_dir)
         run.path.mkdir(parents=True, exist_ok=True)
-        if resume_at is not None:
-            _drop_rows_after(run.metrics, resume_at)
+        _mend(run.metrics, resume_at)
         self._sinks = open_sinks(run, logging, resume_at)
         self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for as long as the run
 
@@ -82,10 +83,10 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _drop_rows_after(path: Path, step: int) -> None:
-    """Rewrite the file without rows of later steps and without a torn last line."""
+def _mend(path: Path, last_step: int | None) -> None:
+    """Rewrite the file without a torn last line, to which the next row would stick, and without rows of later steps."""
     if path.exists():
-        kept = [row for row in read_metrics(path.parent) if row["step"] <= step]
+        kept = [row for row in read_metrics(path.parent) if last_step is None or row["step"] <= last_step]
         write_atomically(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept))
 
 

@@ -80,7 +80,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
     body = [
         html.header(_kind(rows, config), title, context.description or _lead(rows), _facts(config), context.notes),
         html.tiles(_tiles(rows)),
-        html.verdict(changes(evaluation.get("before", {}), evaluation.get("after", {}))),
+        html.verdict(changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after")))),
         html.texts(evaluation.get("texts", ())),
         html.curves(charts),
         "<h2>Details</h2>",
@@ -104,6 +104,11 @@ def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f"{path} holds {type(value).__name__} where a mapping was expected; mend or remove it")
     return dict(value)
+
+
+def _numbers(side: Any) -> dict[str, float]:
+    """One side of an evaluation without what is not a number."""
+    return {name: value for name, value in (side or {}).items() if isinstance(value, (int, float))}
 
 
 def _kind(rows: Rows, config: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ def page(title: str, body: Iterable[str], charts: Sequence[Chart]) -> str:
         from plotly.offline import get_plotlyjs
 
         scripts = (
+            '<noscript><p class="note">The plots are drawn by JavaScript, which is off here.</p></noscript>\n'
             f"<script>{get_plotlyjs()}</script>\n"
             f'<script type="application/json" id="figures">{figures_json(charts)}</script>\n'
             f"<script>{(assets / 'report.js').read_text()}</script>\n"

@@ -85,6 +85,14 @@ def test_resuming_keeps_the_rows_before_as_they_were(tmp_path):
     assert read_metrics(tmp_path) == before[:2]
 
 
+def test_opening_again_without_resuming_keeps_all_rows_and_none_sticks_to_a_torn_line(tmp_path):
+    write_steps(tmp_path, (1, 2))
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 3')
+    write_steps(tmp_path, (3,))
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3]
+
+
 def test_without_a_file_there_are_no_rows(tmp_path):
     assert read_metrics(tmp_path) == []
 

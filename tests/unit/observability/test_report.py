@@ -127,6 +127,13 @@ def test_the_verdict_is_coloured_by_which_way_is_better(run):
     assert "▲ +0.25" in page and "(+100%)" in page
 
 
+def test_an_evaluation_with_missing_numbers_shows_a_dash(run):
+    run.write_json("evaluation.json", {"before": {"reward": None, "judge": "vader"}, "after": {"reward": 0.5}})
+    page = write_report(run.path).read_text()
+    assert '<td>Reward</td><td class="num">–</td><td class="num">0.5</td>' in page
+    assert "<td>Judge</td>" not in page
+
+
 def test_a_run_without_steps_yet_has_a_page_without_plots(tmp_path):
     RunDirectory(tmp_path).write_config("run: {}")
     page = write_report(tmp_path).read_text()
