@@ -1,5 +1,6 @@
 """`rlhf-ray quickstart`: the whole way from a random model to a tuned policy, on one machine."""
 
+import importlib
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -35,9 +36,7 @@ def quickstart(
     from rlhf_ray.cli.quiet import quiet_libraries
 
     quiet_libraries()
-    import rlhf_ray.stages.quickstart as stage
-
-    stage.run(directory, seed, list(ctx.args))
+    importlib.import_module("rlhf_ray.stages.quickstart").run(directory, seed, list(ctx.args))
 
 
 def set_aside(directory: Path) -> Path | None:

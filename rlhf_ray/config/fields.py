@@ -87,7 +87,7 @@ def bounds_of(field: FieldInfo) -> str:
     for constraint in field.metadata:
         for kind, attribute, sign in _BOUNDS:
             if isinstance(constraint, kind):
-                parts.append(f"{sign} {getattr(constraint, attribute):g}")
+                parts.append(f"{sign} {getattr(constraint, attribute)}")
     return ", ".join(parts)
 
 

@@ -1,0 +1,124 @@
+"""The map of the rooms: who imports whom, which room holds which engine, and that importing does nothing heavy."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "rlhf_ray"
+FLOORS = [
+    {"records", "errors"},
+    {"config"},
+    {"algorithms", "observability"},
+    {"models", "data", "engine", "weights", "checkpoint"},
+    {"roles"},
+    {"cluster", "replay"},
+    {"coordinator"},
+    {"stages"},
+    {"cli"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+HOMES = {"ray": {"cluster", "cli", "observability"}, "deepspeed": {"engine"}, "vllm": {"roles", "weights"}}
+HEAVY = {"torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "plotly", "numpy", "pandas"}
+LONGEST_FUNCTION = 60
+
+SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path) for path in SOURCES}
+
+
+def imported(path: Path, tree: ast.AST) -> Iterator[str]:
+    """Full names of all that a module imports, inside functions and under TYPE_CHECKING too."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in MODULES else base
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "rlhf_ray" and len(parts) > 1 else None
+
+
+def graph(name: str) -> dict[str, set[str]]:
+    """Who imports whom, between "rooms" or between "modules"."""
+    edges: dict[str, set[str]] = {}
+    for path, tree in SOURCES.items():
+        for target in imported(path, tree):
+            a, b = (room_of(module_of(path)), room_of(target)) if name == "rooms" else (module_of(path), target)
+            if a and b and a != b and (name == "rooms" or b in MODULES):
+                edges.setdefault(a, set()).add(b)
+    return edges
+
+
+def test_every_room_is_on_the_map():
+    rooms = {room for path in SOURCES if (room := room_of(module_of(path)))}
+    assert rooms <= set(FLOOR), f"not on the map: {sorted(rooms - set(FLOOR))}"
+
+
+def test_rooms_import_downhill_only():
+    upward = {f"{a} -> {b}" for a, targets in graph("rooms").items() for b in targets if FLOOR[a] < FLOOR[b]}
+    assert not upward
+
+
+@pytest.mark.parametrize("kind", ["rooms", "modules"])
+def test_no_import_circles(kind):
+    try:
+        TopologicalSorter(graph(kind)).prepare()
+    except CycleError as error:
+        pytest.fail(f"circle of {kind}: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("library", sorted(HOMES))
+def test_an_engine_is_imported_in_its_rooms_only(library):
+    strays = [
+        str(path.relative_to(ROOT))
+        for path, tree in SOURCES.items()
+        if any(name.split(".")[0] == library for name in imported(path, tree))
+        and room_of(module_of(path)) not in HOMES[library]
+    ]
+    assert not strays
+
+
+@pytest.mark.parametrize("module", ["rlhf_ray", "rlhf_ray.cli.main", "rlhf_ray.config.load", "rlhf_ray.errors"])
+def test_importing_pulls_nothing_heavy(module):
+    code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert not HEAVY & set(answer.stdout.split())
+
+
+def test_the_command_line_leaves_pydantic_for_later():
+    code = "import sys, rlhf_ray.cli.main; print('pydantic' in sys.modules, 'yaml' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert answer.stdout.split() == ["False", "False"]
+
+
+def test_functions_fit_on_a_page():
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for path, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
+    ]
+    assert not long
+
+
+def test_no_room_is_called_utils():
+    assert not [p for p in SOURCES if p.stem in ("utils", "util", "helpers", "misc", "common")]

@@ -1,0 +1,87 @@
+"""What the README and docs/ tell people to type exists, and every relative link in them leads somewhere."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_ray.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted(ROOT.glob("*/README.md"))]
+FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|(?:src|href)=\"([^\"]+)\"")
+SETTING = re.compile(r"^[A-Z_][A-Z0-9_]*=")
+
+
+def code_lines(page: Path) -> list[str]:
+    blocks = FENCE.findall(page.read_text(encoding="utf-8"))
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def commands(program: str) -> list[str]:
+    """Distinct command lines of `program` in all pages' code blocks, without prompt, settings and comments."""
+    found = set()
+    for page in PAGES:
+        for line in code_lines(page):
+            words = line.strip().removeprefix("$ ").split(" # ")[0].split()
+            while words and SETTING.match(words[0]):
+                words.pop(0)
+            if words and words[0].rpartition("/")[2] == program:
+                found.add(" ".join(words[1:]))
+    return sorted(found)
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ +(.+?)\s*$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def test_the_patterns_find_what_they_should(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` c\n```sh\n$ X=1 make test\n.venv/bin/rlhf-ray ppo c.yaml # now\n```\n[a](b.md#c)\n")
+    monkeypatch.setitem(globals(), "PAGES", [page])
+    assert commands("make") == ["test"]
+    assert commands("rlhf-ray") == ["ppo c.yaml"]
+    assert anchors(page) == {"a-b-c"}
+    assert LINK.findall(page.read_text()) == [("b.md#c", "")]
+
+
+@pytest.mark.parametrize("arguments", commands("make"))
+def test_make_commands_exist(arguments):
+    answer = subprocess.run(
+        ["make", "-n", *shlex.split(arguments)], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize("arguments", commands("rlhf-ray"))
+def test_command_lines_exist(arguments):
+    name = arguments.split()[0] if arguments else ""
+    words = [] if name.startswith("-") or not name or name.isupper() else [name]
+    answer = CliRunner().invoke(app, [*words, "--help"])
+    assert answer.exit_code == 0, answer.output
+
+
+@pytest.mark.parametrize("arguments", commands("rlhf-ray"))
+def test_options_on_command_lines_exist(arguments):
+    words = shlex.split(arguments)
+    shown = CliRunner().invoke(app, [words[0], "--help"], env={"COLUMNS": "200"}).output if words else ""
+    for option in (w for w in words if re.fullmatch(r"--[a-z-]+(=.*)?", w)):
+        assert option.partition("=")[0] in shown, f"{option} is not an option of {words[0]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page):
+    for target in (a or b for a, b in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{page.name}: {target}"

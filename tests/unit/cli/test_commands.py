@@ -1,0 +1,206 @@
+"""The commands: what they hand to the stages, and how errors end them."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_ray.cli.arguments import split_arguments
+from rlhf_ray.cli.quickstart import set_aside
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.errors import ConfigError, RunInterrupted, WorkerError
+
+MODEL_AND_DATA = "model: {path: m}\ndata: {path: d}\n"
+FILES = {
+    "sft": ("sft", SFTConfig, MODEL_AND_DATA),
+    "reward-model": ("reward_model", RewardModelConfig, MODEL_AND_DATA),
+    "preferences": ("preferences", PreferencesStageConfig, "model: {path: m}\nprompts: {path: p}\n"),
+    "ppo": ("ppo", PPOConfig, "model: {path: m}\nreward_model: {path: r}\nprompts: {path: p}\n"),
+}
+
+
+@pytest.mark.parametrize("command", FILES)
+def test_a_stage_gets_its_resolved_configuration(command, command_line, stage, tmp_path):
+    name, cls, text = FILES[command]
+    calls = stage(name)
+    (tmp_path / "c.yaml").write_text(text)
+    assert command_line(command, str(tmp_path / "c.yaml"), "--run.steps=7", "--resume").code == 0
+    ((args, kwargs),) = calls
+    assert type(args[0]) is cls
+    assert args[0].run.steps == 7
+    assert kwargs == {"resume": True}
+
+
+def test_a_run_begins_afresh_unless_told_to_resume(command_line, stage, ppo_file):
+    calls = stage("ppo")
+    command_line("ppo", ppo_file)
+    assert calls[0][1] == {"resume": False}
+    assert calls[0][0][0].buffer.capacity_samples == 128
+
+
+def test_the_file_may_stand_anywhere(command_line, stage, ppo_file):
+    calls = stage("ppo")
+    for arguments in (
+        [ppo_file, "--run.steps", "5"],
+        ["--run.steps", "5", ppo_file],
+        ["--run.steps=5", "--resume", ppo_file],
+    ):
+        assert command_line("ppo", *arguments).code == 0
+    assert [args[0].run.steps for args, _ in calls] == [5, 5, 5]
+
+
+def test_arguments_are_told_apart():
+    assert split_arguments(["--a.b", "-1", "c.yaml", "--d.e=2"]) == (Path("c.yaml"), ["--a.b", "-1", "--d.e=2"])
+    assert split_arguments(["--a.b=1"]) == (None, ["--a.b=1"])
+    with pytest.raises(ConfigError, match=r"a\.yaml and b\.yaml"):
+        split_arguments(["a.yaml", "b.yaml"])
+
+
+def test_a_wrong_configuration_is_a_message_and_exit_code_2(command_line, stage, ppo_file):
+    calls = stage("ppo")
+    outcome = command_line("ppo", ppo_file, "--run.stepz=5")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: the configuration cannot run:\n  run.stepz: unknown key; did you mean steps?")
+    assert "Traceback" not in outcome.err
+    assert not calls
+
+
+def test_no_arguments_says_what_is_missing(command_line):
+    outcome = command_line("ppo")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "error: give a configuration file: rlhf-ray ppo CONFIG (what it may hold: --help)\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RunInterrupted("stopped"), 75), (WorkerError("policy_learner/0 died"), 1), (ConfigError("x"), 2)],
+)
+def test_our_errors_end_with_their_exit_code_and_message(error, code, command_line, stage, ppo_file):
+    stage("ppo", error)
+    outcome = command_line("ppo", ppo_file)
+    assert (outcome.code, outcome.err) == (code, f"error: {error}\n")
+
+
+def test_ctrl_c_ends_with_130(command_line, stage, ppo_file):
+    stage("ppo", KeyboardInterrupt())
+    assert command_line("ppo", ppo_file).code == 130
+
+
+def test_other_errors_keep_their_traceback(command_line, stage, ppo_file):
+    stage("ppo", ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        command_line("ppo", ppo_file)
+
+
+def test_an_unknown_command_suggests_one(command_line):
+    outcome = command_line("pqo")
+    assert outcome.code == 2
+    assert "ppo" in outcome.err
+
+
+class TestQuickstart:
+    def test_options_and_overrides_reach_the_stage(self, command_line, stage, tmp_path):
+        calls = stage("quickstart")
+        outcome = command_line("quickstart", "--dir", str(tmp_path / "q"), "--seed=3", "--run.steps=2", "--a.b", "c")
+        assert outcome.code == 0
+        assert calls == [((tmp_path / "q", 3, ["--run.steps=2", "--a.b", "c"]), {})]
+
+    @pytest.mark.parametrize(
+        ("finished", "flags", "aside"),
+        [
+            (False, [], False),
+            (True, [], True),
+            (False, ["--fresh"], True),
+            (True, ["--resume"], False),
+        ],
+    )
+    def test_what_is_there_goes_on_or_aside(self, finished, flags, aside, command_line, stage, tmp_path):
+        stage("quickstart")
+        run = tmp_path / "q"
+        run.mkdir()
+        (run / "summary.json" if finished else run / "data.jsonl").write_text("{}")
+        assert command_line("quickstart", "--dir", str(run), *flags).code == 0
+        assert (tmp_path / "q.1").is_dir() is aside
+        assert run.is_dir() is not aside
+
+    def test_moving_aside_keeps_what_was_moved_before(self, tmp_path):
+        for content in ("first", "second"):
+            (tmp_path / "q").mkdir()
+            (tmp_path / "q" / "x").write_text(content)
+            set_aside(tmp_path / "q")
+        assert (tmp_path / "q.1" / "x").read_text() == "first"
+        assert (tmp_path / "q.2" / "x").read_text() == "second"
+
+    def test_the_working_directory_is_never_moved(self, tmp_path, monkeypatch):
+        (tmp_path / "inside").mkdir()
+        monkeypatch.chdir(tmp_path / "inside")
+        for place in (Path(), tmp_path):
+            with pytest.raises(ConfigError, match="a directory of its own"):
+                set_aside(place)
+
+    def test_a_stray_argument_is_refused(self, command_line, stage):
+        calls = stage("quickstart")
+        outcome = command_line("quickstart", "configs/x.yaml")
+        assert outcome.code == 2
+        assert "unexpected argument 'configs/x.yaml'" in outcome.err
+        assert not calls
+
+
+class TestReport:
+    def test_it_is_written_from_a_runs_metrics(self, command_line, tmp_path):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n')
+        outcome = command_line("report", str(tmp_path))
+        assert outcome.code == 0, outcome.err
+        assert outcome.out == f"wrote {tmp_path / 'report.html'}\n"
+        assert "<html" in (tmp_path / "report.html").read_text()
+
+    @pytest.mark.parametrize(("place", "words"), [("none", "there is no run directory"), (".", "holds no run")])
+    def test_a_place_without_a_run(self, place, words, command_line, tmp_path):
+        outcome = command_line("report", str(tmp_path / place))
+        assert outcome.code == 2
+        assert words in outcome.err
+
+
+def test_libraries_are_quieted_by_commands_and_users_levels_kept(command_line, stage, ppo_file, monkeypatch):
+    import os
+
+    stage("ppo")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    command_line("ppo", ppo_file)
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
+
+
+def test_our_own_warnings_stay_visible():
+    code = (
+        "import warnings; from rlhf_ray.cli.quiet import quiet_libraries; quiet_libraries();"
+        "warnings.warn_explicit('ours', UserWarning, 'f.py', 1, module='rlhf_ray.roles.generator');"
+        "warnings.warn_explicit('theirs', FutureWarning, 'f.py', 2, module='transformers.x')"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "ours" in answer.stderr
+    assert "theirs" not in answer.stderr
+
+
+def test_an_error_in_a_pipe_is_plain_text():
+    command = [sys.executable, "-m", "rlhf_ray.cli.main", "ppo", "none.yaml"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert answer.returncode == 2
+    assert answer.stderr == "error: there is no configuration file none.yaml; ready ones are in configs/\n"
+    assert answer.stdout == ""
+
+
+def test_help_answers_in_under_a_second():
+    def seconds() -> float:
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "rlhf_ray.cli.main", "--help"], capture_output=True, check=True, timeout=60
+        )
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(3)) < 1.0

@@ -1,0 +1,51 @@
+"""Help teaches: sections, the most used fields with defaults, an example; and every field when asked."""
+
+import pytest
+
+from rlhf_ray.cli.field_help import COMMON
+from rlhf_ray.config.fields import describe_fields
+from rlhf_ray.config.load import STAGES
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_every_command_is_listed(command_line):
+    shown = command_line("--help").out
+    for command in ("quickstart", "sft", "reward-model", "preferences", "ppo", "report", "doctor"):
+        assert f"│ {command} " in shown
+
+
+@pytest.mark.parametrize("command", STAGES)
+def test_a_stages_help_shows_sections_fields_and_an_example(command, command_line):
+    outcome = command_line(command, "--help")
+    assert outcome.code == 0
+    for section in STAGES[command].model_fields:
+        assert f"  {section} " in outcome.out
+    fields = {f.path: f for f in describe_fields(STAGES[command])}
+    for path in COMMON[command]:
+        assert f"--{path}  {'required' if fields[path].required else fields[path].default}" in outcome.out
+        assert fields[path].sentence in words(outcome.out)
+    assert f"rlhf-ray {command} configs/" in outcome.out
+
+
+@pytest.mark.parametrize("command", STAGES)
+def test_help_all_lists_every_field(command, command_line):
+    outcome = command_line(command, "--help-all")
+    assert outcome.code == 0
+    for f in describe_fields(STAGES[command]):
+        assert f"--{f.path}  " in outcome.out
+
+
+@pytest.mark.parametrize("command", STAGES)
+def test_the_example_in_the_help_is_one_that_works(command, command_line, tmp_path):
+    from rlhf_ray.cli.field_help import _EXAMPLES
+    from rlhf_ray.config.fields import describe_fields
+
+    program, name, file, *overrides = _EXAMPLES[command].split()
+    assert (program, name) == ("rlhf-ray", command)
+    paths = {f.path for f in describe_fields(STAGES[command])}
+    assert file.startswith("configs/")
+    for override in overrides:
+        assert override.removeprefix("--").partition("=")[0] in paths

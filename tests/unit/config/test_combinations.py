@@ -1,0 +1,40 @@
+"""Combinations that cannot work are refused before anything starts, with the numbers and the fix."""
+
+import pytest
+
+from rlhf_ray.config.load import STAGES, load
+from rlhf_ray.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "words"),
+    [
+        ("ppo", ["--algorithm.mini_batches=3"], ["128 x 1 = 128", "algorithm.mini_batches=3"]),
+        ("ppo", ["--coordinator.samples_per_prompt=3", "--algorithm.mini_batches=1"], ["generator.chunk=16", "=3"]),
+        ("ppo", ["--buffer.capacity_samples=127"], ["capacity_samples=127", "128"]),
+        ("ppo", ["--buffer.capacity_samples=200", "--coordinator.max_staleness=1"], ["256"]),
+        ("ppo", ["--policy.micro_batch_tokens=700"], ["policy.micro_batch_tokens=700", "768"]),
+        ("ppo", ["--critic.micro_batch_tokens=700"], ["critic.micro_batch_tokens=700", "768"]),
+        ("ppo", ["--policy.workers=64", "--policy.cpus=0"], ["policy.workers=64", "32 samples"]),
+        ("ppo", ["--policy.gpus=1"], ["pools.default gives 0 gpus", "ask for 1", "policy 1x1"]),
+        ("ppo", ["--generator.workers=20"], ["pools.default gives 1 cpus", "generator 20x0.1"]),
+        ("ppo", ["--generator.pool=gpus"], ["generator.pool='gpus'", "['default']"]),
+        ("ppo", ["--generator.sampling.top_p=0.9"], ["top_p=1"]),
+        ("ppo", ["--generator.sampling.temperature=0"], ["temperature"]),
+        ("ppo", ["--generator.tensor_parallel=2", "--generator.engine=in_process"], ["engine: async"]),
+        ("ppo", ["--algorithm.kl.kind=adaptive", "--algorithm.kl.coef=0"], ["kl.coef=0"]),
+        ("ppo", ["--model.trust_remote_code=true"], ["revision"]),
+        ("sft", ["--model.architecture.heads=3", "--model.tokenizer=t"], ["hidden_size=128", "heads=3"]),
+        ("sft", ["--model.architecture.kv_heads=3", "--model.tokenizer=t"], ["heads=4", "kv_heads=3"]),
+    ],
+)
+def test_refused(write, command, overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        load(STAGES[command], write(command), overrides)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("overrides", [["--buffer.capacity_samples=128"], ["--policy.micro_batch_tokens=768"]])
+def test_the_limits_themselves_are_allowed(write, overrides):
+    load(STAGES["ppo"], write("ppo"), overrides)

@@ -1,0 +1,191 @@
+"""Where values come from, who wins, and that a saved configuration is whole."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import SecretStr
+
+from rlhf_ray.config.base import Section
+from rlhf_ray.config.load import STAGES, load, resolve, save
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.stages import PPOConfig, SFTConfig, StageConfig
+from rlhf_ray.errors import ConfigError
+
+
+def test_command_line_wins_over_environment_over_file_over_default(write, monkeypatch):
+    path = write("ppo", run={"steps": 1, "seed": 1, "dir": "from/file"})
+    monkeypatch.setenv("RLHF_RAY_RUN__STEPS", "2")
+    monkeypatch.setenv("RLHF_RAY_RUN__SEED", "2")
+    config = load(PPOConfig, path, ["--run.steps=3"])
+    assert (config.run.steps, config.run.seed, config.run.dir) == (3, 2, "from/file")
+    assert config.checkpoint.keep == 2
+
+
+@pytest.mark.parametrize("overrides", [["--run.steps=7"], ["--run.steps", "7"], ["--run.steps=1", "--run.steps=7"]])
+def test_both_spellings_of_an_override_and_the_last_one_counts(write, overrides):
+    assert load(PPOConfig, write("ppo"), overrides).run.steps == 7
+
+
+def test_overrides_of_every_kind_of_value(write):
+    config = load(
+        PPOConfig,
+        write("ppo", evaluation={"prompts": "e.jsonl"}),
+        [
+            "--policy.zero_stage=3",
+            "--policy.gradient_checkpointing=true",
+            "--policy.optimizer.betas=[0.8, 0.9]",
+            "--policy.optimizer.learning_rate=3e-5",
+            "--generator.kv_cache_mb=null",
+            "--run.dir=123",
+            "--evaluation=null",
+            "--pools.default.cpus=4",
+            "--pools.spare.bundles=2",
+            "--algorithm.kl.kind=adaptive",
+        ],
+    )
+    assert config.policy.zero_stage == 3
+    assert config.policy.gradient_checkpointing is True
+    assert config.policy.optimizer.betas == (0.8, 0.9)
+    assert config.policy.optimizer.learning_rate == 3e-5
+    assert config.generator.kv_cache_mb is None
+    assert config.run.dir == "123"
+    assert config.evaluation is None
+    assert {name: (p.cpus, p.bundles) for name, p in config.pools.items()} == {"default": (4, 1), "spare": (1, 2)}
+    assert config.algorithm.kl.kind == "adaptive"
+
+
+def test_every_literal_of_every_stage_can_be_given_as_text():
+    """A number in a Literal would refuse the command line's text; such fields are bounded integers instead."""
+    from rlhf_ray.config.fields import sections_of
+
+    def literals(cls, seen):
+        for field in cls.model_fields.values():
+            for member in sections_of(field.annotation):
+                if member not in seen:
+                    yield from literals(member, seen | {member})
+            yield from getattr(field.annotation, "__args__", ())
+
+    for cls in STAGES.values():
+        assert not [a for a in literals(cls, frozenset()) if isinstance(a, int) and not isinstance(a, bool)]
+
+
+def test_environment_gives_lists_and_empties(write, monkeypatch):
+    monkeypatch.setenv("RLHF_RAY_POLICY__OPTIMIZER__BETAS", "[0.8, 0.9]")
+    monkeypatch.setenv("RLHF_RAY_GENERATOR__KV_CACHE_MB", "null")
+    config = load(PPOConfig, write("ppo"), [])
+    assert config.policy.optimizer.betas == (0.8, 0.9)
+    assert config.generator.kv_cache_mb is None
+
+
+def test_a_variable_of_another_stage_is_left_alone_and_one_of_no_stage_refused(write, monkeypatch):
+    monkeypatch.setenv("RLHF_RAY_COORDINATOR__MAX_STALENESS", "1")
+    load(SFTConfig, write("sft"), [])
+    monkeypatch.setenv("RLHF_RAY_CORDINATOR__MAX_STALENESS", "1")
+    with pytest.raises(ConfigError, match="RLHF_RAY_CORDINATOR__MAX_STALENESS.*did you mean coordinator"):
+        load(SFTConfig, write("sft"), [])
+
+
+def test_the_environment_is_read_by_load_alone(monkeypatch):
+    monkeypatch.setenv("RLHF_RAY_RUN__STEPS", "5")
+    assert SFTConfig(model={"path": "m"}, data={"path": "d"}).run.steps == 100
+
+
+def test_a_configuration_without_a_file():
+    config = load(SFTConfig, None, ["--model.path=m", "--data.path=d"])
+    assert config.model == ModelConfig(path="m")
+    assert type(config) is SFTConfig
+
+
+class TestModelOrArchitecture:
+    def test_a_path(self, write):
+        config = load(SFTConfig, write("sft"), ["--model.path=x", "--model.dtype=bfloat16"])
+        assert config.model == ModelConfig(path="x", dtype="bfloat16")
+
+    def test_an_architecture(self, write):
+        path = write("sft", model={"architecture": {"layers": 4, "heads": 2}, "tokenizer": "t"})
+        config = load(SFTConfig, path, ["--model.architecture.layers=2"])
+        assert isinstance(config.model, NewModelConfig)
+        assert (config.model.architecture.layers, config.model.architecture.heads) == (2, 2)
+
+    def test_a_path_on_the_command_line_replaces_the_files_architecture(self, write):
+        path = write("sft", model={"architecture": {"layers": 4}, "tokenizer": "t"})
+        assert load(SFTConfig, path, ["--model.path=x"]).model == ModelConfig(path="x", tokenizer="t")
+
+    def test_a_path_on_the_command_line_replaces_the_environments_architecture(self, write, monkeypatch):
+        monkeypatch.setenv("RLHF_RAY_MODEL__ARCHITECTURE__LAYERS", "3")
+        assert load(SFTConfig, write("sft"), ["--model.path=x"]).model == ModelConfig(path="x")
+
+    @pytest.mark.parametrize(
+        ("model", "has"),
+        [({"path": "x", "architecture": {}}, "architecture, path"), ({"tokenizer": "t"}, "tokenizer"), ("x", "'x'")],
+    )
+    def test_neither_fits(self, write, model, has):
+        with pytest.raises(ConfigError) as caught:
+            load(SFTConfig, write("sft", model=model), [])
+        assert "model: needs the keys {path} or {architecture, tokenizer}, not both" in str(caught.value)
+        assert has in str(caught.value)
+
+    def test_an_error_inside_the_chosen_one_speaks_of_that_one_alone(self, write):
+        path = write("sft", model={"architecture": {"layers": 0}, "tokenizer": "t"})
+        with pytest.raises(ConfigError) as caught:
+            load(SFTConfig, path, [])
+        assert str(caught.value).splitlines()[1:] == [f"  model.architecture.layers=0: must be at least 1 [{path}:3]"]
+
+
+class TestResolve:
+    def test_empty_capacities_are_settled(self, write):
+        path = write("ppo", coordinator={"prompts_per_step": 6, "samples_per_prompt": 4, "max_staleness": 2})
+        config = load(PPOConfig, path, ["--cluster.object_store_mb=300"])
+        assert config.buffer.capacity_samples == 3 * 6 * 4
+        assert config.buffer.capacity_mb == 150
+
+    def test_given_capacities_stay(self, write):
+        config = load(PPOConfig, write("ppo", buffer={"capacity_samples": 999, "capacity_mb": 7}), [])
+        assert (config.buffer.capacity_samples, config.buffer.capacity_mb) == (999, 7)
+
+    def test_twice_is_once(self, write):
+        config = load(PPOConfig, write("ppo"), [])
+        assert resolve(config) == config
+
+    def test_nothing_is_left_empty_that_follows_from_others(self, write):
+        config = load(PPOConfig, write("ppo"), [])
+        assert None not in config.buffer.model_dump().values()
+
+
+class TestSave:
+    @pytest.mark.parametrize("command", sorted(STAGES))
+    def test_what_is_saved_loads_to_the_same(self, command, write, tmp_path):
+        config = load(STAGES[command], write(command), ["--run.steps=9", "--pools.default.labels={zone: a}"])
+        save(config, tmp_path / "run" / "config.yaml")
+        assert load(STAGES[command], tmp_path / "run" / "config.yaml", []) == config
+
+    def test_relative_paths_are_saved_as_written(self, write, tmp_path, monkeypatch):
+        path = write("ppo", run={"dir": "runs/here"})
+        monkeypatch.chdir(tmp_path)
+        config = load(PPOConfig, path, ["--model.path=../model"])
+        save(config, Path("saved.yaml"))
+        saved = yaml.safe_load(Path("saved.yaml").read_text())
+        assert (saved["run"]["dir"], saved["model"]["path"]) == ("runs/here", "../model")
+
+    def test_secrets_are_left_out(self, tmp_path, monkeypatch):
+        class Account(Section):
+            name: str
+            key: SecretStr
+
+        class WithSecret(StageConfig):
+            account: Account
+
+        monkeypatch.setenv("RLHF_RAY_ACCOUNT__KEY", "canary-4711")
+        config = load(WithSecret, None, ["--account.name=me"])
+        assert config.account.key.get_secret_value() == "canary-4711"
+        save(config, tmp_path / "c.yaml")
+        text = (tmp_path / "c.yaml").read_text()
+        assert "canary" not in text
+        assert "key" not in yaml.safe_load(text)["account"]
+        assert load(WithSecret, tmp_path / "c.yaml", []) == config
+
+    def test_a_place_that_cannot_be_written(self, write, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="cannot be saved to .*file"):
+            save(load(PPOConfig, write("ppo"), []), tmp_path / "file" / "config.yaml")

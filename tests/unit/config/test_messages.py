@@ -1,0 +1,130 @@
+"""What a person reads when a configuration cannot run: the field, the value, the place, the fix."""
+
+import pytest
+from pydantic import SecretStr
+
+from rlhf_ray.config.base import Section
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig, SFTConfig, StageConfig
+from rlhf_ray.errors import ConfigError
+
+
+def problems(cls, path, overrides=()):
+    """The lines of the error, without the opening one."""
+    with pytest.raises(ConfigError) as caught:
+        load(cls, path, list(overrides))
+    message = str(caught.value)
+    assert "pydantic" not in message
+    assert "http" not in message
+    assert caught.value.__cause__ is None
+    return [line.strip() for line in message.splitlines()[1:]] or [message]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("--run.steps=0", "run.steps='0': must be at least 1 [--run.steps]"),
+        ("--run.steps=1.5", "run.steps='1.5': must be a whole number [--run.steps]"),
+        ("--run.steps=many", "run.steps='many': must be a whole number [--run.steps]"),
+        ("--policy.optimizer.learning_rate=0", "policy.optimizer.learning_rate='0': must be greater than 0"),
+        ("--policy.optimizer.learning_rate=inf", "policy.optimizer.learning_rate='inf': must be a finite number"),
+        ("--policy.optimizer.betas=[0.9, x]", "policy.optimizer.betas.1='x': must be a number"),
+        ("--policy.optimizer.betas=0.9", "policy.optimizer.betas='0.9': must be a list, such as [0.9, 0.95]"),
+        ("--policy.zero_stage=4", "policy.zero_stage='4': must be at most 3"),
+        ("--algorithm.clip_low=1", "algorithm.clip_low='1': must be less than 1"),
+        ("--algorithm.kl.kind=adaptve", "algorithm.kl.kind='adaptve': must be one of fixed, adaptive"),
+        ("--logging.tensorboard=maybe", "logging.tensorboard='maybe': must be true or false"),
+        ("--run.dir=null", "run.dir=None: must be text"),
+        ("--run=5", "run='5': is a section; give it keys (dir, steps, seed)"),
+        ("--pools=5", "pools='5': is a section; give it keys (names of your choice)"),
+        ("--run.stepz=5", "run.stepz: unknown key; did you mean steps?"),
+        ("--run.xyz=5", "run.xyz: unknown key; there are: dir, steps, seed"),
+        ("--prompt.path=x", "prompt: unknown key; did you mean prompts?"),
+        ("--steps=5", "steps: unknown key; did you mean run.steps?"),
+        ("--pools.a.bundels=5", "pools.a.bundels: unknown key; did you mean bundles?"),
+        ("--evaluation.every=5", "evaluation.prompts: is required (jsonl, parquet or csv file"),
+    ],
+)
+def test_one_wrong_value(write, override, line):
+    found = problems(PPOConfig, write("ppo"), [override])
+    assert len(found) == 1
+    assert found[0].startswith(line)
+
+
+def test_all_problems_at_once_with_file_and_line(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("run:\n  steps: -1\n  dri: x\nmodel:\n  path: 3\n")
+    assert problems(SFTConfig, path) == [
+        f"run.steps=-1: must be at least 1 [{path}:2]",
+        f"run.dri: unknown key; did you mean dir? [{path}:3]",
+        f"model.path=3: must be text; put it in quotes [{path}:5]",
+        "data: is required (Demonstrations); set it in the file or with --data=...",
+    ]
+
+
+def test_a_wrong_variable_is_named(write, monkeypatch):
+    monkeypatch.setenv("RLHF_RAY_POLICY__ZERO_STAGE", "9")
+    assert problems(PPOConfig, write("ppo")) == [
+        "policy.zero_stage='9': must be at most 3 [RLHF_RAY_POLICY__ZERO_STAGE]"
+    ]
+
+
+def test_a_variable_for_a_whole_section_is_refused(write, monkeypatch):
+    monkeypatch.setenv("RLHF_RAY_RUN", "abc")
+    assert "RLHF_RAY_SECTION__KEY=value" in problems(PPOConfig, write("ppo"))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {dir: x\nmodel: 3\n", ":2, column 6: not valid YAML"),
+        ("run:\n\tsteps: 3\n", ":2, column 1: not valid YAML"),
+        ("- a\n- b\n", "holds a list; a configuration maps sections"),
+        ("run: {steps: 3}\nrun: {seed: 3}\n", ":2: run is given twice (before at "),
+        ("run:\n  steps: 3\n  steps: 4\n", ":3: run.steps is given twice"),
+        ("1: x\n", "the key 1 is not a name"),
+        ("run: !!python/object/apply:os.getcwd []\n", "not valid YAML: could not determine a constructor"),
+    ],
+)
+def test_a_file_that_is_not_a_configuration(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert message in problems(SFTConfig, path)[0]
+    assert str(path) in problems(SFTConfig, path)[0]
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    assert "there is no configuration file" in problems(SFTConfig, tmp_path / "none.yaml")[0]
+    assert "cannot be read" in problems(SFTConfig, tmp_path)[0]
+
+
+def test_an_empty_file_says_what_is_required(tmp_path):
+    (tmp_path / "c.yaml").write_text("# nothing yet\n")
+    assert [line.split(":")[0] for line in problems(SFTConfig, tmp_path / "c.yaml")] == ["model", "data"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.steps=3"], "unexpected argument 'run.steps=3'"),
+        (["--run.steps"], "--run.steps has no value"),
+        (["--run.steps", "--run.seed=1"], "--run.steps has no value"),
+        (["--run..steps=3"], "--run..steps is not a field"),
+        (["--run.steps=3", "--run.steps.x=3"], "sets a key inside steps"),
+        (["--policy.optimizer.betas=[0.9"], "check its brackets"),
+    ],
+)
+def test_arguments_that_are_no_overrides(write, overrides, message):
+    assert message in problems(PPOConfig, write("ppo"), overrides)[0]
+
+
+def test_a_wrong_secret_is_not_shown():
+    class Account(Section):
+        key: SecretStr
+
+    class WithSecret(StageConfig):
+        account: Account
+
+    found = problems(WithSecret, None, ["--account.key=[canary-4711]", "--account.kye=canary-4712"])
+    assert len(found) == 2
+    assert "canary" not in " ".join(found)
