@@ -40,6 +40,7 @@ def test_plain_lines_show_the_numbers_and_the_first_and_last_steps(monkeypatch):
     with StageProgress("ppo", total=100, stream=stream, every_s=3600) as progress:
         for step in range(1, 101):
             progress.update(step, reward=step / 8, kl=2.0, samples_per_second=41.25)
+        assert "step 100/100" in lines_of(stream)[-1], "the last step shows at once, not when the stage ends"
     steps = [line for line in lines_of(stream) if "step" in line and "/100" in line]
     assert len(steps) == 2
     assert steps[0].startswith("ppo: step 1/100  reward 0.125  KL 2  samples/s 41.25  ")
@@ -106,7 +107,7 @@ def in_a_terminal(code):
 def test_a_terminal_shows_a_live_bar_with_numbers_notes_and_warnings():
     shown = in_a_terminal("""
         from rlhf_ray.observability.progress import StageProgress
-        with StageProgress("ppo", total=4) as progress:
+        with StageProgress("ppo [seed 1]", total=4) as progress:
             progress.update(1, reward=0.25, kl=1.5)
             progress.warn("generator [1] was lost")
             progress.note("step [2] saved")
@@ -115,7 +116,8 @@ def test_a_terminal_shows_a_live_bar_with_numbers_notes_and_warnings():
     assert f"{ESCAPE}[?25l" in shown and f"{ESCAPE}[?25h" in shown, "cursor hidden while live, shown again after"
     assert "━" in shown and "4/4" in shown and "reward 0.5  KL 2.5" in shown
     assert "warning: generator [1] was lost" in shown and "step [2] saved" in shown
-    assert shown.rstrip().endswith("ppo: done in 0 s")
+    assert "ppo [seed 1]" in shown.split("━")[0]
+    assert shown.rstrip().endswith("ppo [seed 1]: done in 0 s")
 
 
 def test_a_terminal_gets_a_coloured_table():
