@@ -143,8 +143,8 @@ class CheckpointStore:
 
     def _safe(self) -> str:
         """What to tell someone whose checkpoint failed about the one before."""
-        newest = next(iter(self._steps()), None)
-        return f"the previous checkpoint {newest[1]} is intact" if newest else "no earlier checkpoint exists"
+        newest = next((path for step, path in self._steps() if step not in self._damaged), None)
+        return f"the previous checkpoint {newest} is intact" if newest else "no earlier checkpoint exists"
 
     @contextmanager
     def _whole_or_nothing(self, tmp: Path, step: int) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """A disk that runs full while a checkpoint is written, on a real file system of 4 MiB."""
 
+import errno
 import os
 import subprocess
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.disk import is_disk_full
 from rlhf_ray.checkpoint.state import save_state
 from rlhf_ray.errors import CheckpointError
 
@@ -70,3 +72,17 @@ def test_an_ordinary_error_with_space_left_is_not_called_a_full_disk(small_disk)
     store = CheckpointStore(small_disk / "checkpoints", keep=2)
     with pytest.raises(RuntimeError, match="a worker died"), store.writing(1):
         raise RuntimeError("a worker died")
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "as the system says"), True),
+        (OSError(errno.EDQUOT, "as the system says"), True),
+        (ValueError("I/O error: No space left on device (os error 28)"), True),
+        (OSError(errno.EACCES, "Permission denied"), False),
+        (RuntimeError("unexpected pos 576 vs 534"), False),
+    ],
+)
+def test_a_full_disk_is_recognised_by_code_or_words_while_space_is_left(tmp_path, error, full):
+    assert is_disk_full(error, tmp_path) == full

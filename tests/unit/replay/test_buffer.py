@@ -75,7 +75,7 @@ def test_cancel_frees_the_place_once():
 
 
 def test_reserve_is_refused_while_bytes_are_full_but_reserved_work_may_still_commit():
-    buffer = make(nbytes=15, eta=1)
+    buffer = make(nbytes=20, eta=1)
     first, second = buffer.reserve(1), buffer.reserve(1)
     commit(buffer, first, nbytes=20)
     assert buffer.reserve(1) is None
@@ -307,6 +307,23 @@ def test_state_resumes_ready_entries_and_open_places_through_json():
     lease = resumed.lease(4, 1)
     assert lease.refs == ["ref0", "new2"] and lease.keys[2:] == [SampleKey(0, 2, 0), SampleKey(0, 2, 1)]
     assert resumed.reserve(1).order == buffer.reserve(1).order == 3
+
+
+def test_a_resumed_buffer_judges_commits_by_the_saved_version():
+    buffer = make(eta=1)
+    buffer.evict(7)
+    place = buffer.reserve(1)
+    resumed = make(eta=1)
+    assert resumed.load_state_dict(buffer.state_dict(), {}) == [place]
+    assert commit(resumed, place, version=5) is CommitOutcome.STALE
+
+
+def test_ready_entries_are_in_admission_order():
+    buffer = make()
+    places = [buffer.reserve(1) for _ in range(3)]
+    for i in (2, 0, 1):
+        commit(buffer, places[i])
+    assert [entry.order for entry in buffer.ready_entries()] == [0, 1, 2]
 
 
 def test_state_with_a_lease_out_cannot_be_saved():
