@@ -16,7 +16,7 @@ def problems(cls, path, overrides=()):
     message = str(caught.value)
     assert "pydantic" not in message
     assert "http" not in message
-    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
     return [line.strip() for line in message.splitlines()[1:]] or [message]
 
 
