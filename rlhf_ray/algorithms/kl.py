@@ -35,7 +35,7 @@ def approx_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator = "k1
     if estimator == "k2":
         return d.square() / 2
     if estimator == "k3":
-        return (expm1(-d) + d).clamp(min=0)  # rounding alone can take it below 0, by an ulp of d
+        return expm1(-d) + d  # exp(-d) - 1 + d would lose small d to rounding, and with it the sign
     if estimator == "abs":
         return d.abs()
     raise ConfigError(f'KL estimator {estimator!r} is unknown; use "k1", "k2", "k3" or "abs"')

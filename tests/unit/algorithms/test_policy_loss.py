@@ -30,7 +30,7 @@ def batch(seed, rows=3, length=4):
 
 
 def test_loss_and_stats_by_hand():
-    loss, stats = policy_loss(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.2)
+    loss, stats = policy_loss(NEW.clone().requires_grad_(), OLD, ADVANTAGES, MASK, 0.2, 0.2)
     assert loss.item() == pytest.approx((-2.4 - 1.0 + 2.0 + 1.1) / 4)
     assert stats["clip_fraction"].item() == 0.25  # only the first token's loss was changed
     assert stats["ratio_mean"].item() == pytest.approx((1.5 + 0.5 + 2.0 + 1.1) / 4)

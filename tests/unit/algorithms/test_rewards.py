@@ -45,8 +45,10 @@ def test_failed_scores_stay_visible():
     assert rewards[0].isnan().tolist() == [False, False, True, False]
 
 
-def test_half_precision_becomes_float32():
-    assert token_rewards(SCORES.bfloat16(), KL.bfloat16(), MASK, 0.1).dtype == torch.float32
+def test_half_precision_is_computed_in_float32():
+    rewards = token_rewards(SCORES.bfloat16(), KL.bfloat16(), MASK, 0.1)
+    assert rewards.dtype == torch.float32
+    assert rewards[0, 1].item() == pytest.approx(-0.1, rel=1e-6)  # 0.1 in bfloat16 is 0.10009765625
 
 
 def test_bad_arguments_are_refused():

@@ -35,7 +35,7 @@ def test_clipped_loss_takes_the_worse_of_both():
 
 
 def test_stats_by_hand():
-    _, stats = value_loss(VALUES, OLD, RETURNS, MASK, clip=1.0)
+    _, stats = value_loss(VALUES.clone().requires_grad_(), OLD, RETURNS, MASK, clip=1.0)
     assert stats["value_mean"].item() == 1.5  # (1 + 3 + 0 + 2) / 4
     assert stats["error"].item() == pytest.approx(2.25 / 4)  # unclipped, without the half
     # R - V = 1, 1, 0.5, 0: mean 0.625, squares 0.1406 + 0.1406 + 0.0156 + 0.3906 = 0.6875
@@ -51,9 +51,9 @@ def test_explained_variance_of_constant_returns_is_zero():
 
 
 def test_rounding_is_not_counted_as_clipping():
-    old = torch.full((1, 1000), 1e4)
-    values = old + torch.linspace(-0.1, 0.1, 1000)  # old + (values - old) would round to something else
-    _, stats = value_loss(values, torch.linspace(-0.1, 0.1, 1000)[None], values + 1, torch.ones(1, 1000) > 0, clip=1e5)
+    values, old = torch.linspace(-0.1, 0.1, 1000)[None], torch.full((1, 1000), 1e4)
+    # old + (values - old) would be values rounded to thousandths
+    _, stats = value_loss(values, old, values + 1, torch.ones(1, 1000, dtype=torch.bool), clip=1e5)
     assert stats["clip_fraction"].item() == 0
 
 
