@@ -24,7 +24,8 @@ def small_disk(tmp_path):
     if mounted.returncode:
         pytest.skip(f"mounting a small tmpfs failed: {mounted.stderr.decode().strip()}")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    # Lazily: the traceback of a failed test may still hold a file open.
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def write_file(tmp):
