@@ -33,9 +33,11 @@ def test_prompts_keep_order_tokens_texts_and_other_columns(write_jsonl, tokenize
 
 
 def test_longer_prompts_are_left_out_counted_and_named_never_cut(write_jsonl, tokenizer):
-    path = write_jsonl({"prompt": "We saw"}, "", {"prompt": "We saw the film and"}, {"prompt": "I read"})
+    path = write_jsonl({"prompt": "We saw", "n": 1}, "", {"prompt": "We saw the film and", "n": 2},
+                       {"prompt": "I read", "n": 3})
     prompts, report = load_prompts(PromptsConfig(path=path, max_tokens=2), tokenizer)
     assert prompts.texts == ["We saw", "I read"]
+    assert prompts.metadata == [{"n": 1}, {"n": 3}]
     assert report.left_out == {"longer than max_tokens=2": [3]}
 
 
@@ -61,10 +63,11 @@ def test_a_bad_prompt_is_named_by_line(write_jsonl, tokenizer):
 
 def test_chat_messages_go_through_the_template_and_ask_for_an_answer(write_jsonl, chat_tokenizer):
     messages = [{"role": "system", "content": ""}, {"role": "user", "content": "We saw"}]
-    prompts, _ = load_prompts(PromptsConfig(path=write_jsonl({"prompt": messages, "n": 1})), chat_tokenizer)
-    assert prompts.texts == ["[system] \n[user] We saw\n[bot]"]
-    assert chat_tokenizer.decode(prompts.tokens) == prompts.texts[0]
-    assert prompts.metadata == [{"n": 1}]
+    path = write_jsonl({"prompt": messages, "n": 1}, {"prompt": [{"role": "user", "content": "I read"}]})
+    prompts, _ = load_prompts(PromptsConfig(path=path), chat_tokenizer)
+    assert prompts.texts == ["[system] \n[user] We saw\n[bot]", "[user] I read\n[bot]"]
+    assert [chat_tokenizer.decode(prompts.row(i, "tokens")) for i in range(2)] == prompts.texts
+    assert prompts.metadata == [{"n": 1}, {}]
 
 
 @pytest.mark.parametrize(("row", "wrong"), [

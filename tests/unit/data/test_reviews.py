@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,15 @@ def test_the_same_seed_writes_the_same_bytes(review_files: ReviewFiles, tmp_path
     for name in ("sft", "prompts", "pair_prompts", "eval_prompts"):
         assert getattr(again, name).read_bytes() == getattr(review_files, name).read_bytes()
         assert getattr(other, name).read_bytes() != getattr(review_files, name).read_bytes()
+
+
+def test_reviews_follow_the_seed():
+    assert list(make_reviews(20, seed=1)) == list(make_reviews(20, seed=1)) != list(make_reviews(20, seed=2))
+
+
+def test_sentences_begin_with_a_capital_and_have_no_open_slots(review_texts: list[str]):
+    assert all(text[0].isupper() and text.endswith(".") for text in review_texts)
+    assert not [text for text in review_texts if re.search(r"\. [a-z]|[^.] (The|It|We|Most) |[{}]|  ", text)]
 
 
 def test_writing_takes_less_than_five_seconds(tmp_path: Path):
