@@ -23,11 +23,12 @@ def make_tiny_tokenizer(directory: Path, vocab: int) -> None:
 
 def make_tiny_llama(
     directory: Path | str, vocab: int = 128, tied: bool = True, seed: int = 0, *, hidden: int = 64, layers: int = 2,
-    heads: int = 4, positions: int = 256, scale: float = 0.2,
+    heads: int = 2, positions: int = 256, scale: float = 0.2,
 ) -> Path:
     """Save a random float32 Llama and its tokenizer in Hugging Face format; returns the directory.
 
     Args:
+        heads: hidden / heads must be one of the head sizes of vLLM's CPU attention: a multiple of 32, say.
         scale: standard deviation of the weights. 0.2 gives clearly uneven distributions, so that a comparison of
             log-probabilities notices wrong weights.
     """

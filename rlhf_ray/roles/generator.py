@@ -18,7 +18,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
-from rlhf_ray.errors import DataError, WorkerError
+from rlhf_ray.errors import DataError, ModelError, WorkerError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, Rollout, SampleKey, TokenScores, WeightBucket, offsets_of
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
@@ -58,7 +58,7 @@ class Generator:
             pid, pids (the engine's processes), engine, vocab_size, tokenizer_digest, stop_tokens, version and seconds.
 
         Raises:
-            ModelError: model or tokenizer missing, or not fitting each other.
+            ModelError: model or tokenizer missing, not fitting each other, or vLLM cannot run the model.
         """
         began = time.perf_counter()
         os.environ.update(generator_environment(self._generation))
@@ -70,6 +70,7 @@ class Generator:
             self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or []
         ))
         await self._engine.start()
+        await self._try_out(self._engine)
         shapes = parameter_shapes(config, self._model.trust_remote_code)
         self._receiver = Receiver(self.name, 0, shapes, self._engine.stage)
         return {
@@ -82,6 +83,14 @@ class Generator:
             "version": 0,
             "seconds": time.perf_counter() - began,
         }
+
+    async def _try_out(self, engine: SamplingEngine) -> None:
+        """Draw one token: a model that vLLM loads but cannot run is found now, and first-time costs are paid now."""
+        trial = SampleRequest(self._stop_tokens[:1], SamplingConfig(max_tokens=1), 1, 0, self._stop_tokens)
+        try:
+            await engine.sample([trial])
+        except WorkerError as error:
+            raise ModelError(f"vLLM cannot run the model {self._model.path!r}: {error}") from error
 
     async def generate(
         self, prompts: Prompts, keys: list[SampleKey], run_seed: int, sampling: SamplingConfig | None = None

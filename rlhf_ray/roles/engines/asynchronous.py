@@ -110,14 +110,16 @@ class AsynchronousEngine:
         import psutil
 
         own = psutil.Process()
-        return [own.pid] + [child.pid for child in own.children(recursive=True)]
+        children = own.children(recursive=True)
+        # Python's own resource tracker lives as long as this process, whatever becomes of vLLM.
+        return [own.pid] + [p.pid for p in children if not any("resource_tracker" in part for part in p.cmdline())]
 
     async def stop(self) -> None:
         """See `SamplingEngine.stop`."""
         engine, self._engine = self._engine, None
         self._dead = self._dead or WorkerError(f"{self._settings.name} was stopped")
         if engine is not None:
-            await asyncio.to_thread(engine.shutdown)
+            engine.shutdown()  # here and not on another thread: vLLM's output task would take the end for a crash
 
     def _living(self) -> Any:
         if self._engine is None:

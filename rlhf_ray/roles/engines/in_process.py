@@ -14,12 +14,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import RLHFError, WorkerError
@@ -110,11 +111,12 @@ class InProcessEngine:
     # On the engine's thread.
 
     def _run(self) -> None:
-        while self._dead is None:
-            if self._jobs.empty() and self._busy():
-                self._step()
-            else:
-                self._do(*self._jobs.get())
+        with eager_mode(self._settings.generation.gpus == 0):
+            while self._dead is None:
+                if self._jobs.empty() and self._busy():
+                    self._step()
+                else:
+                    self._do(*self._jobs.get())
 
     def _busy(self) -> bool:
         return self._engine is not None and self._engine.has_unfinished_requests()
@@ -140,7 +142,7 @@ class InProcessEngine:
                 waiting.set_result(output)
 
     def _build(self) -> None:
-        with quiet_start():
+        with quiet_start(), thread_count(self._settings.generation.threads):
             from vllm.v1.engine.llm_engine import LLMEngine
             from vllm.v1.executor import Executor
 
@@ -203,6 +205,23 @@ def unfinished_tokens(engine: Any) -> int:
         return 0
     states = list(engine.output_processor.request_states.values())
     return sum(s.detokenizer.num_output_tokens() for s in states if s.detokenizer is not None)
+
+
+def eager_mode(wanted: bool) -> AbstractContextManager[Any]:
+    """Without torch.compile, also where torch was imported before `TORCH_COMPILE_DISABLE` was set."""
+    return torch.compiler.set_stance("force_eager") if wanted else nullcontext()
+
+
+@contextmanager
+def thread_count(threads: int) -> Iterator[None]:
+    """Give this thread's computations `threads` threads for good, also where torch was imported before
+    `OMP_NUM_THREADS` was set; and undo that vLLM replaces `torch.set_num_threads` by a function that does nothing."""
+    set_num_threads = torch.set_num_threads
+    set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
 
 
 @contextmanager

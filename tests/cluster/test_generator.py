@@ -1,0 +1,354 @@
+"""The generator on the real vLLM, compared with Hugging Face's forward pass of the same weights (float32)."""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import DataError, WeightsError, WorkerError
+from rlhf_ray.records import Prompts, SampleKey, offsets_of
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.weights.manifest import plan_buckets, specs_of
+from rlhf_ray.weights.publisher import Publication
+from tests.models import make_tiny_llama
+
+VOCAB = 512
+EOS = 1
+CONTEXT = 96
+ROWS = 12
+KEYS = [SampleKey(0, row, 0) for row in range(ROWS)]
+MANY = [SampleKey(0, row, sample) for row in range(ROWS) for sample in range(4)]
+SHORT = SamplingConfig(max_tokens=16)
+LONG = SamplingConfig(max_tokens=80)
+
+
+def make_prompts():
+    """ROWS prompts of 3 to 14 random tokens."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(3, 15, ROWS)
+    tokens = rng.integers(2, VOCAB, lengths.sum()).astype(np.int32)
+    return Prompts(offsets_of(lengths), tokens, [""] * ROWS, [{} for _ in range(ROWS)])
+
+
+PROMPTS = make_prompts()
+
+
+def make_generator(directory, engine="in_process"):
+    """A generator, not started."""
+    settings = GenerationConfig(engine=engine, max_sequences=8, kv_cache_mb=16, sampling=SHORT)
+    return Generator(ModelConfig(path=str(directory)), settings, seed=0, max_context=CONTEXT)
+
+
+def load_model(directory):
+    """The Hugging Face model in `directory`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def buckets_of(model, version, bucket_bytes=100_000):
+    """A whole publication of the model's weights, in several buckets."""
+    named = dict(model.named_parameters())
+    plan = plan_buckets(specs_of(named.items()), bucket_bytes)
+    publication = Publication(version, plan, lambda names: {n: named[n] for n in names})
+    assert publication.count > 2
+    return [publication.bucket(i) for i in range(publication.count)]
+
+
+async def publish(generator, model, version, **options):
+    """Send all buckets and finish."""
+    buckets = buckets_of(model, version)
+    await generator.begin_weights(version, len(buckets), **options)
+    for bucket in buckets:
+        await generator.load_weights(bucket)
+    assert await generator.finish_weights(version) == version
+
+
+@torch.no_grad()
+def reference_logprobs(model, rollout, temperature=1.0):
+    """Log-probabilities of every token given those before it; 0 for each row's first."""
+    rows = []
+    for i in range(len(rollout)):
+        tokens = torch.from_numpy(rollout.row(i, "tokens").astype(np.int64))
+        logits = model(tokens[None]).logits[0, :-1] / temperature
+        rows.append(np.append(0.0, torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0].numpy()))
+    return np.concatenate(rows)
+
+
+def gap(model, rollout, where=None, temperature=1.0):
+    """Largest difference between the rollout's and the reference's log-probabilities on `where` (default: response)."""
+    where = rollout.response_mask if where is None else where
+    return np.abs(reference_logprobs(model, rollout, temperature) - rollout.logprobs)[where].max()
+
+
+def assert_same(rollout, other):
+    """Same tokens and, to float32's accuracy, same log-probabilities."""
+    assert np.array_equal(rollout.tokens, other.tokens) and np.array_equal(rollout.seeds, other.seeds)
+    assert np.allclose(rollout.logprobs, other.logprobs, atol=1e-5)
+
+
+async def alone(generator, keys):
+    """One call per key, one after the other, as one rollout."""
+    parts = [await generator.generate(PROMPTS, [key], 3) for key in keys]
+    return type(parts[0]).concat(parts)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """The event loop that generators of this file live in; the references are computed with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """A tied and an untied model."""
+    root = tmp_path_factory.mktemp("models")
+    return {kind: make_tiny_llama(root / kind, VOCAB, tied=kind == "tied") for kind in ("tied", "untied")}
+
+
+@pytest.fixture(scope="module")
+def new_models(tmp_path_factory):
+    """Models of the same shapes with other weights, as learners would publish them."""
+    root = tmp_path_factory.mktemp("new")
+    return {k: load_model(make_tiny_llama(root / k, VOCAB, tied=k == "tied", seed=7)) for k in ("tied", "untied")}
+
+
+def test_a_key_gives_the_same_tokens_alone_in_a_batch_and_on_a_fresh_engine(loop, directories):
+    async def on_a_fresh_engine(draw):
+        generator = make_generator(directories["tied"])
+        info = await generator.start()
+        assert info["engine"] == "in_process" and info["vocab_size"] == VOCAB and info["stop_tokens"] == [EOS]
+        try:
+            return await draw(generator)
+        finally:
+            await generator.stop()
+
+    async def both(generator):
+        thirds = [generator.generate(PROMPTS, KEYS[i : i + 3], 3) for i in range(0, ROWS, 3)]
+        batched = await asyncio.gather(*thirds)
+        return type(batched[0]).concat(batched), await alone(generator, KEYS[::-1])
+
+    async def only_alone(generator):
+        return await alone(generator, KEYS)
+
+    batched, reversed_alone = loop.run_until_complete(on_a_fresh_engine(both))
+    fresh = loop.run_until_complete(on_a_fresh_engine(only_alone))
+    assert_same(batched, reversed_alone.select(range(ROWS)[::-1]))
+    assert_same(batched, fresh)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def started(request, loop, directories):
+    """(kind, generator, Hugging Face model of its first weights)."""
+    directory = directories[request.param]
+    generator = make_generator(directory)
+    loop.run_until_complete(generator.start())
+    yield request.param, generator, load_model(directory)
+    loop.run_until_complete(generator.stop())
+
+
+@pytest.fixture
+def running(started, loop):
+    """The started generator, back at version 0 and the weights it started with."""
+    kind, generator, model = started
+    if generator.version() != 0 or not generator.ready():
+        loop.run_until_complete(publish(generator, model, 0, resend=True))
+    return kind, generator, model
+
+
+def test_logprobs_equal_hugging_face_before_and_after_a_publication(loop, running, new_models):
+    kind, generator, old = running
+    before = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
+    assert gap(old, before) < 1e-4
+    loop.run_until_complete(publish(generator, new_models[kind], 1))
+    after = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
+    assert gap(new_models[kind], after) < 1e-4
+    assert gap(old, after) > 1.0, "the two models must differ for this test to say anything"
+    assert set(before.versions[before.response_mask]) == {0} and set(after.versions[after.response_mask]) == {1}
+    scored = loop.run_until_complete(generator.score(before))
+    assert np.allclose(scored.values, reference_logprobs(new_models[kind], before) * before.response_mask, atol=1e-4)
+
+
+def test_logprobs_are_those_after_temperature(loop, running):
+    _, generator, model = running
+    cold = SamplingConfig(max_tokens=16, temperature=0.5)
+    assert gap(model, loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1, cold)), temperature=0.5) < 1e-4
+
+
+def test_temperature_zero_takes_the_likeliest_token(loop, running):
+    _, generator, model = running
+    greedy = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1, SamplingConfig(max_tokens=8, temperature=0)))
+    for i in range(ROWS):
+        tokens = torch.from_numpy(greedy.row(i, "tokens").astype(np.int64))
+        best = model(tokens[None]).logits[0].argmax(-1)
+        mask = greedy.row(i, "response_mask")[1:]
+        assert torch.equal(tokens[1:][mask], best[:-1][mask])
+
+
+def test_rows_of_a_rollout_are_prompt_then_response_with_every_column_aligned(loop, running):
+    _, generator, _ = running
+    rollout = loop.run_until_complete(generator.generate(PROMPTS, MANY, 1, LONG))
+    assert rollout.keys == MANY and len(set(rollout.seeds.tolist())) == len(MANY)
+    for i, key in enumerate(MANY):
+        prompt, mask = PROMPTS.row(key.row, "tokens"), rollout.row(i, "response_mask")
+        response = rollout.row(i, "tokens")[len(prompt) :]
+        assert np.array_equal(rollout.row(i, "tokens")[: len(prompt)], prompt)
+        assert not mask[: len(prompt)].any() and mask[len(prompt) :].all()
+        assert (rollout.row(i, "logprobs")[len(prompt) :] < 0).all()
+        assert EOS not in response[:-1]
+        if rollout.finish_reasons[i] == "stop":
+            assert response[-1] == EOS, "the end-of-sequence token belongs to the response"
+        else:
+            assert rollout.finish_reasons[i] == "length" and len(response) == 80
+    assert {"stop", "length"} == set(rollout.finish_reasons)
+    outside = ~rollout.response_mask
+    assert (rollout.logprobs[outside] == 0).all() and (rollout.versions[outside] == -1).all()
+
+
+def test_samples_of_one_prompt_differ_and_so_do_runs_and_epochs(loop, running):
+    _, generator, _ = running
+    keys = [SampleKey(0, 4, 0), SampleKey(0, 4, 1), SampleKey(1, 4, 0)]
+    first = loop.run_until_complete(generator.generate(PROMPTS, keys, 1))
+    second = loop.run_until_complete(generator.generate(PROMPTS, keys, 2))
+    rows = {tuple(r.row(i, "tokens")) for r in (first, second) for i in range(3)}
+    assert len(rows) == 6
+
+
+def test_a_prompt_without_room_for_a_response_is_named(loop, running):
+    _, generator, _ = running
+    long = Prompts(offsets_of([CONTEXT]), np.full(CONTEXT, 5, np.int32), [""], [{}])
+    with pytest.raises(DataError, match=f"row 0 has {CONTEXT} tokens; responses need 1 to {CONTEXT - 1}"):
+        loop.run_until_complete(generator.generate(long, [SampleKey(0, 0, 0)], 1))
+    nearly = Prompts(offsets_of([CONTEXT - 2]), np.full(CONTEXT - 2, 5, np.int32), [""], [{}])
+    rollout = loop.run_until_complete(generator.generate(nearly, [SampleKey(0, 0, 0)], 1))
+    assert rollout.response_mask.sum() <= 2
+
+
+async def publish_in_flight(generator, model):
+    """Start long responses, publish version 1 when a third of the tokens are there, and wait for the responses."""
+    made = generator.tokens_made()
+    drawing = asyncio.create_task(generator.generate(PROMPTS, KEYS[:8], 1, LONG))
+    async with asyncio.timeout(30):
+        while generator.tokens_made() - made < 150:
+            await asyncio.sleep(0.001)
+    await publish(generator, model, 1)
+    return await drawing
+
+
+def assert_each_token_matches_its_weights(rollout, old, new):
+    """Tokens of version 0 have the old weights' log-probabilities, those of version 1 the new ones'; some rows have both."""
+    assert gap(old, rollout, rollout.versions == 0) < 1e-4
+    assert gap(new, rollout, rollout.versions == 1) < 1e-4
+    assert any({0, 1} <= set(rollout.row(i, "versions")) for i in range(len(rollout)))
+    for i in range(len(rollout)):
+        versions = rollout.row(i, "versions")
+        assert (np.diff(versions[versions >= 0]) >= 0).all()
+
+
+def test_weights_published_in_flight_take_effect_from_one_token_to_the_next(loop, running, new_models):
+    kind, generator, old = running
+    rollout = loop.run_until_complete(publish_in_flight(generator, new_models[kind]))
+    assert_each_token_matches_its_weights(rollout, old, new_models[kind])
+
+
+def test_a_damaged_publication_is_refused_and_nothing_is_generated_until_a_whole_one_arrives(loop, running, new_models):
+    kind, generator, old = running
+    buckets = buckets_of(new_models[kind], 1)
+    damaged = buckets[1].data.copy()
+    damaged[100] ^= 1
+
+    async def damaged_publication():
+        await generator.begin_weights(1, len(buckets))
+        await generator.load_weights(buckets[0])
+        await generator.load_weights(replace(buckets[1], data=damaged))
+
+    with pytest.raises(WeightsError, match=r"bucket 1 of \d+, weights version 1: expected checksum"):
+        loop.run_until_complete(damaged_publication())
+    assert generator.version() == 0 and not generator.ready()
+    with pytest.raises(WeightsError, match="stays at weights version 0 and does not generate"):
+        loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
+    with pytest.raises(WeightsError, match="no publication was under way"):
+        loop.run_until_complete(generator.finish_weights(1))
+    loop.run_until_complete(publish(generator, new_models[kind], 1))
+    rollout = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
+    assert gap(new_models[kind], rollout) < 1e-4 and generator.version() == 1
+
+
+def test_a_publication_under_way_leaves_generation_on_the_old_weights(loop, running, new_models):
+    kind, generator, old = running
+    buckets = buckets_of(new_models[kind], 1)
+
+    async def generate_between_buckets():
+        await generator.begin_weights(1, len(buckets))
+        for bucket in buckets[:-1]:
+            await generator.load_weights(bucket)
+        return await generator.generate(PROMPTS, KEYS, 1)
+
+    rollout = loop.run_until_complete(generate_between_buckets())
+    assert gap(old, rollout) < 1e-4 and set(rollout.versions[rollout.response_mask]) == {0}
+    with pytest.raises(WeightsError, match="ended without bucket"):
+        loop.run_until_complete(generator.finish_weights(1))
+
+
+def test_a_cancelled_call_stops_its_requests(loop, running):
+    _, generator, _ = running
+
+    async def cancel_early():
+        made = generator.tokens_made()
+        drawing = asyncio.create_task(generator.generate(PROMPTS, KEYS, 1, LONG))
+        while generator.tokens_made() == made:
+            await asyncio.sleep(0.001)
+        drawing.cancel()
+        with suppress(asyncio.CancelledError):
+            await drawing
+        await generator.generate(PROMPTS, KEYS[:1], 1, SamplingConfig(max_tokens=1))
+        return made
+
+    loop.run_until_complete(cancel_early())
+    still = generator.tokens_made()
+    time.sleep(0.2)
+    assert generator.tokens_made() == still
+
+
+def test_a_stopped_generator_says_so(loop, directories):
+    generator = make_generator(directories["tied"])
+    with pytest.raises(WorkerError, match="generator/0 is not running; call start first"):
+        loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_the_asynchronous_engine_passes_the_same_checks_and_leaves_no_process(loop, directories, new_models, kind):
+    old, new = load_model(directories[kind]), new_models[kind]
+
+    async def check():
+        generator = make_generator(directories[kind], engine="async")
+        info = await generator.start()
+        try:
+            assert info["engine"] == "async" and len(info["pids"]) >= 2
+            before = await generator.generate(PROMPTS, KEYS, 1)
+            assert gap(old, before) < 1e-4
+            assert_same(before, await generator.generate(PROMPTS, KEYS, 1))
+            in_flight = await publish_in_flight(generator, new)
+            assert_each_token_matches_its_weights(in_flight, old, new)
+            after = await generator.generate(PROMPTS, KEYS, 1)
+            assert gap(new, after) < 1e-4 and set(after.versions[after.response_mask]) == {1}
+        finally:
+            await generator.stop()
+        return info["pids"][1:]
+
+    children = loop.run_until_complete(check())
+    gone, alive = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=10)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
