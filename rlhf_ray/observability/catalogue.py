@@ -23,7 +23,7 @@ METRICS: dict[str, Metric] = {
     "reward/std": Metric("Reward model's score, standard deviation", "reward units"),
     "reward/gold": Metric("Independent judge's score, mean", "judge units"),
     "kl/sequence": Metric("KL from the reference per response", "nats"),
-    "kl/coef": Metric("KL penalty coefficient β", "reward units per nat"),
+    "kl/coef": Metric("KL penalty coefficient", "reward units per nat"),
     "response/length": Metric("Response length, mean", "tokens"),
     "response/finished": Metric("Responses that ended by themselves", "share"),
     "policy/loss": Metric("Policy loss"),

@@ -117,7 +117,8 @@ class RaySink:
         if name not in self._gauges:
             from ray.util.metrics import Gauge
 
-            self._gauges[name] = Gauge(gauge_name(name), description=describe(name).axis, tag_keys=("run",))
+            help_text = describe(name).axis.encode("ascii", "ignore").decode()  # Ray's metrics take nothing else
+            self._gauges[name] = Gauge(gauge_name(name), description=help_text, tag_keys=("run",))
         return self._gauges[name]
 
 

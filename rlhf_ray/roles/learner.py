@@ -130,7 +130,8 @@ class Learner:
         inner = self.engine.module.model
         with torch.device("meta"):
             skeleton = type(inner)(inner.config)
-        skeleton.generation_config = inner.generation_config
+        if hasattr(inner, "generation_config"):
+            skeleton.generation_config = inner.generation_config
         export_model(skeleton, state, load_tokenizer(self.model_config), Path(directory), card)
 
     def leave(self) -> None:
