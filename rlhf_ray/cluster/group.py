@@ -105,4 +105,7 @@ def _actor_class(cls: type) -> Any:
 
 def _environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:
     # Passive waits: a thread that spins for work takes the core from the worker that has some.
-    return {"OMP_NUM_THREADS": str(placement.threads), "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false", **more}
+    return {
+        "OMP_NUM_THREADS": str(placement.threads), "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false",
+        **more,
+    }

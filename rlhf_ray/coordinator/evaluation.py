@@ -48,8 +48,8 @@ class Evaluator:
 def summarise(parts: list[EvaluationPart]) -> dict[str, float]:
     """Means over all responses.
 
-    Perplexity is under the reference: exp of minus the mean log-probability per response token. `distinct` is the share of
-    different responses, `distinct_bigrams` that of different pairs of neighbouring tokens among all pairs.
+    Perplexity is under the reference: exp of minus the mean log-probability per response token. `distinct` is the share
+    of different responses, `distinct_bigrams` that of different pairs of neighbouring tokens among all pairs.
     """
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])

@@ -27,7 +27,7 @@ from rlhf_ray.replay.entries import Lease
 
 @dataclass
 class Coordinator:
-    """One run. Synchronous PPO and bounded staleness are the same loop: `coordinator.max_staleness` is the only knob."""
+    """One run. Synchronous PPO and bounded staleness are one loop: `coordinator.max_staleness` is the only knob."""
 
     config: PPOConfig
     team: Team
@@ -112,7 +112,7 @@ class Coordinator:
         if row["staleness/max"] == 0 and row["rollout/logprob_gap"] > self.config.weights.logprob_gap_alarm:
             self.progress.warn(
                 f"generators and learner of the same version differ by {row['rollout/logprob_gap']:.3f} nats a token "
-                f"(weights.logprob_gap_alarm={self.config.weights.logprob_gap_alarm}); their weights or precision differ"
+                f"(weights.logprob_gap_alarm={self.config.weights.logprob_gap_alarm}): other weights or precision"
             )
 
     async def _evaluate(self) -> None:

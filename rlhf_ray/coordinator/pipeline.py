@@ -41,7 +41,7 @@ class Pipeline:
         """What is known of committed chunks, by admission number; the loop takes them out."""
 
     async def next_batch(self) -> Lease:
-        """Wait until a whole batch is ready, admitting new work all the while. The first failure of a chunk is raised."""
+        """Wait until a whole batch is ready, admitting new work all the while. A chunk's first failure is raised."""
         while True:
             self._admit()
             lease = self.buffer.lease(self.config.samples_per_step, self.state.step)

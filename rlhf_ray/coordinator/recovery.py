@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: every learner rank's part, the coordinator's state, experience that waits in the buffer."""
+"""Checkpoints of a whole run: every learner rank's part, the coordinator's state, experience waiting in the buffer."""
 
 import asyncio
 from pathlib import Path

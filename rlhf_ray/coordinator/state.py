@@ -36,7 +36,9 @@ class RunState:
             "samples": self.samples,
             "kl": self.kl.state_dict(),
             "cursor": self.cursor.state_dict(),
-            "in_flight": [[order, [[k.epoch, k.row, k.sample] for k in keys]] for order, keys in self.in_flight.items()],
+            "in_flight": [
+                [order, [[k.epoch, k.row, k.sample] for k in keys]] for order, keys in self.in_flight.items()
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,9 @@ from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.entries import BufferStats
 
-PHASES = ("generate", "reference", "reward", "values", "logprobs", "assemble", "policy_update", "critic_update", "publish")
+PHASES = (
+    "generate", "reference", "reward", "values", "logprobs", "assemble", "policy_update", "critic_update", "publish"
+)
 
 
 @dataclass(frozen=True)

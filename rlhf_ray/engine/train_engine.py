@@ -68,8 +68,8 @@ class TrainEngine:
         """Run backward on each loss as it is made, then one optimizer step.
 
         Args:
-            losses: this rank's losses, each already divided by the global count; made lazily, so that one micro-batch's
-                graph is freed before the next is built. All ranks give the same number.
+            losses: this rank's losses, each already divided by the global count; made lazily, so that one
+                micro-batch's graph is freed before the next is built. All ranks give the same number.
 
         Raises:
             TrainingError: a loss or the gradient is not finite on some rank; weights are as they were before.
@@ -81,8 +81,8 @@ class TrainEngine:
             total += loss.detach()
         if not all_finite(total):
             raise TrainingError(f"the loss of optimizer step {self.optimizer_steps} is not finite on some rank "
-                                f"(here {float(total)}); the weights were left as they are. Lower the learning rate, or "
-                                "look at the rewards of this step.")
+                                f"(here {float(total)}); the weights were left as they are. Lower the learning rate, "
+                                "or look at the rewards of this step.")
         rate = learning_rate(self.config.optimizer, self.optimizer_steps, self.total_steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
@@ -96,7 +96,8 @@ class TrainEngine:
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer and progress of this rank under `directory`, each rank its part."""
-        self.engine.save_checkpoint(str(directory), tag="engine", client_state={"optimizer_steps": self.optimizer_steps})
+        progress = {"optimizer_steps": self.optimizer_steps}
+        self.engine.save_checkpoint(str(directory), tag="engine", client_state=progress)
 
     def load(self, directory: Path) -> None:
         """Take back what `save` wrote, for the same number of ranks.
@@ -141,7 +142,8 @@ def _adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps)
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=optimizer.learning_rate,
+                             betas=optimizer.betas, eps=optimizer.eps, fused=True)
 
 
 def _deepspeed_config(config: LearnerConfig) -> dict[str, Any]:

@@ -63,14 +63,14 @@ def packed_attention(
     if packing is None:
         raise ValueError(f"attention {NAME!r} needs packing=Packing(...); use 'sdpa' for padded batches")
     size = packing.rows * packing.longest
-    grid = [
+    q, k, v = (
         _Scatter.apply(x[0].transpose(0, 1), packing.grid_index, size)
         .view(packing.rows, packing.longest, x.shape[1], x.shape[3])
         .transpose(1, 2)
         for x in (query, key, value)
-    ]
+    )
     out = scaled_dot_product_attention(
-        *grid, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     flat = out.transpose(1, 2).reshape(size, query.shape[1], value.shape[3])
     return _Gather.apply(flat, packing.grid_index)[None], None

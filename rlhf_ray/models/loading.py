@@ -1,5 +1,6 @@
 """Models by path or Hub name, new ones from a shape, and clear words when that fails."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,17 +41,29 @@ def load_tokenizer(config: ModelConfig | NewModelConfig) -> "PreTrainedTokenizer
     Raises:
         ModelError: no tokenizer there, or one without an end-of-sequence token.
     """
-    from transformers import AutoTokenizer
-
     where = config.tokenizer or getattr(config, "path", "")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=getattr(config, "revision", None))
+        tokenizer = _tokenizer_class(Path(where)).from_pretrained(where, revision=getattr(config, "revision", None))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no tokenizer could be loaded from {where!r}: {_first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer at {where!r} has no end-of-sequence token; responses could never end. "
                          "Set `eos_token` in its tokenizer_config.json.")
     return tokenizer
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """The class that reads a tokenizer. A directory that names the general one needs no detour through AutoTokenizer,
+    whose import costs each process four seconds."""
+    settings = directory / "tokenizer_config.json"
+    if (directory / "tokenizer.json").is_file() and settings.is_file():
+        if json.loads(settings.read_text()).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def load_causal_lm(config: ModelConfig | NewModelConfig) -> "PreTrainedModel":

@@ -31,7 +31,9 @@ class PackedLanguageModel(nn.Module):
         self.temperature = temperature
         self.chunk = chunk
 
-    def forward(self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the tokens at `predicted` given what precedes them in their row.
 
         Logits exist only for those positions, and for at most `chunk` of them at a time.

@@ -64,7 +64,9 @@ class Assembler:
         """Read it back; the caller has verified the file."""
         return load_records(Path(path), Experience)
 
-    def measure(self, keep_texts: int, rollout: Rollout, rewards: RewardScores, reference: TokenScores) -> EvaluationPart:
+    def measure(
+        self, keep_texts: int, rollout: Rollout, rewards: RewardScores, reference: TokenScores
+    ) -> EvaluationPart:
         """What an evaluation needs to know of a chunk; the policy's log-probabilities are the generator's own."""
         mask, starts = rollout.response_mask, rollout.offsets[:-1]
         prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout))
@@ -76,7 +78,7 @@ class Assembler:
             digests=np.array([stable_hash(text) for text in responses]),
             bigrams=np.concatenate([bigram_codes(rollout.row(i, "tokens")[rollout.row(i, "response_mask")])
                                     for i in range(len(rollout))]),
-            texts=[{"prompt": p, "response": r} for p, r in zip(prompts[:keep_texts], responses[:keep_texts], strict=True)],
+            texts=[{"prompt": prompts[i], "response": responses[i]} for i in range(min(keep_texts, len(rollout)))],
         )
 
     def _experience(self, rollout: Rollout, scores: Scores, kl_coef: float) -> Experience:

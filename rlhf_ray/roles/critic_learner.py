@@ -18,6 +18,7 @@ class CriticLearner(Learner):
     """One rank of the critic."""
 
     config: CriticConfig
+    model_config: ModelConfig
 
     def __init__(self, config: CriticConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
                  algorithm: AlgorithmConfig) -> None:
@@ -59,7 +60,13 @@ class CriticLearner(Learner):
 
 
 def explained_variance(batch: Batch) -> float:
-    """1 - Var(return - value) / Var(return) of the values the critic gave before this update; 0 for constant returns."""
+    """1 - Var(return - value) / Var(return) of the values from before this update; 0 for constant returns.
+
+    Raises:
+        ValueError: the batch was made without a critic.
+    """
+    if batch.values is None:
+        raise ValueError("there is no explained variance of a batch without a critic's values")
     returns, values = batch.returns[batch.response_mask], batch.values[batch.response_mask]
     spread = float(returns.var())
     return 1 - float((returns - values).var()) / spread if spread > 0 else 0.0

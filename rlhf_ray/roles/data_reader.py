@@ -1,4 +1,4 @@
-"""Reads data sets beside the tokenizer, so that the driver never holds them: tables go from here to the object store."""
+"""Reads data sets beside the tokenizer, so that the driver never holds them: tables go straight to the object store."""
 
 from typing import Any
 
@@ -34,9 +34,8 @@ class DataReader:
     def demonstrations(self, config: DemonstrationsConfig) -> tuple[Sequences, Sequences, tuple[int, str]]:
         """Training rows, held-out rows (the last ones), the number of training rows and the loader's report."""
         rows, report = load_demonstrations(config, self._tokenizer)
-        held = int(len(rows) * config.held_out)
-        cut = np.arange(len(rows))
-        return rows.select(cut[: len(rows) - held]), rows.select(cut[len(rows) - held :]), (len(rows) - held, str(report))
+        numbers, cut = np.arange(len(rows)), len(rows) - int(len(rows) * config.held_out)
+        return rows.select(numbers[:cut]), rows.select(numbers[cut:]), (cut, str(report))
 
     def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, tuple[int, str]]:
         """Training pairs, held-out pairs, the number of training pairs and the loader's report."""

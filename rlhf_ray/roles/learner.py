@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 class Learner:
     """One rank of a model under training. Subclasses say which module is built and how it is updated."""
 
-    def __init__(
-        self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int, total_steps: int
-    ) -> None:
+    def __init__(self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int,
+                 total_steps: int) -> None:
         """Nothing heavy happens before `start`.
 
         Args:
@@ -110,7 +109,7 @@ class Learner:
         return len(self._plan)
 
     def weight_bucket(self, version: int, index: int) -> WeightBucket | None:
-        """One bucket of the present weights, from rank 0; other ranks help gather it. A collective call under ZeRO-3."""
+        """One bucket of the present weights, from rank 0; the others help gather it. A collective call under ZeRO-3."""
         return Publication(version, self._plan, self._gather).bucket(index)
 
     def _gather(self, names: list[str]) -> dict[str, Tensor] | None:

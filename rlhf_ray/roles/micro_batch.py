@@ -77,7 +77,9 @@ def score_tokens(
     return TokenScores(offsets=np.asarray(rollout.offsets), values=values)
 
 
-def inference_plan(record: Ragged, budget: int, rank: int = 0, world: int = 1, lockstep: bool = False) -> list[np.ndarray]:
+def inference_plan(
+    record: Ragged, budget: int, rank: int = 0, world: int = 1, lockstep: bool = False
+) -> list[np.ndarray]:
     """This rank's share of a record's rows as micro-batches for a forward pass.
 
     Ranks take contiguous rows, so their answers concatenate. In lockstep (ZeRO-3 gathers parameters from all ranks in

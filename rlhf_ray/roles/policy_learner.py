@@ -28,7 +28,7 @@ class PolicyLearner(Learner):
         return PackedLanguageModel(load_causal_lm(self.model_config), self.temperature)
 
     def logprobs(self, rollout: Rollout) -> TokenScores:
-        """Log-probabilities of this rank's contiguous share of the rows (`inference_plan`) under the present weights."""
+        """Log-probabilities of this rank's contiguous share of the rows (`inference_plan`), under present weights."""
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
         scores = score_tokens(rollout, plan, self.engine.device,
                               lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[0])

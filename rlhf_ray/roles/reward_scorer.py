@@ -43,7 +43,8 @@ class RewardScorer:
             scores[rows] = last_token_scores(outputs, micro.packing).cpu().numpy()
         wrong = np.flatnonzero(~np.isfinite(scores))
         if len(wrong):
-            keys = ", ".join(f"epoch {k.epoch} row {k.row} sample {k.sample}" for k in (rollout.keys[i] for i in wrong[:3]))
+            first = (rollout.keys[i] for i in wrong[:3])
+            keys = ", ".join(f"epoch {k.epoch} row {k.row} sample {k.sample}" for k in first)
             raise RewardError(f"the reward model {self._config.path!r} gave {scores[wrong[0]]} for {len(wrong)} of "
                               f"{len(rollout)} samples ({keys}). No score is made up in its place: mend the model "
                               "(a NaN usually means its weights are damaged or its precision too low).")

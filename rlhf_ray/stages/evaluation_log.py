@@ -43,7 +43,7 @@ class EvaluationLog:
         if self._before is None or self._after is None:
             return {}
         before, after = self._before["metrics"], self._after["metrics"]
-        found = {}
+        found: dict[str, float] = {}
         for name in ("gold", "reward"):
             if name in before:
                 found |= {f"{name}_before": before[name], f"{name}_after": after[name]}

@@ -54,10 +54,14 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
             "assembler", Assembler, config.assembler,
             lambda _: {"algorithm": config.algorithm, "logging": config.logging, "model": config.model},
         ),
-        policy=place.spawn("policy_learner", PolicyLearner, config.policy,
-                           lambda rank: {**_learner(config, "policy", rank), "temperature": temperature}, goodbye="leave"),
-        critic=place.spawn("critic_learner", CriticLearner, config.critic,
-                           lambda rank: _learner(config, "critic", rank), goodbye="leave"),
+        policy=place.spawn(
+            "policy_learner", PolicyLearner, config.policy,
+            lambda rank: {**_learner(config, "policy", rank), "temperature": temperature}, goodbye="leave",
+        ),
+        critic=place.spawn(
+            "critic_learner", CriticLearner, config.critic,
+            lambda rank: _learner(config, "critic", rank), goodbye="leave",
+        ),
         clock=StepClock(),
     )
 
@@ -84,10 +88,10 @@ async def start_team(
                          lambda _: {"model": config.model})
     workers = sum(map(len, team.groups()))
     progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in team.groups()))
-    tables, *_ = await asyncio.gather(
+    frozen = (team.generators, team.reference, team.reward, team.assembler)
+    tables, _ = await asyncio.gather(
         _read_prompts(config, reader, progress),
-        *(group.values("start") for group in (team.generators, team.reference, team.reward, team.assembler)),
-        start_learners(team.policy), start_learners(team.critic),
+        asyncio.gather(*(group.values("start") for group in frozen), *map(start_learners, (team.policy, team.critic))),
     )
     reader.kill()
     return tables

@@ -46,12 +46,13 @@ async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[
     async with workplace(config) as place:
         sampler = await _Sampler.start(config, place)
         with StageProgress("preferences", sampler.rows) as progress:
+            progress.note(sampler.report)
             pairs, left_out = await sampler.sample_all(progress)
             progress.note(f"{len(pairs)} pairs, {left_out} left out with a margin under {config.pairs.min_margin}")
     output = directory.path / config.pairs.output
     write_atomically(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode())
-    seconds = time.perf_counter() - began
-    return {"stage": "preferences", "pairs": len(pairs), "left_out": left_out, "seconds": seconds, "output": str(output)}
+    return {"stage": "preferences", "pairs": len(pairs), "left_out": left_out, "output": str(output),
+            "seconds": time.perf_counter() - began}
 
 
 class _Sampler:
@@ -62,14 +63,19 @@ class _Sampler:
         generation, pool = config.generator, PlacementConfig(pool=config.generator.pool, cpus=0)
         self._generators = place.spawn(
             "generator", Generator, generation,
-            lambda rank: {"model": model, "generation": generation, "seed": config.run.seed, "name": f"generator/{rank}",
-                          "max_context": config.prompts.max_tokens + generation.sampling.max_tokens},
+            lambda rank: {"model": model, "generation": generation, "seed": config.run.seed,
+                          "max_context": config.prompts.max_tokens + generation.sampling.max_tokens,
+                          "name": f"generator/{rank}"},
             generator_environment(generation), goodbye="stop",
         )
         self._ranker = place.spawn("pair_ranker", PairRanker, pool,
                                    lambda _: {"model": model, "min_margin": config.pairs.min_margin})
         self._reader = place.spawn("data_reader", DataReader, pool, lambda _: {"model": model})
         self._rotation = Rotation(self._generators)
+        self._prompts: Any = None
+        self.rows = 0
+        self.report = ""
+        """What the loader says about the prompts."""
 
     @classmethod
     async def start(cls, config: PreferencesStageConfig, place: Workplace) -> "_Sampler":
@@ -77,7 +83,7 @@ class _Sampler:
         self = cls(config, place)
         await asyncio.gather(*(g.values("start") for g in (self._generators, self._ranker, self._reader)))
         call = self._reader.call(0, "prompts", config.prompts, outputs=2)
-        self.rows, report = await call.value(1)
+        self.rows, self.report = await call.value(1)
         self._prompts = call.ref
         return self
 

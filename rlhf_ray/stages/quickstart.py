@@ -76,7 +76,8 @@ def recipes() -> Path:
     Raises:
         ConfigError: it is in neither place.
     """
-    places = (Path(__file__).parents[2] / "configs" / "quickstart", Path(sys.prefix) / "share/rlhf-ray/configs/quickstart")
+    below = Path("configs") / "quickstart"
+    places = (Path(__file__).parents[2] / below, Path(sys.prefix) / "share" / "rlhf-ray" / below)
     for place in places:
         if place.is_dir():
             return place

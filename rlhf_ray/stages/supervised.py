@@ -103,11 +103,8 @@ class SupervisedRun:
 
     def _next_pause(self) -> int:
         """The next step at which something besides updates happens."""
-        ends = [self.config.run.steps]
-        for every in (self.config.training.eval_every, self.config.checkpoint.every):
-            if every:
-                ends.append((self.step // every + 1) * every)
-        return min(ends)
+        paces = (self.config.training.eval_every, self.config.checkpoint.every)
+        return min([self.config.run.steps, *((self.step // every + 1) * every for every in paces if every)])
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
