@@ -57,7 +57,8 @@ def _tokenizer_class(directory: Path) -> Any:
     whose import costs each process four seconds."""
     settings = directory / "tokenizer_config.json"
     if (directory / "tokenizer.json").is_file() and settings.is_file():
-        if json.loads(settings.read_text()).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        named = json.loads(settings.read_text()).get("tokenizer_class")
+        if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
@@ -67,7 +68,7 @@ def _tokenizer_class(directory: Path) -> Any:
 
 
 def load_causal_lm(config: ModelConfig | NewModelConfig) -> "PreTrainedModel":
-    """A causal language model ready for packed forward passes (see `packed_model.PackedModel`).
+    """A causal language model ready for packed forward passes (see `packed_model.PackedLanguageModel`).
 
     Raises:
         ModelError: the directory or Hub name has no such model.

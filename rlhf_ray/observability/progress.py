@@ -46,7 +46,8 @@ class StageProgress:
         self._stream = stream or sys.stdout
         self._every_s = every_s
         self._began = time.monotonic()
-        self._pace: deque[tuple[float, int]] = deque([(self._began, start)], maxlen=RECENT_STEPS + 1)
+        # Starting up is no part of the pace: it is measured from the first finished step on.
+        self._pace: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS + 1)
         self._numbers: dict[str, float] = {}
         self._printed_at: float | None = None
         self._printed_step: int | None = None
@@ -96,9 +97,9 @@ class StageProgress:
 
     def seconds_left(self) -> float | None:
         """Time left at the pace of the last steps, in seconds; None before there is a pace."""
-        (then, first), (now, last) = self._pace[0], self._pace[-1]
-        if last <= first:
+        if len(self._pace) < 2:
             return None
+        (then, first), (now, last) = self._pace[0], self._pace[-1]
         return (self.total - self.step) * (now - then) / (last - first)
 
     def _say(self, text: str, style: str) -> None:
