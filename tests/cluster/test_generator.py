@@ -248,7 +248,7 @@ async def publish_in_flight(generator, model):
 
 
 def assert_each_token_matches_its_weights(rollout, old, new):
-    """Tokens of version 0 have the old weights' log-probabilities, those of version 1 the new ones'; some rows have both."""
+    """Tokens of version 0 have the old weights' log-probabilities, those of version 1 the new ones'. A row has both."""
     assert gap(old, rollout, rollout.versions == 0) < 1e-4
     assert gap(new, rollout, rollout.versions == 1) < 1e-4
     assert any({0, 1} <= set(rollout.row(i, "versions")) for i in range(len(rollout)))
@@ -264,7 +264,7 @@ def test_weights_published_in_flight_take_effect_from_one_token_to_the_next(loop
 
 
 def test_a_damaged_publication_is_refused_and_nothing_is_generated_until_a_whole_one_arrives(loop, running, new_models):
-    kind, generator, old = running
+    kind, generator, _ = running
     buckets = buckets_of(new_models[kind], 1)
     damaged = buckets[1].data.copy()
     damaged[100] ^= 1
@@ -350,5 +350,5 @@ def test_the_asynchronous_engine_passes_the_same_checks_and_leaves_no_process(lo
         return info["pids"][1:]
 
     children = loop.run_until_complete(check())
-    gone, alive = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=10)
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in children if psutil.pid_exists(p)], timeout=10)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -1,6 +1,7 @@
 """Buckets: the plan, the bytes, and the digest that refuses damage."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_plan_holds_every_tensor_once_aligned_and_within_the_limit(shapes, limit
     for bucket in plan:
         assert len(bucket) == 1 or bucket[-1].offset + bucket[-1].nbytes <= limit
         assert all(e.offset % ALIGNMENT == 0 for e in bucket)
-        assert all(x.offset + x.nbytes <= y.offset for x, y in zip(bucket, bucket[1:], strict=False))
+        assert all(x.offset + x.nbytes <= y.offset for x, y in pairwise(bucket))
 
 
 def test_plan_refuses_a_name_listed_twice_and_an_empty_list():
