@@ -41,7 +41,7 @@ def load_tokenizer(config: ModelConfig | NewModelConfig) -> "PreTrainedTokenizer
     Raises:
         ModelError: no tokenizer there, or one without an end-of-sequence token.
     """
-    where = config.tokenizer or getattr(config, "path", "")
+    where = config.tokenizer or str(getattr(config, "path", ""))
     try:
         tokenizer = _tokenizer_class(Path(where)).from_pretrained(where, revision=getattr(config, "revision", None))
     except (OSError, ValueError, KeyError) as error:
