@@ -1,6 +1,7 @@
 """The generator on the real vLLM, compared with Hugging Face's forward pass of the same weights (float32)."""
 
 import asyncio
+import json
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,8 @@ from tests.models import make_tiny_llama
 
 VOCAB = 512
 EOS = 1
+TURN_END = 9
+"""A second token that ends responses: the model names this one, the tokenizer EOS, as with some chat models."""
 CONTEXT = 96
 ROWS = 12
 KEYS = [SampleKey(0, row, 0) for row in range(ROWS)]
@@ -115,7 +118,12 @@ def loop():
 def directories(tmp_path_factory):
     """A tied and an untied model."""
     root = tmp_path_factory.mktemp("models")
-    return {kind: make_tiny_llama(root / kind, VOCAB, tied=kind == "tied") for kind in ("tied", "untied")}
+    made = {kind: make_tiny_llama(root / kind, VOCAB, tied=kind == "tied") for kind in ("tied", "untied")}
+    for directory in made.values():
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [TURN_END]}))
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": TURN_END}))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +137,7 @@ def test_a_key_gives_the_same_tokens_alone_in_a_batch_and_on_a_fresh_engine(loop
     async def on_a_fresh_engine(draw):
         generator = make_generator(directories["tied"])
         info = await generator.start()
-        assert info["engine"] == "in_process" and info["vocab_size"] == VOCAB and info["stop_tokens"] == [EOS]
+        assert info["engine"] == "in_process" and info["vocab_size"] == VOCAB and info["stop_tokens"] == [EOS, TURN_END]
         try:
             return await draw(generator)
         finally:
@@ -201,18 +209,20 @@ def test_rows_of_a_rollout_are_prompt_then_response_with_every_column_aligned(lo
     _, generator, _ = running
     rollout = loop.run_until_complete(generator.generate(PROMPTS, MANY, 1, LONG))
     assert rollout.keys == MANY and len(set(rollout.seeds.tolist())) == len(MANY)
+    ends = set()
     for i, key in enumerate(MANY):
         prompt, mask = PROMPTS.row(key.row, "tokens"), rollout.row(i, "response_mask")
         response = rollout.row(i, "tokens")[len(prompt) :]
         assert np.array_equal(rollout.row(i, "tokens")[: len(prompt)], prompt)
         assert not mask[: len(prompt)].any() and mask[len(prompt) :].all()
         assert (rollout.row(i, "logprobs")[len(prompt) :] < 0).all()
-        assert EOS not in response[:-1]
+        assert not {EOS, TURN_END} & set(response[:-1])
         if rollout.finish_reasons[i] == "stop":
-            assert response[-1] == EOS, "the end-of-sequence token belongs to the response"
+            ends.add(int(response[-1]))
         else:
             assert rollout.finish_reasons[i] == "length" and len(response) == 80
     assert {"stop", "length"} == set(rollout.finish_reasons)
+    assert ends == {EOS, TURN_END}, "the token that ends a response belongs to it"
     outside = ~rollout.response_mask
     assert (rollout.logprobs[outside] == 0).all() and (rollout.versions[outside] == -1).all()
 
