@@ -1,0 +1,71 @@
+"""Packed attention against transformers' own, row by row; rows do not see each other."""
+
+import pytest
+import torch
+
+from rlhf_ray.models.attention import packed_attention
+from rlhf_ray.models.packed_model import hidden_states
+
+SHAPES = [(tied, kv_heads) for tied in (True, False) for kv_heads in (4, 2, 1)]
+
+
+def rows_alone(model, tokens, packing):
+    """[T, hidden]: each row through the whole model by itself."""
+    return torch.cat([
+        model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0]
+        for row in tokens.split(packing.lengths.tolist())
+    ])
+
+
+def gradients(model, outputs):
+    weights = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view_as(outputs)
+    logits = model.get_output_embeddings()(outputs)
+    ((outputs * weights).sum() + logits.logsumexp(-1).sum()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reference, gap", [("sdpa", 1e-6), ("eager", 2e-5)])  # eager's softmax is of float32
+@pytest.mark.parametrize("tied, kv_heads", SHAPES)
+def test_packed_rows_equal_rows_alone_forward_and_backward(
+    causal_lm, tokens, packing, tied, kv_heads, reference, gap
+):
+    ours = causal_lm(tied, kv_heads, dtype=torch.float64)
+    theirs = causal_lm(tied, kv_heads, attention=reference, dtype=torch.float64)
+    packed, alone = hidden_states(ours, tokens, packing), rows_alone(theirs, tokens, packing)
+    torch.testing.assert_close(packed, alone, atol=1e-6, rtol=0)
+    expected = gradients(theirs, alone)
+    for name, grad in gradients(ours, packed).items():
+        assert expected[name].abs().max() > 0, name
+        torch.testing.assert_close(grad, expected[name], atol=gap, rtol=gap, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_packed_rows_equal_rows_alone_in_float32(causal_lm, tokens, packing):
+    packed = hidden_states(causal_lm(), tokens, packing)
+    torch.testing.assert_close(packed, rows_alone(causal_lm(attention="sdpa"), tokens, packing), atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_changing_a_row_changes_no_other_by_a_bit(causal_lm, tokens, packing, row):
+    model = causal_lm(kv_heads=2)
+    with torch.no_grad():
+        before = hidden_states(model, tokens, packing)
+        changed = torch.where(packing.row_of_token == row, (tokens + 1) % 48, tokens)
+        after = hidden_states(model, changed, packing)
+    others = packing.row_of_token != row
+    assert torch.equal(before[others], after[others])
+    assert not torch.isclose(before[~others], after[~others]).all(-1).any()
+
+
+def test_a_later_token_changes_no_earlier_one(causal_lm, tokens, packing):
+    model = causal_lm()
+    changed = tokens.clone()
+    changed[10] = (changed[10] + 1) % 48  # position 4 of row 2, which lies at 6..14
+    with torch.no_grad():
+        same = (hidden_states(model, tokens, packing) == hidden_states(model, changed, packing)).all(-1)
+    assert same.tolist() == [True] * 10 + [False] * 5 + [True] * 3
+
+
+def test_without_a_packing_it_refuses():
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"packing=Packing.*'sdpa' for padded batches"):
+        packed_attention(torch.nn.Identity(), x, x, x, None)

@@ -1,0 +1,168 @@
+"""Models by path: what loads, and the words for what does not."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
+from rlhf_ray.errors import ModelError
+from rlhf_ray.models.attention import NAME
+from rlhf_ray.models.loading import (
+    check_model_directory,
+    load_causal_lm,
+    load_scalar_model,
+    load_tokenizer,
+)
+from tests.models import make_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "llama", vocab=40, hidden=32, heads=1)
+
+
+@pytest.fixture
+def copy(llama, tmp_path):
+    """A copy of the model to damage."""
+    return shutil.copytree(llama, tmp_path / "copy")
+
+
+def config(path, **more):
+    return ModelConfig(path=str(path), **more)
+
+
+def test_a_whole_model_directory_passes(llama):
+    check_model_directory(config(llama), "model")
+
+
+def test_a_missing_directory_is_named_with_its_field(tmp_path):
+    gone = tmp_path / "gone"
+    with pytest.raises(ModelError, match=rf"^reward_model\.path='{gone}': no such directory\. Give a model directory"):
+        check_model_directory(config(gone), "reward_model")
+
+
+@pytest.mark.parametrize("path", ["./gone", "gone", "a/b/c", "runs/gone"])
+def test_what_cannot_be_a_hub_name_is_a_missing_directory(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ModelError, match="no such directory"):
+        check_model_directory(config(path), "model")
+
+
+def test_a_hub_name_is_left_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_model_directory(config("Qwen/Qwen3-0.6B"), "model")
+
+
+def test_a_directory_without_config_is_no_model(copy):
+    (copy / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"^model\.path='.*copy' has no config\.json"):
+        check_model_directory(config(copy), "model")
+
+
+def test_pickled_weights_are_refused(copy):
+    (copy / "model.safetensors").unlink()
+    torch.save({}, copy / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"^model\.path='.*copy' has no \*\.safetensors.*`save_pretrained`"):
+        check_model_directory(config(copy), "model")
+    with pytest.raises(ModelError, match=r"no model could be loaded from '.*copy'"):
+        load_causal_lm(config(copy))
+
+
+def test_a_loaded_model_has_the_saved_weights_dtype_and_attention(llama):
+    from safetensors.torch import load_file
+
+    model = load_causal_lm(config(llama))
+    saved = load_file(llama / "model.safetensors")
+    assert model.config._attn_implementation == NAME
+    for name, tensor in saved.items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert load_causal_lm(config(llama, dtype="bfloat16")).dtype == torch.bfloat16
+
+
+def test_a_damaged_model_is_told_with_its_path(copy):
+    (copy / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"no model could be loaded from '.*copy': \S"):
+        load_causal_lm(config(copy))
+
+
+def test_a_language_model_is_no_reward_model(llama):
+    with pytest.raises(ModelError, match=r"is no reward model: it has architectures \['LlamaForCausalLM'\].*reward-model"):
+        load_scalar_model(config(llama), new_head=False)
+
+
+def classifier(directory, labels):
+    from transformers import LlamaForSequenceClassification
+
+    LlamaForSequenceClassification.from_pretrained(directory, num_labels=labels).save_pretrained(directory)
+    return directory
+
+
+def test_a_classifier_with_two_labels_is_no_reward_model(copy):
+    with pytest.raises(ModelError, match="with 2 labels, and a sequence classifier with one label is needed"):
+        load_scalar_model(config(classifier(copy, 2)), new_head=False)
+
+
+def test_a_reward_model_keeps_its_head(copy):
+    from safetensors.torch import load_file
+
+    model = load_scalar_model(config(classifier(copy, 1)), new_head=False)
+    assert torch.equal(model.score.weight, load_file(copy / "model.safetensors")["score.weight"])
+    assert model.score.weight.shape == (1, 32)
+
+
+def test_a_new_head_is_small_random_and_follows_the_seed(copy):
+    heads = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        heads.append(load_scalar_model(config(copy), new_head=True).score.weight)
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    assert heads[0].std().item() == pytest.approx(33**-0.5, rel=0.4)  # 32 draws
+
+
+def test_a_new_head_replaces_one_that_is_there(copy):
+    from safetensors.torch import load_file
+
+    model = load_scalar_model(config(classifier(copy, 1)), new_head=True)
+    assert not torch.equal(model.score.weight, load_file(copy / "model.safetensors")["score.weight"])
+
+
+def test_a_new_model_has_the_shape_asked_for(llama):
+    shape = ArchitectureConfig(hidden_size=16, layers=3, heads=4, kv_heads=2, intermediate_size=40, max_positions=64,
+                               tie_embeddings=False)
+    new = NewModelConfig(architecture=shape, tokenizer=str(llama))
+    torch.manual_seed(0)
+    model = load_causal_lm(new)
+    assert model.get_input_embeddings().weight.shape == (40, 16)
+    assert len(model.model.layers) == 3
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (8, 16)
+    assert model.model.layers[0].mlp.up_proj.weight.shape == (40, 16)
+    assert model.config.max_position_embeddings == 64 and model.config.eos_token_id == 1
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    torch.manual_seed(0)
+    assert torch.equal(load_causal_lm(new).lm_head.weight, model.lm_head.weight)
+
+
+def test_a_tokenizer_comes_from_where_the_configuration_says(llama, tmp_path):
+    assert load_tokenizer(config(llama)).eos_token_id == 1
+    assert load_tokenizer(config("no/such", tokenizer=str(llama))).eos_token_id == 1
+    with pytest.raises(ModelError, match="no tokenizer could be loaded from"):
+        load_tokenizer(config(tmp_path))
+
+
+def test_a_tokenizer_without_an_end_is_refused(copy):
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    settings.pop("eos_token")
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    (copy / "special_tokens_map.json").unlink(missing_ok=True)
+    with pytest.raises(ModelError, match="has no end-of-sequence token.*Set `eos_token`"):
+        load_tokenizer(config(copy))
+
+
+def test_foreign_code_needs_a_pinned_revision():
+    with pytest.raises(ValidationError, match="pin it with `revision`"):
+        ModelConfig(path="a/b", trust_remote_code=True)
+    assert ModelConfig(path="a/b", trust_remote_code=True, revision="0123abc").trust_remote_code
