@@ -50,14 +50,17 @@ class Coordinator:
         Raises:
             RunInterrupted: asked to stop; a checkpoint of the last finished step exists.
         """
-        if self.state.step == 0:
-            await self._evaluate()
-        while self.state.step < self.config.run.steps:
-            await self._step()
-            if self.stop.requested and self.state.step < self.config.run.steps:
-                await self.recovery.save()
-                raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
-                                     f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
+        try:
+            if self.state.step == 0:
+                await self._evaluate()
+            while self.state.step < self.config.run.steps:
+                await self._step()
+                if self.stop.requested and self.state.step < self.config.run.steps:
+                    await self.recovery.save()
+                    raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
+                                         f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
+        finally:
+            await self.pipeline.close()
 
     async def _step(self) -> None:
         began, version, coef = self.team.clock.now(), self.state.step, self.state.kl.value
@@ -67,12 +70,11 @@ class Coordinator:
         seconds = await self.weights.publish(self.state.step)
         outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, began, self.team.clock.now())
         self._record(outcome)
-        if self._due(self.config.checkpoint.every) or self.state.step == self.config.run.steps:
-            await self.recovery.save()
-        if self.config.evaluation and (
-            self._due(self.config.evaluation.every) or self.state.step == self.config.run.steps
-        ):
+        # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
+        if self.config.evaluation and self._due(self.config.evaluation.every):
             await self._evaluate()
+        if self._due(self.config.checkpoint.every):
+            await self.recovery.save()
 
     async def _learn(self, lease: Lease) -> tuple[UpdateStats | None, UpdateStats]:
         """Policy and critic learn from the same experience, side by side."""
@@ -93,8 +95,7 @@ class Coordinator:
     def _acknowledge(self, lease: Lease) -> list[ExperienceSummary]:
         """The batch is trained on: a new version begins."""
         self.buffer.ack(lease, self.state.step)
-        found = [self.pipeline.summaries.pop(entry.order, None) for entry in lease.entries]
-        summaries = [s for s in found if s is not None]
+        summaries = [self.pipeline.summaries.pop(entry.order) for entry in lease.entries]
         self.state.kl.update(float(np.concatenate([s.kl for s in summaries]).mean()), lease.samples)
         self.state.step += 1
         self.state.samples += lease.samples
@@ -123,7 +124,8 @@ class Coordinator:
         self.on_evaluation(self.state.step, evaluation)
 
     def _due(self, every: int) -> bool:
-        return every > 0 and self.state.step % every == 0 and self.state.step < self.config.run.steps
+        """Whether something that happens every so many steps (0: at the end alone) happens after this one."""
+        return self.state.step == self.config.run.steps or (every > 0 and self.state.step % every == 0)
 
 
 async def _nothing() -> None:

@@ -43,6 +43,7 @@ class Pipeline:
     async def next_batch(self) -> Lease:
         """Wait until a whole batch is ready, admitting new work all the while. A chunk's first failure is raised."""
         while True:
+            self.buffer.expire()
             self._admit()
             lease = self.buffer.lease(self.config.samples_per_step, self.state.step)
             if lease is not None:
@@ -71,7 +72,10 @@ class Pipeline:
         self._running.clear()
 
     def _admit(self) -> None:
+        """Start what freshness and capacity allow, and no more than the run's remaining steps will train on."""
+        admitted = self.buffer.accepted + self.buffer.running
         allowance = self._rule.allowance(self.state.step, self.buffer.accepted, self.buffer.running)
+        allowance = min(allowance, self.config.run.steps * self.config.samples_per_step - admitted)
         while allowance > 0:
             size = self._next_chunk()
             reservation = self.buffer.reserve(size)

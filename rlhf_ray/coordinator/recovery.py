@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import load_state, save_state
-from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
+from rlhf_ray.records import ExperienceSummary
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import Reservation
 
@@ -14,8 +15,11 @@ from rlhf_ray.replay.entries import Reservation
 class Recovery:
     """Saves a run between two steps and brings it back."""
 
-    def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer) -> None:
+    def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer,
+                 summaries: dict[int, ExperienceSummary]) -> None:
+        """`summaries` is what the pipeline knows of the entries in the buffer, by admission number."""
         self.store, self.team, self.state, self.buffer = store, team, state, buffer
+        self.summaries = summaries
 
     async def save(self) -> Path:
         """Write the checkpoint of the present step; whole, or not at all.
@@ -24,7 +28,10 @@ class Recovery:
             CheckpointError: the disk is full or cannot be written; the previous checkpoint is intact.
         """
         waiting = self.buffer.ready_entries()
-        snapshot = {"run": self.state.state_dict(), "buffer": self.buffer.state_dict()}
+        snapshot = {
+            "run": self.state.state_dict(), "buffer": self.buffer.state_dict(),
+            "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
+        }
         with self.store.writing(self.state.step) as directory:
             groups = (self.team.policy, self.team.critic)
             await asyncio.gather(*(group.values("save", str(directory.absolute() / group.role)) for group in groups))
@@ -50,4 +57,5 @@ class Recovery:
             call = self.team.assembler.call(0, "load", str(path))
             await call.done()
             refs[entry["order"]] = call.ref
+        self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
         return self.buffer.load_state_dict(saved["buffer"], refs)

@@ -1,12 +1,12 @@
 """What the coordinator knows and a checkpoint must keep: step, data order, KL coefficient, what is under way."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.data.prompts import PromptCursor
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import ExperienceSummary, SampleKey
 
 
 def kl_controller(config: KLConfig) -> FixedKL:
@@ -36,9 +36,7 @@ class RunState:
             "samples": self.samples,
             "kl": self.kl.state_dict(),
             "cursor": self.cursor.state_dict(),
-            "in_flight": [
-                [order, [[k.epoch, k.row, k.sample] for k in keys]] for order, keys in self.in_flight.items()
-            ],
+            "in_flight": [[order, _plain(keys)] for order, keys in self.in_flight.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -47,3 +45,18 @@ class RunState:
         self.kl.load_state_dict(state["kl"])
         self.step, self.samples = state["step"], state["samples"]
         self.in_flight = {order: [SampleKey(*k) for k in keys] for order, keys in state["in_flight"]}
+
+
+def summary_state(summary: ExperienceSummary) -> dict[str, Any]:
+    """What a checkpoint keeps of a summary whose experience waits in the buffer; arrays stay arrays."""
+    columns = {f.name: getattr(summary, f.name) for f in fields(summary)}
+    return {**columns, "keys": _plain(summary.keys)}
+
+
+def summary_of(state: dict[str, Any]) -> ExperienceSummary:
+    """The summary that `summary_state` described."""
+    return ExperienceSummary(**{**state, "keys": [SampleKey(*k) for k in state["keys"]]})
+
+
+def _plain(keys: list[SampleKey]) -> list[list[int]]:
+    return [[k.epoch, k.row, k.sample] for k in keys]

@@ -16,7 +16,9 @@ class EvaluationLog:
         self._after: dict[str, Any] | None = None
         if resume_at is not None and directory.evaluation.is_file():
             saved = json.loads(directory.evaluation.read_text())
-            self._before = {"metrics": saved["before"], "texts": [_side(row, "before") for row in saved["texts"]]}
+            self._before = _measured(saved, "before")
+            if 0 < saved["step"] <= resume_at:
+                self._after = _measured(saved, "after")
 
     def add(self, step: int, evaluation: Evaluation) -> None:
         """Note an evaluation; the one of step 0 is the "before"."""
@@ -50,5 +52,7 @@ class EvaluationLog:
         return found | {name: after[name] for name in after if name not in ("gold", "reward", "responses")}
 
 
-def _side(row: dict[str, str], side: str) -> dict[str, str]:
-    return {"prompt": row["prompt"], "response": row[side]}
+def _measured(saved: dict[str, Any], side: str) -> dict[str, Any]:
+    """One side of evaluation.json as it was measured."""
+    texts = [{"prompt": row["prompt"], "response": row[side]} for row in saved["texts"]]
+    return {"metrics": saved[side], "texts": texts}

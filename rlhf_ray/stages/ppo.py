@@ -123,7 +123,8 @@ def _coordinator(
 
     return Coordinator(
         config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
-        weights=WeightSync(config.weights, team), recovery=Recovery(store, team, state, buffer), evaluator=evaluator,
+        weights=WeightSync(config.weights, team), evaluator=evaluator,
+        recovery=Recovery(store, team, state, buffer, pipeline.summaries),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
         on_evaluation=note_evaluation,
     )
