@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from rlhf_ray.data import review_phrases as phrases
 from rlhf_ray.errors import DataError
 
-SENTIMENT_WEIGHTS = {"positive": 0.42, "negative": 0.30, "neutral": 0.28}
-"""How often each sentiment is drawn; puts the judge's mean over continuations near +0.14."""
+SENTIMENT_WEIGHTS = {"positive": 0.38, "negative": 0.34, "neutral": 0.28}
+"""How often each sentiment is drawn; puts the judge's mean over continuations near +0.08."""
 CLAUSE_FAITHFULNESS = 0.85
 """Share of clauses that carry the review's own sentiment; the others are drawn afresh."""
 

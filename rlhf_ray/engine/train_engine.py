@@ -110,10 +110,9 @@ class TrainEngine:
             raise CheckpointError(f"{directory} holds no learner state to load")
         self.optimizer_steps = int(client["optimizer_steps"])
 
-    def parameter_shapes(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and full shape of every parameter of the inner model, tied ones once, in a fixed order."""
-        return [(name, str(p.dtype).removeprefix("torch."), tuple(getattr(p, "ds_shape", p.shape)))
-                for name, p in self.module.model.named_parameters()]
+    def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and full shape of every parameter of the inner model, tied ones once, in a fixed order."""
+        return [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in self.module.model.named_parameters()]
 
     @torch.no_grad()
     def gather(self, names: list[str]) -> dict[str, Tensor]:

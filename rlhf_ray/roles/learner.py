@@ -38,7 +38,9 @@ class Learner:
             seed: seeds weights that are made new; the same on all ranks.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         """
-        self.config, self.model_config = config, model
+        # Weights under training are float32 whatever the model's own precision: small updates vanish in bfloat16.
+        self.config, self.model_config = config, model.model_copy(update={"dtype": "float32"})
+        self.published_dtype = model.dtype
         self.rank, self.world, self.seed = rank, world, seed
         self.total_steps = total_steps
 
@@ -103,8 +105,8 @@ class Learner:
         set_rng_state(torch.load(path / f"rng_{self.rank}.pt", weights_only=True))
 
     def weight_buckets(self, bucket_bytes: int) -> int:
-        """Plan publications in buckets of at most `bucket_bytes`; returns how many there are."""
-        specs = [(name, shape, dtype) for name, dtype, shape in self.engine.parameter_shapes()]
+        """Plan publications in buckets of at most `bucket_bytes`, in the model's own precision; returns how many."""
+        specs = [(name, shape, self.published_dtype) for name, shape in self.engine.parameter_shapes()]
         self._plan = plan_buckets(specs, bucket_bytes)
         return len(self._plan)
 
@@ -119,11 +121,12 @@ class Learner:
         return tensors if self.rank == 0 else None
 
     def export(self, directory: str, card: ModelCardInfo) -> None:
-        """Write the model in Hugging Face format (rank 0; the others help gather it)."""
-        names = [name for name, _, _ in self.engine.parameter_shapes()]
+        """Write the model in Hugging Face format and its own precision (rank 0; the others help gather it)."""
+        names = [name for name, _ in self.engine.parameter_shapes()]
         state = {}
         for name in names:
-            state.update(self._gather([name]) or {})
+            gathered = self._gather([name]) or {}
+            state.update({name: t.to(getattr(torch, self.published_dtype)) for name, t in gathered.items()})
         if self.rank:
             return
         inner = self.engine.module.model

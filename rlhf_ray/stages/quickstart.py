@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
@@ -23,21 +25,28 @@ from rlhf_ray.observability.tables import changes, print_before_after, print_tex
 from rlhf_ray.stages import ppo, preferences, reward_model, sft
 
 VOCABULARY = 1024
+HOME = "runs/quickstart"
+"""Where the configurations put everything; `--dir` moves it."""
 VERDICT = ("gold", "reward", "kl", "perplexity", "length", "finished", "distinct", "distinct_bigrams")
 
 
 def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Run all stages below `directory`, skipping what an interrupted run has finished; returns summary.json.
+    """Run all stages, PPO in `directory` itself and those before it below; what is finished already is kept.
 
     Args:
         overrides: `--section.key=value` changes of the PPO stage.
 
+    Returns:
+        What it wrote to summary.json.
+
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
+    began = time.perf_counter()
     home = RunDirectory(directory)
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = _config("ppo", directory, seed, overrides)
+    _refuse_other_seed(directory, seed)
     seconds = {"data": _timed(lambda: _make_data(directory, seed))}
     with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "quickstart") as session:
         print(f"Ray dashboard: {session.dashboard_url or 'not started'}")
@@ -47,14 +56,23 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
         model = _stage("reward_model", lambda: reward_model.run(_config("reward-model", directory, seed), True),
                        directory / "reward_model")
         seconds["reward_model"] = pairs + model
-        seconds["ppo"] = _stage("ppo", lambda: ppo.run(ppo_config, True), directory / "ppo")
+        seconds["ppo"] = _stage("ppo", lambda: ppo.run(ppo_config, True), directory)
+    seconds["total"] = max(time.perf_counter() - began, sum(seconds.values()))
     return _verdict(home, seconds)
+
+
+def _refuse_other_seed(directory: Path, seed: int) -> None:
+    """An unfinished quickstart goes on with the seed it began with, or not at all."""
+    begun = directory / "sft" / "config.yaml"
+    if begun.is_file() and (other := yaml.safe_load(begun.read_text())["run"]["seed"]) != seed:
+        raise ConfigError(f"{directory} was begun with --seed {other}, not {seed}; pass --seed {other} to go on with "
+                          "it, --fresh to begin anew, or another --dir")
 
 
 def _config(stage: str, directory: Path, seed: int, overrides: list[str] | None = None) -> Any:
     """A stage's configuration from configs/quickstart, with paths below `directory`."""
     path = recipes() / f"{stage.replace('-', '_')}.yaml"
-    moved = [f"--{field}={str(value).replace('runs/quickstart', str(directory), 1)}"
+    moved = [f"--{field}={str(value).replace(HOME, str(directory), 1)}"
              for field, value in _paths(load(STAGES[stage], path, []).model_dump())]
     return load(STAGES[stage], path, [*moved, f"--run.seed={seed}", *(overrides or [])])
 
@@ -65,7 +83,7 @@ def _paths(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, dict):
             found += _paths(value, f"{prefix}{name}.")
-        elif isinstance(value, str) and value.startswith("runs/quickstart"):
+        elif isinstance(value, str) and value.startswith(HOME):
             found.append((prefix + name, value))
     return found
 
@@ -96,7 +114,10 @@ def _make_data(directory: Path, seed: int) -> None:
 
 
 def _stage(name: str, work: Callable[[], Any], directory: Path) -> float:
-    """Run a stage unless its summary says that it is done; returns the seconds it took, now or then."""
+    """Run a stage unless its summary says that it is done; returns the seconds it took, now or then.
+
+    A stage that was interrupted goes on from its checkpoint.
+    """
     if (directory / "summary.json").is_file():
         print(f"{name}: finished before, in {directory}")
         return float(json.loads((directory / "summary.json").read_text())["seconds"])
@@ -111,20 +132,18 @@ def _timed(work: Callable[[], Any]) -> float:
 
 def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
     """The table, three texts, summary.json and the report of the whole quickstart."""
-    ppo_run = RunDirectory(home.path / "ppo")
-    evaluation = json.loads(ppo_run.evaluation.read_text())
-    numbers = json.loads(ppo_run.summary.read_text())
+    evaluation = json.loads(home.evaluation.read_text())
+    numbers = json.loads(home.summary.read_text())
     accuracy = json.loads((home.path / "reward_model" / "summary.json").read_text())["accuracy"]
     summary = {**numbers, "stage": "quickstart", "reward_model_accuracy": accuracy,
-               "seconds": {**seconds, "total": sum(seconds.values())}}
+               "seconds": seconds}
     home.write_json("summary.json", summary)
-    report = write_report(ppo_run.path)
+    report = write_report(home.path)
     before, after = ({name: side[name] for name in VERDICT} for side in (evaluation["before"], evaluation["after"]))
     print_before_after(changes(before, after))
     print_texts(evaluation["texts"][:3])
     print(f"reward model: {accuracy:.1%} of held-out pairs ranked as the judge does")
-    print(f"{summary['seconds']['total']:.0f} s in all: "
-          + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
-    print(f"model: {ppo_run.model}\nreport: {report}")
+    print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
+    print(f"model: {home.model}\nreport: {report}")
     return summary
 

@@ -91,7 +91,7 @@ def test_every_prompt_may_go_on_with_any_sentiment():
 def test_the_judge_finds_openings_neutral_and_continuations_slightly_positive(review_files: ReviewFiles):
     reviews = list(make_reviews(6_000, seed=4))
     scores = judge_scores([r.continuation for r in reviews])
-    assert 0.10 <= scores.mean() <= 0.20
+    assert 0.03 <= scores.mean() <= 0.15
     of = {s: scores[[r.sentiment == s for r in reviews]].mean() for s in ("positive", "negative", "neutral")}
     assert of["positive"] > 0.75 and of["negative"] < -0.6 and abs(of["neutral"]) < 0.1
     assert np.abs(judge_scores(prompts_of(review_files.eval_prompts))).max() < 0.1
