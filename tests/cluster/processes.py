@@ -1,0 +1,52 @@
+"""Which processes and shared-memory segments there are because of this test process."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+
+
+def descendants(wait_s: float = 15.0) -> list[str]:
+    """Command lines of living descendants, after they had `wait_s` seconds to end. Python's own helpers are left out."""
+    until = time.monotonic() + wait_s
+    while (left := _living()) and time.monotonic() < until:
+        time.sleep(0.2)
+    return left
+
+
+def _living() -> list[str]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing" not in command:
+                found.append(command)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm that belong to this user."""
+    found = set()
+    for entry in os.scandir("/dev/shm"):
+        try:
+            if entry.stat().st_uid == os.getuid():
+                found.add(entry.name)
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def processes_mentioning(text: str, wait_s: float = 15.0) -> list[str]:
+    """Command lines, of any living process, that contain `text`; after they had `wait_s` seconds to end."""
+    until = time.monotonic() + wait_s
+    while (left := [p for p in _command_lines() if text in p]) and time.monotonic() < until:
+        time.sleep(0.2)
+    return left
+
+
+def _command_lines() -> list[str]:
+    return [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid()]

@@ -1,0 +1,98 @@
+"""A resumed run is the same run: here after its newest checkpoint was damaged, so that it goes on from the one before."""
+
+import json
+import logging
+
+import pytest
+
+from rlhf_ray.checkpoint.manifest import verify_manifest
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.errors import CheckpointError
+from rlhf_ray.observability.metrics import read_metrics
+
+pytestmark = pytest.mark.cluster
+TIMES = ("time", "throughput/", "idle/", "weights/publish_seconds")
+
+
+@pytest.fixture(scope="module")
+def resumed(finished, configure, tmp_path_factory):
+    """(directory of the resumed run, the warnings it gave)."""
+    import shutil
+
+    from rlhf_ray.stages import ppo
+
+    directory = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(finished.directory, directory)
+    for file in ("model", "summary.json", "report.html"):
+        shutil.rmtree(directory / file) if (directory / file).is_dir() else (directory / file).unlink()
+    flip_a_byte(directory / "checkpoints/step_4/policy_learner/engine/zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    log = logging.getLogger("rlhf_ray.checkpoint.directory")
+    log.addHandler(handler)
+    try:
+        ppo.run(load(PPOConfig, configure(directory), []), resume=True)
+    finally:
+        log.removeHandler(handler)
+    return directory, warnings
+
+
+def flip_a_byte(path):
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def measured(directory):
+    """Rows of metrics without what a clock says."""
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in read_metrics(directory)]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(resumed):
+    _, warnings = resumed
+    assert any("passing over a damaged checkpoint" in w and "step_4" in w and "zero_pp_rank_1" in w for w in warnings)
+
+
+def test_the_resumed_run_ends_with_the_same_weights_bit_for_bit(finished, resumed):
+    directory, _ = resumed
+    first, second = ((d / "model/model.safetensors").read_bytes() for d in (finished.directory, directory))
+    assert first == second
+
+
+def test_the_resumed_run_measures_the_same_numbers_at_the_same_steps(finished, resumed):
+    directory, _ = resumed
+    assert [row["step"] for row in measured(directory)] == [0, 1, 2, 3, 4, 4]
+    assert measured(directory) == measured(finished.directory)
+
+
+def test_data_order_and_kl_controller_end_where_the_uninterrupted_run_s_do(finished, resumed):
+    states = [json.loads((d / "checkpoints/step_4/coordinator.json").read_text()) for d in (finished.directory, resumed[0])]
+    assert states[0] == states[1]
+    text = json.dumps(states[0])
+    assert '"position"' in text and '"value"' in text, "cursor and controller must be in there"
+
+
+def test_the_texts_of_the_steps_made_again_are_the_same(finished, resumed):
+    import pyarrow.parquet as pq
+
+    for step in (1, 2, 3, 4):
+        name = f"samples/step_{step:06d}.parquet"
+        assert pq.read_table(resumed[0] / name).equals(pq.read_table(finished.directory / name))
+
+
+def test_the_damaged_checkpoint_was_replaced_by_a_whole_one(resumed):
+    assert verify_manifest(resumed[0] / "checkpoints/step_4").step == 4
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(copy_of_the_run, configure):
+    from rlhf_ray.stages import ppo
+
+    for step in (2, 4):
+        flip_a_byte(copy_of_the_run / f"checkpoints/step_{step}/policy_learner/engine/mp_rank_00_model_states.pt")
+    before = (copy_of_the_run / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints .* is intact"):
+        ppo.run(load(PPOConfig, configure(copy_of_the_run), []), resume=True)
+    assert (copy_of_the_run / "metrics.jsonl").read_bytes() == before
