@@ -11,12 +11,14 @@ if TYPE_CHECKING:
 
 
 def rollout_texts(tokenizer: "PreTrainedTokenizerBase", rollout: Rollout, rows: int) -> tuple[list[str], list[str]]:
-    """Prompts and responses of the first `rows` rows, special tokens left out."""
-    first = [int(np.argmax(rollout.row(i, "response_mask"))) for i in range(rows)]
-    prompts = [rollout.row(i, "tokens")[:n].tolist() for i, n in enumerate(first)]
-    responses = [rollout.row(i, "tokens")[n:].tolist() for i, n in enumerate(first)]
-    return (tokenizer.batch_decode(prompts, skip_special_tokens=True),
-            tokenizer.batch_decode(responses, skip_special_tokens=True))
+    """Prompts and responses of the first `rows` rows, special tokens left out; a row without response is all prompt."""
+    prompts, responses = [], []
+    for i in range(rows):
+        tokens, mask = rollout.row(i, "tokens"), rollout.row(i, "response_mask")
+        begin = int(np.argmax(mask)) if mask.any() else len(mask)
+        prompts.append(tokenizer.decode(tokens[:begin].tolist(), skip_special_tokens=True))
+        responses.append(tokenizer.decode(tokens[begin:].tolist(), skip_special_tokens=True))
+    return prompts, responses
 
 
 def finished(rollout: Rollout) -> np.ndarray:

@@ -1,0 +1,197 @@
+"""Experience worked out by hand from two rollouts, and the numbers about it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
+from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.records import Experience, RewardScores, Rollout, SampleKey, TokenScores, offsets_of
+from rlhf_ray.roles.assembler import Assembler, bigram_codes, stable_hash
+
+KEYS = [SampleKey(0, 7, 0), SampleKey(0, 9, 0)]
+# Row 0: prompt w2, response w3 w4 </s>. Row 1: prompt w5 w6, response w7, two inserted tokens, response w7, cut short.
+TOKENS = [2, 3, 4, 1, 5, 6, 7, 8, 9, 7]
+MASK = np.array([0, 1, 1, 1, 0, 0, 1, 0, 0, 1], dtype=bool)
+OFFSETS = offsets_of([4, 6])
+OLD = [0, -1.0, -2.0, -0.5, 0, 0, -1.5, 0, 0, -1.0]
+REFERENCE = [0, -1.5, -1.0, -0.5, 0, 0, -2.5, 0, 0, -1.25]
+VALUES = [0, 0.5, 1.0, 2.0, 0, 0, -1.0, 0, 0, 0.25]
+BEHAVIOUR = [0, -1.1, -2.0, -0.5, 0, 0, -1.5, 0, 0, -1.2]
+SCORES = [3.0, -2.0]
+GAMMA, LAM, COEF = 0.9, 0.8, 0.5
+
+
+def column(values):
+    return np.array(values, dtype=np.float32)
+
+
+@pytest.fixture
+def two_rows() -> Rollout:
+    return Rollout(
+        offsets=OFFSETS, tokens=np.array(TOKENS, dtype=np.int32), response_mask=MASK, logprobs=column(BEHAVIOUR),
+        versions=np.array([-1, 3, 3, 4, -1, -1, 5, -1, -1, 5], dtype=np.int32), keys=KEYS,
+        seeds=np.arange(2), finish_reasons=["stop", "length"],
+    )
+
+
+@pytest.fixture
+def assemble(two_rows, policy_model):
+    """assemble(keep_texts, judge, **changes of the algorithm) -> (experience, summary)."""
+
+    def run(keep_texts=0, judge=None, ranks=1, **changes):
+        algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **changes)
+        assembler = Assembler(algorithm, LoggingConfig(judge=judge), policy_model)
+        assembler.start()
+        whole = [TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, VALUES)]
+        parts = [part.select([i]) for part in whole for i in (0, 1)] if ranks == 2 else whole
+        reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
+        return assembler.assemble(COEF, keep_texts, ranks, two_rows, RewardScores(column(SCORES)), reference, *parts)
+
+    return run
+
+
+def expected_advantages(scores=SCORES):
+    """Equation 16 of Schulman et al. 2016, spelled out token by token."""
+    # Row 0, log-ratios 0.5, -1.0 and 0.0; the score lies on the last response token, which is </s>.
+    r = [-COEF * 0.5, -COEF * -1.0, -COEF * 0.0 + scores[0]]
+    v = VALUES[1:4]
+    d = [r[0] + GAMMA * v[1] - v[0], r[1] + GAMMA * v[2] - v[1], r[2] - v[2]]
+    c = GAMMA * LAM
+    first = [d[0] + c * d[1] + c * c * d[2], d[1] + c * d[2], d[2]]
+    # Row 1, log-ratios 1.0 and 0.25; the gap of two inserted tokens is stepped over undiscounted.
+    r = [-COEF * 1.0, -COEF * 0.25 + scores[1]]
+    v = [VALUES[6], VALUES[9]]
+    d = [r[0] + GAMMA * v[1] - v[0], r[1] - v[1]]
+    second = [d[0] + c * d[1], d[1]]
+    return [0, *first, 0, 0, second[0], 0, 0, second[1]]
+
+
+def test_advantages_and_returns_by_hand(assemble):
+    experience, _ = assemble()
+    advantages = expected_advantages()
+    assert experience.advantages == pytest.approx(advantages, abs=1e-6)
+    assert experience.returns == pytest.approx([a + v for a, v in zip(advantages, VALUES, strict=True)], abs=1e-6)
+    assert experience.returns[~MASK].tolist() == [0] * 5
+
+
+def test_columns_are_what_the_roles_said(assemble, two_rows):
+    experience, _ = assemble()
+    assert experience.tokens is two_rows.tokens and experience.response_mask is two_rows.response_mask
+    for name, said in [("behaviour_logprobs", BEHAVIOUR), ("old_logprobs", OLD), ("reference_logprobs", REFERENCE),
+                       ("values", VALUES)]:
+        assert getattr(experience, name).tolist() == column(said).tolist(), name
+    assert experience.keys == KEYS
+
+
+def test_without_penalty_and_values_the_score_arrives_discounted(assemble, two_rows, policy_model):
+    assembler = Assembler(AlgorithmConfig(gamma=0.5, lam=1.0), LoggingConfig(), policy_model)
+    assembler.start()
+    zero = TokenScores(offsets=OFFSETS, values=column([0] * 10))
+    rewards = RewardScores(column([8.0, 4.0]))
+    experience, _ = assembler.assemble(0.0, 0, 1, two_rows, rewards, zero, zero, zero)
+    assert experience.returns.tolist() == [0, 2, 4, 8, 0, 0, 2, 0, 0, 4]
+
+
+def test_the_score_is_clipped_and_the_penalty_is_not(assemble):
+    experience, summary = assemble(reward_clip=1.0)
+    assert experience.advantages == pytest.approx(expected_advantages([1.0, -1.0]), abs=1e-6)
+    assert summary.scores.tolist() == SCORES, "the summary tells what the reward model said"
+
+
+def test_a_response_that_did_not_end_pays(assemble):
+    experience, summary = assemble(missing_eos_penalty=1.5)
+    assert experience.advantages == pytest.approx(expected_advantages([3.0, -3.5]), abs=1e-6)
+    assert summary.scores.tolist() == SCORES
+
+
+@pytest.mark.parametrize("estimator, kl", [("k2", 0.5), ("abs", 1.0), ("k3", math.exp(-1.0) - 1 + 1.0)])
+def test_the_estimator_is_the_configured_one(assemble, estimator, kl):
+    experience, _ = assemble(kl=KLConfig(estimator=estimator), reward_clip=1e-9)
+    last = experience.advantages[9]  # of the one-step-to-go token: only its own reward counts
+    ratio = 0.25
+    own = {"k2": ratio**2 / 2, "abs": ratio, "k3": math.exp(-ratio) - 1 + ratio}[estimator]
+    assert last == pytest.approx(-COEF * own - VALUES[9], abs=1e-6)
+    delta = -COEF * kl + GAMMA * VALUES[9] - VALUES[6]
+    assert experience.advantages[6] == pytest.approx(delta + GAMMA * LAM * last, abs=1e-6)
+
+
+def test_parts_of_several_ranks_are_put_together(assemble):
+    one, _ = assemble(ranks=1)
+    two, _ = assemble(ranks=2)
+    assert two.advantages.tolist() == one.advantages.tolist()
+    assert two.old_logprobs.tolist() == one.old_logprobs.tolist()
+
+
+def test_without_a_critic_gae_refuses(two_rows, policy_model):
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model)
+    assembler.start()
+    scores = TokenScores(offsets=OFFSETS, values=column(OLD))
+    with pytest.raises(ValueError, match="needs a critic"):
+        assembler.assemble(0.1, 0, 1, two_rows, RewardScores(column(SCORES)), scores, scores)
+
+
+def test_the_summarys_numbers_by_hand(assemble):
+    experience, summary = assemble()
+    assert summary.keys == KEYS
+    assert summary.kl.tolist() == [0.5 - 1.0 + 0.0, 1.0 + 0.25]
+    assert summary.response_lengths.tolist() == [3, 2]
+    assert summary.finished.tolist() == [True, False]
+    assert (summary.min_version, summary.tokens, summary.nbytes) == (3, 10, experience.nbytes)
+    assert summary.behaviour_gap == pytest.approx((0.1 + 0.2) / 5, abs=1e-6)
+    assert summary.samples == [] and summary.gold is None
+
+
+def test_kept_texts_show_prompt_response_and_numbers(assemble):
+    _, summary = assemble(keep_texts=1)
+    assert summary.samples == [{"prompt": "w2", "response": "w3 w4", "score": 3.0, "kl": -0.5, "gold": None}]
+
+
+def test_a_judge_hears_every_response(assemble, monkeypatch):
+    heard = []
+
+    def judge(texts):
+        heard.extend(texts)
+        return column([0.25, -0.5])
+
+    monkeypatch.setattr("rlhf_ray.data.judge.judge_scores", judge)
+    _, summary = assemble(keep_texts=1, judge="vader")
+    assert heard == ["w3 w4", "w7 w8 w9 w7"]
+    assert summary.gold.tolist() == [0.25, -0.5]
+    assert [row["gold"] for row in summary.samples] == [0.25]
+
+
+def test_an_evaluation_part_by_hand(two_rows, policy_model):
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model)
+    assembler.start()
+    reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
+    part = assembler.measure(1, two_rows, RewardScores(column(SCORES)), reference)
+    assert part.scores.tolist() == SCORES and part.gold is None
+    assert part.kl == pytest.approx([(-1.1 + 1.5) + (-2.0 + 1.0) + 0.0, (-1.5 + 2.5) + (-1.2 + 1.25)], abs=1e-6)
+    assert part.reference_logprobs == pytest.approx([-3.0, -3.75])
+    assert part.lengths.tolist() == [3, 2] and part.finished.tolist() == [True, False]
+    assert part.digests.tolist() == [stable_hash("w3 w4"), stable_hash("w7 w8 w9 w7")]
+    assert part.bigrams.tolist() == [3 * 2**31 + 4, 4 * 2**31 + 1, 7 * 2**31 + 7]
+    assert part.texts == [{"prompt": "w2", "response": "w3 w4"}]
+
+
+def test_hashes_are_stable_and_fit_63_bits():
+    assert stable_hash("") == 0xE4A6A0577479B2B4 >> 1  # blake2b-64 of nothing
+    assert all(0 <= stable_hash(str(i)) < 2**63 for i in range(100))
+
+
+def test_bigrams_tell_order_and_large_ids_apart():
+    ids = np.array([1, 2, 1, 2**31 - 1, 0], dtype=np.int32)
+    codes = bigram_codes(ids)
+    assert len(set(codes.tolist())) == 4 and codes.dtype == np.int64
+    assert bigram_codes(ids[:1]).tolist() == []
+
+
+def test_experience_comes_back_from_disk(assemble, policy_model, tmp_path):
+    experience, _ = assemble()
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model)
+    assembler.save(str(tmp_path / "e.npz"), experience)
+    again = assembler.load(str(tmp_path / "e.npz"))
+    assert isinstance(again, Experience) and again.keys == experience.keys
+    assert again.advantages.tobytes() == experience.advantages.tobytes()

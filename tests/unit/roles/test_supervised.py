@@ -1,0 +1,65 @@
+"""Batches of the supervised stages, and which tokens carry loss."""
+
+import numpy as np
+import pytest
+
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.sequences import Pairs, Sequences
+from rlhf_ray.records import offsets_of
+from rlhf_ray.roles.supervised_learner import RewardModelLearner, SupervisedLearner, predictable
+
+
+def sequences(lengths, mask=None):
+    tokens = np.arange(sum(lengths), dtype=np.int32)
+    loss_mask = np.ones(len(tokens), dtype=bool) if mask is None else np.array(mask, dtype=bool)
+    return Sequences(offsets=offsets_of(lengths), tokens=tokens, loss_mask=loss_mask)
+
+
+def learner(rows, batch_size, seed=4, rank=0, world=1):
+    made = SupervisedLearner(LearnerConfig(), ModelConfig(path="unused"), rank, world, seed, 10, batch_size)
+    made.take(sequences([1] * rows), sequences([]))
+    return made
+
+
+def test_every_row_comes_once_an_epoch_and_batches_reach_into_the_next():
+    it = learner(rows=10, batch_size=4)
+    rows = np.concatenate([it._rows_of(step) for step in range(1, 6)]).tolist()
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
+    assert rows[:10] != rows[10:]
+
+
+@pytest.mark.parametrize("resume_at", [1, 3, 7])
+def test_a_resumed_learner_goes_on_with_the_same_batches(resume_at):
+    whole, resumed = learner(10, 4), learner(10, 4)
+    expected = [whole._rows_of(step).tolist() for step in range(1, 10)]
+    assert [resumed._rows_of(step).tolist() for step in range(resume_at, 10)] == expected[resume_at - 1 :]
+
+
+def test_going_back_gives_the_same_batches_again():
+    it = learner(10, 4)
+    first = [it._rows_of(step).tolist() for step in (1, 2, 3)]
+    assert [it._rows_of(step).tolist() for step in (1, 2, 3)] == first
+    assert it._rows_of(2).tolist() == first[1]
+
+
+def test_all_ranks_agree_on_the_batch_and_another_seed_does_not():
+    one, two = learner(50, 8, rank=0, world=2), learner(50, 8, rank=1, world=2)
+    assert one._rows_of(3).tolist() == two._rows_of(3).tolist()
+    assert one._rows_of(3).tolist() != learner(50, 8, seed=5)._rows_of(3).tolist()
+
+
+def test_a_rows_first_token_carries_no_loss():
+    part = sequences([3, 1, 4], [1, 1, 1, 1, 0, 0, 1, 1])
+    assert predictable(part).astype(int).tolist() == [0, 1, 1, 0, 0, 0, 1, 1]
+    assert part.loss_mask.tolist()[0], "the data stays as it is"
+
+
+def test_empty_rows_take_no_neighbours_token():
+    assert predictable(sequences([2, 0, 2, 0])).astype(int).tolist() == [0, 1, 0, 1]
+
+
+def test_a_reward_models_loss_counts_pairs():
+    pairs = Pairs(sequences([2, 3]), sequences([4, 1]))
+    made = RewardModelLearner(LearnerConfig(), ModelConfig(path="unused"), 0, 1, 0, 1, 2)
+    assert made.count(pairs) == 2

@@ -1,0 +1,79 @@
+"""Rollouts as text, and pairs ranked by a judge."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.pair_ranker import PairRanker
+from rlhf_ray.roles.texts import finished, rollout_texts
+from tests.unit.roles.conftest import rollout_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_model):
+    return load_tokenizer(policy_model)
+
+
+@pytest.fixture
+def texts():
+    """Prompt w2 w3 with response w4 </s>; prompt w5 with response w6, inserted w7, response w8."""
+    made = rollout_of([[0, 0, 1, 1], [0, 1, 0, 1]], ["stop", "length"])
+    return replace(made, tokens=np.array([2, 3, 4, 1, 5, 6, 7, 8], dtype=np.int32))
+
+
+def test_prompts_and_responses_without_special_tokens(texts, tokenizer):
+    assert rollout_texts(tokenizer, texts, 2) == (["w2 w3", "w5"], ["w4", "w6 w7 w8"])
+    assert rollout_texts(tokenizer, texts, 1) == (["w2 w3"], ["w4"])
+    assert rollout_texts(tokenizer, texts, 0) == ([], [])
+
+
+def test_a_row_without_response_is_all_prompt(tokenizer):
+    empty = replace(rollout_of([[0, 0]]), tokens=np.array([2, 3], dtype=np.int32))
+    assert rollout_texts(tokenizer, empty, 1) == (["w2 w3"], [""])
+
+
+def test_finished_means_ended_by_itself():
+    made = rollout_of([[0, 1]] * 3, ["stop", "length", "abort"])
+    assert finished(made).tolist() == [True, False, False]
+
+
+@pytest.fixture
+def rank(policy_model, monkeypatch):
+    """rank(scores, min_margin): the preference rows of two prompts with two responses each, judged so."""
+
+    def run(scores, min_margin):
+        monkeypatch.setattr("rlhf_ray.roles.pair_ranker.judge_scores",
+                            lambda texts: np.array([scores[text] for text in texts], dtype=np.float32))
+        ranker = PairRanker(policy_model, min_margin)
+        ranker.start()
+        made = rollout_of([[0, 1]] * 4, ["stop", "length", "stop", "stop"])
+        return ranker.rank(replace(made, tokens=np.array([2, 10, 2, 11, 3, 12, 3, 13], dtype=np.int32)))
+
+    return run
+
+
+def test_neighbours_form_pairs_and_the_better_is_chosen(rank):
+    rows = rank({"w10": 0.25, "w11": 0.75, "w12": 1.0, "w13": -1.0}, 0.1)
+    assert rows == [
+        {"prompt": "w2", "chosen": "w11", "rejected": "w10", "chosen_finished": False, "rejected_finished": True,
+         "margin": 0.5},
+        {"prompt": "w3", "chosen": "w12", "rejected": "w13", "chosen_finished": True, "rejected_finished": True,
+         "margin": 2.0},
+    ]
+
+
+def test_pairs_too_close_are_left_out_in_place(rank):
+    rows = rank({"w10": 0.25, "w11": 0.5, "w12": 0.0, "w13": 0.5}, 0.5)
+    assert rows[0] is None
+    assert rows[1]["chosen"] == "w13", "a margin equal to the least one is kept"
+
+
+def test_a_meter_divides_once():
+    meter = Meter()
+    meter.add(3, {"loss": 1.0})
+    meter.add(1, {"loss": 5.0})
+    meter.add(0, {"loss": float("nan")})
+    assert meter.means() == {"loss": 2.0}

@@ -1,0 +1,103 @@
+"""The batch of one update, its mini-batches, and what is said about the update."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.engine.train_engine import StepResult
+from rlhf_ray.records import Experience, SampleKey, offsets_of
+from rlhf_ray.roles.critic_learner import explained_variance
+from rlhf_ray.roles.updates import mini_batches, run_update, training_batch
+
+
+def experience_of(rows, first=0):
+    """Rows of (advantage or None for a prompt token); the token ids are running numbers from `first`."""
+    flat = [a for row in rows for a in row]
+    mask = np.array([a is not None for a in flat])
+    numbers = np.array([0.0 if a is None else a for a in flat], dtype=np.float32)
+    return Experience(
+        offsets=offsets_of([len(row) for row in rows]), tokens=np.arange(first, first + len(flat), dtype=np.int32),
+        response_mask=mask, behaviour_logprobs=numbers, old_logprobs=numbers, reference_logprobs=numbers,
+        values=numbers, advantages=numbers, returns=numbers, keys=[SampleKey(0, i, 0) for i in range(len(rows))],
+    )
+
+
+PARTS = [experience_of([[None, 1.0, 2.0], [None, 6.0]]), experience_of([[None, None, 3.0]], first=5)]
+
+
+def test_a_batch_is_all_experience_in_the_order_given():
+    batch = training_batch(PARTS, whiten=False)
+    assert batch.tokens.tolist() == list(range(8)) and batch.lengths.tolist() == [3, 2, 3]
+    assert batch.advantages.tolist() == [0, 1, 2, 0, 6, 0, 0, 3]
+    assert training_batch(PARTS[::-1], whiten=False).tokens.tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
+
+
+def test_whitening_spans_the_whole_batch_with_unbiased_variance():
+    batch = training_batch(PARTS, whiten=True)
+    # Of 1, 2, 6, 3: mean 3, squared distances 4 + 1 + 9 + 0 = 14, variance 14 / 3.
+    spread = (14 / 3) ** 0.5
+    expected = [0, -2 / spread, -1 / spread, 0, 3 / spread, 0, 0, 0]
+    assert batch.advantages == pytest.approx(expected, abs=1e-6)
+    assert batch.returns.tolist() == [0, 1, 2, 0, 6, 0, 0, 3], "only advantages are whitened"
+    assert PARTS[0].advantages.tolist() == [0, 1, 2, 0, 6], "the experience in the store stays as it is"
+
+
+def test_every_epoch_visits_each_row_once_in_its_own_order():
+    batches = list(mini_batches(12, epochs=3, per_epoch=4, seed=5, step=2))
+    assert [len(b) for b in batches] == [3] * 12
+    orders = [np.concatenate(batches[i : i + 4]).tolist() for i in (0, 4, 8)]
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@pytest.mark.parametrize("other", [{}, {"seed": 6}, {"step": 3}])
+def test_the_order_follows_from_seed_and_step_alone(other):
+    place = {"seed": 5, "step": 2}
+    one, two = (np.concatenate(list(mini_batches(16, 2, 4, **p))).tolist() for p in (place, {**place, **other}))
+    assert (one == two) is (not other)
+
+
+def test_the_epoch_does_not_depend_on_how_many_there_are():
+    few, many = (list(mini_batches(8, epochs, 2, 1, 1)) for epochs in (1, 3))
+    assert [b.tolist() for b in few] == [b.tolist() for b in many[:2]]
+
+
+def test_an_update_makes_every_step_and_says_what_it_did():
+    seen = []
+
+    def optimize(batch, meter):
+        seen.append(batch)
+        meter.add(float(batch.response_mask.sum()), {"loss": float(len(seen))})
+        return StepResult(grad_norm=float(len(seen)), learning_rate=0.1 * len(seen))
+
+    batch = training_batch([PARTS[0], experience_of([[None, 3.0], [None, 4.0]], first=5)], whiten=False)
+    learner = SimpleNamespace(optimize=optimize, seed=3)
+    stats = run_update(learner, batch, AlgorithmConfig(epochs=2, mini_batches=2), step=7)
+    assert (stats.step, stats.applied, stats.skipped, stats.tokens) == (7, 4, 0, 2 * 9)
+    assert [part.tokens.tolist() for part in seen] == [
+        batch.select(rows).tokens.tolist() for rows in mini_batches(4, 2, 2, 3, 7)]
+    weights = [int(part.response_mask.sum()) for part in seen]
+    assert stats.metrics["loss"] == pytest.approx(np.average([1, 2, 3, 4], weights=weights))
+    assert stats.metrics["grad_norm"] == 2.5 and stats.metrics["learning_rate"] == pytest.approx(0.4)
+    assert stats.seconds >= 0
+
+
+def critic_batch(returns, values):
+    batch = training_batch([experience_of([[None, *returns]])], whiten=False)
+    return replace(batch, values=np.array([99.0, *values], dtype=np.float32))
+
+
+def test_explained_variance_by_hand():
+    # Returns 1, 2, 3: variance 2/3. Errors 0, 0, 1: variance 2/9. 1 - 1/3.
+    assert explained_variance(critic_batch([1.0, 2.0, 3.0], [1.0, 2.0, 2.0])) == pytest.approx(2 / 3)
+    assert explained_variance(critic_batch([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])) == 1
+    assert explained_variance(critic_batch([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])) == pytest.approx(0)
+    assert explained_variance(critic_batch([2.0, 2.0], [0.0, 1.0])) == 0
+
+
+def test_explained_variance_needs_values():
+    with pytest.raises(ValueError, match="without a critic"):
+        explained_variance(replace(critic_batch([1.0], [1.0]), values=None))
