@@ -6,13 +6,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
+from rlhf_ray.cli.arguments import split_arguments
 from rlhf_ray.cli.main import app
+from rlhf_ray.config.load import STAGES, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted(ROOT.glob("*/README.md"))]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|(?:src|href)=\"([^\"]+)\"")
 SETTING = re.compile(r"^[A-Z_][A-Z0-9_]*=")
 
@@ -33,6 +37,19 @@ def commands(program: str) -> list[str]:
             if words and words[0].rpartition("/")[2] == program:
                 found.add(" ".join(words[1:]))
     return sorted(found)
+
+
+def recipes() -> dict[str, str]:
+    """The README's YAML blocks that begin with `# stage.yaml`, by stage."""
+    blocks = YAML.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    named = {m[1].replace("_", "-"): block for block in blocks if (m := re.match(r"# (\w+)\.yaml", block))}
+    return {stage: block for stage, block in named.items() if stage in STAGES}
+
+
+def fragments() -> list[str]:
+    """The README's other YAML blocks: parts of a PPO configuration."""
+    blocks = YAML.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    return [block for block in blocks if not block.startswith("# ")]
 
 
 def anchors(page: Path) -> set[str]:
@@ -73,6 +90,31 @@ def test_options_on_command_lines_exist(arguments):
     shown = CliRunner().invoke(app, [words[0], "--help"], env={"COLUMNS": "200"}).output if words else ""
     for option in (w for w in words if re.fullmatch(r"--[a-z-]+(=.*)?", w)):
         assert option.partition("=")[0] in shown, f"{option} is not an option of {words[0]}"
+
+
+@pytest.mark.parametrize("arguments", [c for c in commands("rlhf-ray") if " configs/" in c])
+def test_overrides_on_command_lines_are_accepted(arguments, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command, *rest = shlex.split(arguments)
+    path, overrides = split_arguments([word for word in rest if word != "--resume"])
+    assert overrides
+    load(STAGES[command], path, overrides)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward-model", "ppo"])
+def test_configurations_in_the_readme_are_accepted(stage, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(recipes()[stage])
+    load(STAGES[stage], file, [])
+
+
+def test_the_pools_in_the_readme_hold_their_roles(tmp_path):
+    (pools,) = fragments()
+    file = tmp_path / "config.yaml"
+    file.write_text(recipes()["ppo"] + pools)
+    config = load(STAGES["ppo"], file, [])
+    assert config.pools.keys() == yaml.safe_load(pools)["pools"].keys()
+    assert sum(pool.bundles * pool.gpus for pool in config.pools.values()) == 9  # as the README says
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
