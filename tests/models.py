@@ -64,7 +64,9 @@ def make_tiny_reward_model(directory: Path | str, vocab: int = 128, seed: int = 
     return directory
 
 
-def make_counting_reward_model(directory: Path | str, vocab: int = 128, *, hidden: int = 32, positions: int = 256) -> Path:
+def make_counting_reward_model(
+    directory: Path | str, vocab: int = 128, *, hidden: int = 32, positions: int = 256
+) -> Path:
     """Save a reward model whose score is a rising function of the share of tokens below vocab / 2 in prompt and
     response, from about -1 (none) to 1 (all); returns the directory.
 

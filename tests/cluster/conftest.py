@@ -74,9 +74,12 @@ def files(tmp_path_factory) -> Files:
     root = tmp_path_factory.mktemp("tiny")
     shape = {"vocab": VOCAB, "hidden": 32, "heads": 1}
     return Files(
-        root=root, policy=make_tiny_llama(root / "policy", tied=False, **shape),
-        tied=make_tiny_llama(root / "tied", tied=True, seed=3, **shape), reward=make_tiny_reward_model(root / "reward", VOCAB),
-        prompts=write_prompts(root / "prompts.jsonl", 20, seed=1, too_long=3), evaluation=write_prompts(root / "held_out.jsonl", 6, seed=2),
+        root=root,
+        policy=make_tiny_llama(root / "policy", tied=False, **shape),
+        tied=make_tiny_llama(root / "tied", tied=True, seed=3, **shape),
+        reward=make_tiny_reward_model(root / "reward", VOCAB),
+        prompts=write_prompts(root / "prompts.jsonl", 20, seed=1, too_long=3),
+        evaluation=write_prompts(root / "held_out.jsonl", 6, seed=2),
     )
 
 
@@ -111,7 +114,8 @@ def ppo_settings(files: Files, directory: Path) -> dict[str, Any]:
                       "sampling": {"max_tokens": RESPONSE_TOKENS}},
         "policy": {**learner, "zero_stage": 1},
         "critic": {**learner, "zero_stage": 2},
-        "algorithm": {"epochs": 2, "mini_batches": 2, "kl": {"coef": 0.1, "kind": "adaptive", "target": 0.5, "horizon": 100}},
+        "algorithm": {"epochs": 2, "mini_batches": 2,
+                      "kl": {"coef": 0.1, "kind": "adaptive", "target": 0.5, "horizon": 100}},
         "coordinator": {"prompts_per_step": 8, "samples_per_prompt": 2},
         "checkpoint": {"every": 2, "keep": 2},
     }
@@ -133,7 +137,7 @@ def finished(configure, tmp_path_factory) -> FinishedRun:
 
 
 def look_at_the_end(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """Ask every generator, after the run's last step, for its version, how many tokens it has made, and some samples."""
+    """Ask every generator, after the run's last step, for its version, its number of tokens made, and some samples."""
     from rlhf_ray.coordinator.loop import Coordinator
 
     prompts = Prompts(offsets_of([3]), np.array([5, 6, 7], np.int32), [""], [{}])

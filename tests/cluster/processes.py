@@ -9,7 +9,7 @@ import psutil
 
 
 def descendants(wait_s: float = 15.0) -> list[str]:
-    """Command lines of living descendants, after they had `wait_s` seconds to end. Python's own helpers are left out."""
+    """Command lines of living descendants after they had `wait_s` seconds to end, without Python's own helpers."""
     until = time.monotonic() + wait_s
     while (left := _living()) and time.monotonic() < until:
         time.sleep(0.2)
@@ -38,15 +38,3 @@ def shared_memory() -> set[str]:
         except FileNotFoundError:
             continue
     return found
-
-
-def processes_mentioning(text: str, wait_s: float = 15.0) -> list[str]:
-    """Command lines, of any living process, that contain `text`; after they had `wait_s` seconds to end."""
-    until = time.monotonic() + wait_s
-    while (left := [p for p in _command_lines() if text in p]) and time.monotonic() < until:
-        time.sleep(0.2)
-    return left
-
-
-def _command_lines() -> list[str]:
-    return [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid()]

@@ -74,7 +74,8 @@ def test_the_first_batch_comes_from_the_reference_and_later_ones_leave_it(steps)
 def test_idle_shares_and_phases_lie_within_the_step(steps):
     for row in steps:
         assert all(0 <= row[name] <= 1 for name in row if name.startswith("idle/"))
-        assert all(-1e-6 <= row[name] <= row["time/step"] + 1e-6 for name in row if name.startswith("time/") and name != "time/step")
+        phases = [value for name, value in row.items() if name.startswith("time/")]
+        assert all(-1e-6 <= seconds <= row["time/step"] + 1e-6 for seconds in phases)
         assert row["idle/policy_learner"] < 1 and row["time/policy_update"] > 0
 
 

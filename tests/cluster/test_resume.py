@@ -1,4 +1,4 @@
-"""A resumed run is the same run: here after its newest checkpoint was damaged, so that it goes on from the one before."""
+"""A resumed run is the same run; here the newest checkpoint was damaged, so that it goes on from the one before."""
 
 import json
 import logging
@@ -48,7 +48,8 @@ def flip_a_byte(path):
 
 def measured(directory):
     """Rows of metrics without what a clock says."""
-    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in read_metrics(directory)]
+    rows = read_metrics(directory)
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(resumed):
@@ -69,7 +70,8 @@ def test_the_resumed_run_measures_the_same_numbers_at_the_same_steps(finished, r
 
 
 def test_data_order_and_kl_controller_end_where_the_uninterrupted_run_s_do(finished, resumed):
-    states = [json.loads((d / "checkpoints/step_4/coordinator.json").read_text()) for d in (finished.directory, resumed[0])]
+    directories = finished.directory, resumed[0]
+    states = [json.loads((d / "checkpoints/step_4/coordinator.json").read_text()) for d in directories]
     assert states[0] == states[1]
     text = json.dumps(states[0])
     assert '"position"' in text and '"value"' in text, "cursor and controller must be in there"

@@ -1,0 +1,50 @@
+"""A worker that builds learners one after another in one process, so that many of their settings can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhf_ray.engine import distributed
+from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner
+
+CLASSES = {cls.__name__: cls for cls in (PolicyLearner, CriticLearner, SFTLearner, RewardModelLearner)}
+
+
+class LearnerBench:
+    """One rank. The process group is joined once; each learner starts as a stage starts it."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+
+    def rendezvous(self) -> str:
+        """As a learner's."""
+        return distributed.free_address()
+
+    def start(self, address: str) -> None:
+        """Join the other ranks."""
+        self._address = address
+        distributed.join(address, self._rank, self._world)
+
+    def make(self, cls: str, arguments: Mapping[str, Any]) -> None:
+        """Build and start a learner in place of the previous one."""
+        self._learner = CLASSES[cls](rank=self._rank, world=self._world, **arguments)
+        self._learner.start(self._address)
+
+    def do(self, method: str, *args: Any) -> Any:
+        """Call the learner."""
+        return getattr(self._learner, method)(*args)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Whole parameters by name (collective under ZeRO-3)."""
+        engine = self._learner.engine
+        names = [shape[0] for shape in engine.parameter_shapes()]
+        return {name: tensor.numpy().copy() for name, tensor in engine.gather(names).items()}
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        distributed.leave()

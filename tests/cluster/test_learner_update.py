@@ -1,0 +1,484 @@
+"""Learners on real DeepSpeed ranks, compared with plain torch: one padded-free row after another, one AdamW, no engine.
+
+However the batch is cut (micro-batches), shared out (ranks) and stored (ZeRO stage), the update is the same.
+"""
+
+import asyncio
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
+from rlhf_ray.config.stages import CriticConfig, StageConfig
+from rlhf_ray.data.sequences import Pairs, Sequences
+from rlhf_ray.records import Experience, Rollout, SampleKey, TokenScores, offsets_of
+from rlhf_ray.roles.updates import mini_batches, training_batch
+from rlhf_ray.stages.workplace import start_learners, workplace
+from tests.cluster.learner_bench import LearnerBench
+
+pytestmark = pytest.mark.cluster
+VOCAB, ROWS, SEED, TEMPERATURE = 64, 14, 3, 0.8
+TOLERANCE = 2e-5
+"""Of the size of the update: float32's accuracy, with room for the order of sums."""
+LARGE, SMALL = 4096, 24
+OPTIMIZER = OptimizerConfig(learning_rate=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, grad_clip=0.8)
+"""An eps of the gradients' size, so that AdamW does not turn rounding of tiny gradients into whole steps, and does not
+hide a wrong factor before the gradient."""
+
+
+# What is learned from
+
+
+def make_experiences(files):
+    """Two experiences of random rows; one row has tokens inside its response that the policy did not sample."""
+    rng = np.random.default_rng(8)
+    prompts, responses = rng.integers(2, 9, ROWS), rng.integers(1, 13, ROWS)
+    offsets = offsets_of(prompts + responses)
+    mask = np.concatenate([np.repeat([False, True], [p, r]) for p, r in zip(prompts, responses, strict=True)])
+    longest = int(responses.argmax())
+    mask[offsets[longest + 1] - 5 : offsets[longest + 1] - 2] = False
+    tokens = rng.integers(2, VOCAB, offsets[-1]).astype(np.int32)
+
+    def column(scale):
+        return np.where(mask, scale * rng.standard_normal(len(tokens)), 0).astype(np.float32)
+
+    old = plain_logprobs(load_policy(files.tied), tokens, offsets, mask) + column(0.2)
+    whole = Experience(offsets, tokens, mask, old, old, old + column(0.1), column(1), column(2), column(2),
+                       [SampleKey(0, i, 0) for i in range(ROWS)])
+    return [whole.select(range(6)), whole.select(range(6, ROWS))]
+
+
+def make_rollout(experience):
+    """The rollout that an experience could have come from."""
+    return Rollout(experience.offsets, experience.tokens, experience.response_mask, experience.behaviour_logprobs,
+                   np.where(experience.response_mask, 0, -1).astype(np.int32), experience.keys,
+                   np.arange(len(experience)), ["stop"] * len(experience))
+
+
+def make_sequences(seed, rows=9):
+    """Random rows whose first tokens carry no loss, except in one that is all loss."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, 12, rows)
+    mask = np.concatenate([np.arange(n) >= (0 if i == 2 else 2) for i, n in enumerate(lengths)])
+    return Sequences(offsets_of(lengths), rng.integers(2, VOCAB, lengths.sum()).astype(np.int32), mask)
+
+
+# Plain torch
+
+
+def load_policy(directory):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+def load_classifier(directory):
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1)
+
+
+def row_logprobs(model, tokens, temperature):
+    """[T] log-probability of each token of one row; 0 for the first. And the [T] entropies."""
+    tokens = torch.from_numpy(tokens.astype(np.int64))
+    every = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+    entropy = -(every.exp() * every).sum(-1)
+    return (torch.cat([torch.zeros(1), every.gather(1, tokens[1:, None])[:, 0]]), torch.cat([torch.zeros(1), entropy]))
+
+
+def row_values(model, tokens):
+    """[T] head output one token earlier; 0 for the first token."""
+    hidden = model.model(torch.from_numpy(tokens.astype(np.int64))[None]).last_hidden_state[0]
+    return torch.cat([torch.zeros(1), model.score(hidden)[:-1, 0]])
+
+
+@torch.no_grad()
+def plain_logprobs(model, tokens, offsets, mask, temperature=TEMPERATURE):
+    rows = [row_logprobs(model, tokens[a:b], temperature)[0] for a, b in pairwise(offsets)]
+    return np.where(mask, torch.cat(rows).numpy(), 0).astype(np.float32)
+
+
+def policy_terms(model, batch, i, algorithm):
+    """[n] losses of one row's response tokens: Schulman et al. 2017, eq. 7 and 9."""
+    mask = torch.from_numpy(batch.row(i, "response_mask"))
+    logprobs, entropy = row_logprobs(model, batch.row(i, "tokens"), TEMPERATURE)
+    advantages = torch.from_numpy(batch.row(i, "advantages"))[mask]
+    ratio = (logprobs[mask] - torch.from_numpy(batch.row(i, "old_logprobs"))[mask]).exp()
+    clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return torch.maximum(-advantages * ratio, -advantages * clipped) - algorithm.entropy_coef * entropy[mask]
+
+
+def critic_terms(model, batch, i, algorithm):
+    """[n] losses of one row's response tokens: half the worse of plain and clipped squared error."""
+    mask = torch.from_numpy(batch.row(i, "response_mask"))
+    values = row_values(model, batch.row(i, "tokens"))[mask]
+    old, returns = (torch.from_numpy(batch.row(i, name))[mask] for name in ("values", "returns"))
+    near = old + (values - old).clamp(-algorithm.value_clip, algorithm.value_clip)
+    return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+
+
+def plain_update(model, batch, terms, algorithm):
+    """The update of step 0; weights before and after, by name."""
+    before, optimizer = numbers(model), plain_adamw(model)
+    for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, SEED, 0):
+        mini = batch.select(rows)
+        losses = [terms(model, mini, i, algorithm) for i in range(len(mini))]
+        plain_step(model, optimizer, torch.cat(losses).mean() if algorithm.aggregate == "token"
+                   else torch.stack([row.mean() for row in losses]).mean())
+    return before, numbers(model)
+
+
+def plain_adamw(model):
+    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+
+
+def plain_step(model, optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
+    optimizer.step()
+
+
+def numbers(model):
+    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+# Learners on real ranks
+
+
+@pytest.fixture(scope="module")
+def floor():
+    """A Ray cluster with room for all ranks, and a loop to call them from; benches are made once."""
+    from rlhf_ray.cluster.session import ray_session
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = StageConfig(pools={"default": PoolConfig(cpus=2)},
+                         cluster=ClusterConfig(dashboard=False, object_store_mb=128, call_timeout_s=120))
+    loop = asyncio.new_event_loop()
+    with ray_session(config.cluster, config.pools, "learners"):
+        room = workplace(config)
+        place = loop.run_until_complete(room.__aenter__())
+        try:
+            yield SimpleNamespace(loop=loop, spawn=lambda ranks, name: spawn(place, ranks, name))
+        finally:
+            loop.run_until_complete(room.__aexit__(None, None, None))
+            loop.close()
+    torch.set_num_threads(threads)
+
+
+def spawn(place, ranks, name):
+    return place.spawn(name, LearnerBench, PlacementConfig(workers=ranks, cpus=0.1),
+                       lambda rank: {"rank": rank, "world": ranks}, goodbye="leave")
+
+
+class Ranks:
+    """Processes of one world size, called from plain functions."""
+
+    def __init__(self, floor, groups):
+        self._loop, self._groups = floor.loop, groups
+
+    def make(self, ranks, cls, arguments):
+        """Let the ranks build a learner."""
+        self._group = self._groups[ranks]
+        self._values("make", cls, arguments)
+        return self
+
+    def do(self, method, *args):
+        """The learners' answers, by rank."""
+        return self._values("do", method, *args)
+
+    def weights(self):
+        """Rank 0's view of the weights; all ranks must agree."""
+        found = self._values("weights")
+        for other in found[1:]:
+            assert all(np.array_equal(other[name], found[0][name]) for name in other)
+        return found[0]
+
+    def _values(self, method, *args):
+        return self._loop.run_until_complete(self._group.values(method, *args))
+
+
+@pytest.fixture(scope="module")
+def ranks(floor):
+    """Benches of one and of two ranks."""
+    groups = {n: floor.spawn(n, f"bench_of_{n}") for n in (1, 2)}
+
+    async def start():
+        await asyncio.gather(*map(start_learners, groups.values()))
+
+    floor.loop.run_until_complete(start())
+    return Ranks(floor, groups)
+
+
+@pytest.fixture(scope="module")
+def fresh_ranks(floor):
+    """Two ranks in other processes."""
+    group = floor.spawn(2, "fresh_bench")
+    floor.loop.run_until_complete(start_learners(group))
+    return Ranks(floor, {2: group})
+
+
+@pytest.fixture(scope="module")
+def experiences(files):
+    return make_experiences(files)
+
+
+def algorithm(**changes):
+    return AlgorithmConfig(epochs=2, mini_batches=2, **changes)
+
+
+def policy_arguments(files, zero=1, budget=LARGE, checkpointing=False, algo=None):
+    config = LearnerConfig(workers=1, zero_stage=zero, micro_batch_tokens=budget, gradient_checkpointing=checkpointing,
+                           optimizer=OPTIMIZER)
+    return {"config": config, "model": ModelConfig(path=str(files.tied)), "seed": SEED, "total_steps": 100,
+            "algorithm": algo or algorithm(), "temperature": TEMPERATURE}
+
+
+def critic_arguments(files, zero=1, budget=LARGE, checkpointing=False):
+    config = CriticConfig(zero_stage=zero, micro_batch_tokens=budget, gradient_checkpointing=checkpointing,
+                          optimizer=OPTIMIZER, init="reward")
+    return {"config": config, "model": ModelConfig(path=str(files.reward)), "seed": SEED, "total_steps": 100,
+            "algorithm": algorithm()}
+
+
+def assert_same_update(expected, before, after):
+    """The same change of every weight, to float32's accuracy; and a change that a tolerance cannot swallow."""
+    first, last = expected
+    size = max(float(np.abs(last[name] - first[name]).max()) for name in first)
+    assert size > 0.01 and set(after) == set(last)
+    for name in first:
+        assert np.array_equal(before[name], first[name])
+        assert np.abs(after[name] - last[name]).max() < TOLERANCE * size, name
+        assert np.abs(last[name] - first[name]).max() > 100 * TOLERANCE * size, f"{name} hardly moves"
+
+
+@pytest.fixture(scope="module")
+def plain_policy(files, experiences):
+    """plain_policy(algorithm) -> weights before and after in plain torch, remembered."""
+    known = {}
+
+    def update(algo):
+        key = algo.model_dump_json()
+        if key not in known:
+            batch = training_batch(experiences, algo.whiten_advantages)
+            known[key] = plain_update(load_policy(files.tied), batch, policy_terms, algo)
+        return known[key]
+
+    return update
+
+
+@pytest.fixture(scope="module")
+def plain_critic(files, experiences):
+    return plain_update(load_classifier(files.reward), training_batch(experiences, False), critic_terms, algorithm())
+
+
+CUTS = [(zero, budget, False) for zero in (0, 1, 2, 3) for budget in (LARGE, SMALL)]
+CUTS += [(1, SMALL, True), (3, SMALL, True)]
+SUPERVISED = [(1, 1, LARGE), (1, 0, SMALL), (2, 1, SMALL), (2, 2, LARGE), (2, 3, SMALL)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("zero", "budget", "checkpointing"), CUTS)
+def test_the_policy_s_update_is_plain_torch_s(
+    ranks, files, experiences, plain_policy, world, zero, budget, checkpointing
+):
+    learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, budget, checkpointing))
+    before = learners.weights()
+    stats = learners.do("update", 0, *experiences)
+    assert_same_update(plain_policy(algorithm()), before, learners.weights())
+    assert [s.applied for s in stats] == [4] * world
+    assert all(s.metrics == stats[0].metrics for s in stats)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("changes", [{"aggregate": "sequence"}, {"entropy_coef": 0.3},
+                                     {"aggregate": "sequence", "entropy_coef": 0.3}], ids=str)
+def test_other_losses_do_not_depend_on_the_cut_either(ranks, files, experiences, plain_policy, changes, zero, world):
+    algo = algorithm(**changes)
+    learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, SMALL, algo=algo))
+    before = learners.weights()
+    learners.do("update", 0, *experiences)
+    assert_same_update(plain_policy(algo), before, learners.weights())
+
+
+@pytest.mark.parametrize("changes", [{}, {"aggregate": "sequence", "entropy_coef": 0.3}], ids=str)
+def test_metrics_of_an_update_do_not_depend_on_the_cut(ranks, files, experiences, changes):
+    found = []
+    for world, budget in ((1, LARGE), (1, SMALL), (2, SMALL)):
+        learners = ranks.make(world, "PolicyLearner", policy_arguments(files, 1, budget, algo=algorithm(**changes)))
+        found.append(learners.do("update", 0, *experiences)[0].metrics)
+    assert {"loss", "clip_fraction", "approx_kl", "grad_norm", "entropy"} <= set(found[0])
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[2] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("zero", "budget", "checkpointing"), CUTS[::3])
+def test_the_critic_s_update_is_plain_torch_s(
+    ranks, files, experiences, plain_critic, world, zero, budget, checkpointing
+):
+    learners = ranks.make(world, "CriticLearner", critic_arguments(files, zero, budget, checkpointing))
+    before = learners.weights()
+    learners.do("update", 0, *experiences)
+    assert_same_update(plain_critic, before, learners.weights())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_old_logprobs_are_hugging_face_s_log_softmax(ranks, files, experiences, world, zero):
+    rollout = make_rollout(experiences[1])
+    learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, SMALL))
+    found = TokenScores.concat(learners.do("logprobs", rollout))
+    expected = plain_logprobs(load_policy(files.tied), rollout.tokens, rollout.offsets, rollout.response_mask)
+    assert np.array_equal(found.offsets, rollout.offsets)
+    assert np.abs(found.values - expected).max() < 1e-5
+    assert (found.values[~rollout.response_mask] == 0).all() and expected.min() < -1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_values_are_hugging_face_s_hidden_states_times_the_head_one_token_earlier(
+    ranks, files, experiences, world, zero
+):
+    rollout = make_rollout(experiences[1])
+    learners = ranks.make(world, "CriticLearner", critic_arguments(files, zero, SMALL))
+    found = TokenScores.concat(learners.do("values", rollout))
+    model = load_classifier(files.reward)
+    with torch.no_grad():
+        rows = [row_values(model, rollout.row(i, "tokens")).numpy() for i in range(len(rollout))]
+    expected = np.where(rollout.response_mask, np.concatenate(rows), 0)
+    assert np.array_equal(found.offsets, rollout.offsets)
+    assert np.abs(found.values - expected).max() < 1e-5 and np.abs(expected).max() > 0.1
+
+
+def test_a_rollout_with_fewer_rows_than_ranks_is_scored_whole(ranks, files, experiences):
+    rollout = make_rollout(experiences[0]).select([0])
+    for zero in (1, 3):
+        learners = ranks.make(2, "PolicyLearner", policy_arguments(files, zero, SMALL))
+        found = TokenScores.concat(learners.do("logprobs", rollout))
+        expected = plain_logprobs(load_policy(files.tied), rollout.tokens, rollout.offsets, rollout.response_mask)
+        assert np.abs(found.values - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("cls", ["PolicyLearner", "CriticLearner"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_for_bit(
+    ranks, fresh_ranks, files, experiences, tmp_path, zero, cls
+):
+    arguments = (policy_arguments if cls == "PolicyLearner" else critic_arguments)(files, zero, SMALL)
+    learners = ranks.make(2, cls, arguments)
+    first = learners.weights()
+    learners.do("update", 0, *experiences)
+    learners.do("save", str(tmp_path))
+    saved = learners.weights()
+    uninterrupted = learners.do("update", 1, *experiences)
+    others = fresh_ranks.make(2, cls, arguments)
+    assert all(np.array_equal(others.weights()[name], first[name]) for name in first), "new workers start afresh"
+    others.do("load", str(tmp_path))
+    assert all(np.array_equal(others.weights()[name], saved[name]) for name in saved)
+    resumed = others.do("update", 1, *experiences)
+    ends = learners.weights(), others.weights()
+    assert all(np.array_equal(ends[0][name], ends[1][name]) for name in saved)
+    assert all(np.abs(ends[0][name] - saved[name]).max() > 0 for name in saved)
+    assert resumed[0].metrics == uninterrupted[0].metrics
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(ranks, files, experiences):
+    from dataclasses import replace
+
+    from rlhf_ray.errors import TrainingError
+
+    advantages = experiences[0].advantages.copy()
+    advantages[experiences[0].response_mask.argmax()] = np.nan
+    poisoned = [replace(experiences[0], advantages=advantages), experiences[1]]
+    for zero in (0, 1, 2, 3):
+        learners = ranks.make(2, "PolicyLearner", policy_arguments(files, zero, SMALL))
+        before = learners.weights()
+        with pytest.raises(TrainingError, match="loss of optimizer step 0 is not finite"):
+            learners.do("update", 0, *poisoned)
+        after = learners.weights()
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+# The stages before PPO
+
+
+def supervised_arguments(path, zero, budget):
+    config = LearnerConfig(zero_stage=zero, micro_batch_tokens=budget, optimizer=OPTIMIZER)
+    return {"config": config, "model": ModelConfig(path=str(path)), "seed": SEED, "total_steps": 100, "batch_size": 9}
+
+
+def sft_loss(model, rows):
+    """Mean over all tokens that carry loss; the first of a row is predicted from nothing."""
+    terms = []
+    for i in range(len(rows)):
+        mask = torch.from_numpy(rows.row(i, "loss_mask").copy())
+        mask[0] = False
+        terms.append(-row_logprobs(model, rows.row(i, "tokens"), 1.0)[0][mask])
+    return torch.cat(terms).mean()
+
+
+def pair_loss(model, pairs):
+    """-log sigmoid(chosen - rejected) (Stiennon et al. 2020)."""
+    def score(side, i):
+        tokens = torch.from_numpy(side.row(i, "tokens").astype(np.int64))
+        return model.score(model.model(tokens[None]).last_hidden_state[0, -1])[0]
+
+    margins = torch.stack([score(pairs.chosen, i) - score(pairs.rejected, i) for i in range(len(pairs))])
+    return -logsigmoid(margins).mean()
+
+
+def plain_supervised(model, data, loss):
+    """Two updates on the whole data set; weights before and after."""
+    before, optimizer = numbers(model), plain_adamw(model)
+    for _ in range(2):
+        plain_step(model, optimizer, loss(model, data))
+    return before, numbers(model)
+
+
+@pytest.mark.parametrize(("world", "zero", "budget"), SUPERVISED)
+def test_supervised_updates_are_plain_torch_s(ranks, files, world, zero, budget):
+    train = make_sequences(1)
+    learners = ranks.make(world, "SFTLearner", supervised_arguments(files.tied, zero, budget))
+    before = learners.weights()
+    learners.do("take", train, make_sequences(2))
+    for step in (1, 2):
+        learners.do("update", step)
+    expected = plain_supervised(load_policy(files.tied), train, sft_loss)
+    assert_same_update(expected, before, learners.weights())
+
+
+@pytest.mark.parametrize(("world", "zero", "budget"), SUPERVISED)
+def test_reward_model_updates_are_plain_torch_s(ranks, files, world, zero, budget):
+    train = Pairs(make_sequences(3), make_sequences(4))
+    learners = ranks.make(world, "RewardModelLearner", supervised_arguments(files.reward, zero, budget))
+    before = learners.weights()
+    learners.do("take", train, Pairs(make_sequences(5), make_sequences(6)))
+    for step in (1, 2):
+        learners.do("update", step)
+    model = load_classifier(files.reward)
+    with torch.no_grad():
+        model.score.weight.copy_(torch.from_numpy(before["score.weight"]))  # the learner's head is new
+    expected = plain_supervised(model, train, pair_loss)
+    assert_same_update(expected, before, learners.weights())
+
+
+def test_held_out_numbers_do_not_depend_on_the_ranks(ranks, files):
+    held_out, found = make_sequences(2), []
+    for world, budget in ((1, LARGE), (2, SMALL)):
+        learners = ranks.make(world, "SFTLearner", supervised_arguments(files.tied, 1, budget))
+        learners.do("take", make_sequences(1), held_out)
+        found.append(learners.do("evaluate")[0]["loss"])
+    with torch.no_grad():
+        expected = float(sft_loss(load_policy(files.tied), held_out))
+    assert found == pytest.approx([expected, expected], rel=1e-5)

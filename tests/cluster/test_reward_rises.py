@@ -1,0 +1,69 @@
+"""PPO learns: on a task that anything which follows the gradient solves, and nothing else does.
+
+The reward is the share of tokens from the lower half of the vocabulary. Rollouts and updates overlap (max_staleness 1),
+so the same run shows the bound on staleness at work.
+"""
+
+import numpy as np
+import pytest
+
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.conftest import SMALL, VOCAB
+from tests.models import make_counting_reward_model
+
+pytestmark = pytest.mark.cluster
+STEPS = 10
+
+
+def learn(configure, directory, max_staleness):
+    """Rows of the training steps of a run on the task."""
+    from rlhf_ray.stages import ppo
+
+    reward = make_counting_reward_model(directory.parent / "counting", VOCAB)
+    learner = {"workers": 1, "micro_batch_tokens": 512, "optimizer": {"learning_rate": 0.01}}
+    sections = {
+        **SMALL, "reward_model": {"path": str(reward)}, "run": {"steps": STEPS, "seed": 1},
+        "policy": learner, "critic": learner, "checkpoint": {"every": 0},
+        "generator": {"workers": 2 if max_staleness else 1, "chunk": 8, "max_sequences": 16},
+        "coordinator": {"prompts_per_step": 32, "samples_per_prompt": 1, "max_staleness": max_staleness},
+        "algorithm": {"epochs": 2, "mini_batches": 2, "kl": {"coef": 0.01, "kind": "fixed"}},
+    }
+    ppo.run(load(PPOConfig, configure(directory, **sections), []))
+    return [row for row in read_metrics(directory) if "reward/mean" in row]
+
+
+def assert_reward_rises(steps):
+    """The last updates' rewards are above the first's by far more than they vary."""
+    rewards = np.array([row["reward/mean"] for row in steps])
+    assert abs(rewards[0]) < 0.35, "an untrained policy draws from both halves"
+    assert rewards[-2:].mean() > rewards[0] + 0.4, rewards
+    assert rewards[5:].mean() > rewards[:2].mean() + 0.2, rewards
+
+
+@pytest.fixture(scope="module")
+def overlapped(configure, tmp_path_factory):
+    return learn(configure, tmp_path_factory.mktemp("overlapped") / "run", max_staleness=1)
+
+
+def test_reward_rises_with_rollouts_one_version_behind(overlapped):
+    assert_reward_rises(overlapped)
+
+
+def test_no_token_is_older_than_the_bound_and_some_are_as_old(overlapped):
+    staleness = [row["staleness/max"] for row in overlapped]
+    assert max(staleness) == 1, "two batches in flight: work that does not overlap would be all zeros"
+    assert min(staleness) >= 0
+
+
+def test_versions_rise_by_one_a_step(overlapped):
+    assert [row["step"] for row in overlapped] == list(range(1, STEPS + 1))
+    assert [row["weights/version"] for row in overlapped] == [row["step"] for row in overlapped]
+
+
+@pytest.mark.slow
+def test_reward_rises_on_policy(configure, tmp_path):
+    steps = learn(configure, tmp_path / "run", max_staleness=0)
+    assert_reward_rises(steps)
+    assert {row["staleness/max"] for row in steps} == {0}
