@@ -105,7 +105,9 @@ class TrainEngine:
         Raises:
             CheckpointError: there is nothing of this engine in `directory`.
         """
-        path, client = self.engine.load_checkpoint(str(directory), tag="engine")
+        # DeepSpeed answers a missing folder with an assertion of its own.
+        found = (directory / "engine").is_dir()
+        path, client = self.engine.load_checkpoint(str(directory), tag="engine") if found else (None, {})
         if path is None:
             raise CheckpointError(f"{directory} holds no learner state to load")
         self.optimizer_steps = int(client["optimizer_steps"])

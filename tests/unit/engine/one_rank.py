@@ -1,0 +1,88 @@
+"""A learner's engine on one rank, on a model of two weights; what happened is written as JSON to the file named.
+
+A process of its own: joining a process group and choosing an accelerator are for life.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig
+from rlhf_ray.engine import distributed
+from rlhf_ray.engine.train_engine import TrainEngine
+from rlhf_ray.errors import RLHFError
+
+X = torch.tensor([[3.0, -4.0]])
+
+
+class TwoWeights(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            self.model.weight.copy_(torch.tensor([[1.0, 2.0]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+class NaNGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("nan")
+
+
+def engine() -> TrainEngine:
+    optimizer = OptimizerConfig(learning_rate=0.1, warmup_steps=2, betas=(0.9, 0.99))
+    return TrainEngine(TwoWeights(), LearnerConfig(optimizer=optimizer), total_steps=10)
+
+
+def weights(it: TrainEngine) -> list[float]:
+    return it.gather(["weight"])["weight"].flatten().tolist()
+
+
+def failing_step(spoil: Any) -> dict[str, Any]:
+    it = engine()
+    before = weights(it)
+    try:
+        it.step([spoil(it.forward(X)).sum()])
+        said = "nothing"
+    except RLHFError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said, "before": before, "after": weights(it), "steps": it.optimizer_steps}
+
+
+def main(folder: Path) -> dict[str, Any]:
+    distributed.join(distributed.free_address(), 0, 1)
+    whole, parts = engine(), engine()
+    results = [vars(whole.step([whole.forward(X).sum()]))]
+    first = weights(whole)
+    parts.step(parts.forward(X).sum() * share for share in (0.25, 0.75))
+    whole.save(folder)
+    resumed = engine()
+    resumed.load(folder)
+    restored = {"weights": weights(resumed), "steps": resumed.optimizer_steps}
+    results += [vars(it.step([it.forward(X).sum()])) for it in (whole, resumed)]
+    try:
+        resumed.load(folder / "nowhere")
+        missing = "nothing"
+    except RLHFError as error:
+        missing = f"{type(error).__name__}: {error}"
+    return {
+        "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
+        "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
+        "nan_loss": failing_step(lambda y: y * float("nan")), "nan_gradient": failing_step(NaNGradient.apply),
+    }
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.write_text(json.dumps(main(target.parent)))
+    distributed.leave()

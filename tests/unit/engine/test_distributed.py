@@ -1,0 +1,38 @@
+"""Meeting points of ranks, and collective questions that a process alone answers for itself."""
+
+import socket
+
+import pytest
+import torch
+
+from rlhf_ray.engine.distributed import accelerator_environment, all_finite, free_address, leave, sum_over_ranks
+
+
+def test_a_free_address_can_be_listened_at():
+    host, port = free_address().removeprefix("tcp://").rsplit(":", 1)
+    with socket.socket() as listener:
+        listener.bind((host, int(port)))
+
+
+def test_free_addresses_name_a_protocol_and_this_machine():
+    assert free_address().startswith(f"tcp://{socket.gethostbyname(socket.gethostname())}:")
+
+
+def test_only_workers_without_gpus_are_told_to_compute_on_cpus():
+    assert accelerator_environment(0) == {"DS_ACCELERATOR": "cpu"}
+    assert accelerator_environment(1) == {}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_noticed(bad):
+    assert all_finite(torch.tensor([1.0, 2.0]))
+    assert all_finite(torch.tensor(3.0))
+    assert not all_finite(torch.tensor([1.0, bad]))
+
+
+def test_a_process_alone_is_the_sum():
+    assert sum_over_ranks(torch.tensor([1.5, 2.0], dtype=torch.float64)).tolist() == [1.5, 2.0]
+
+
+def test_leaving_without_having_joined_is_no_error():
+    leave()

@@ -1,0 +1,56 @@
+"""One rank of DeepSpeed: an update by hand, in parts, resumed, and refused when a number is not finite."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the process of `one_rank` saw."""
+    target = tmp_path_factory.mktemp("engine") / "told.json"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("one_rank.py")), str(target)],
+                          env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(target.read_text())
+
+
+def test_the_first_update_by_hand(told):
+    # Loss 3 w1 - 4 w2: gradient (3, -4) of norm 5, clipped to norm 1. Adam's first step is the rate times its sign.
+    assert told["results"][0] == pytest.approx({"grad_norm": 5.0, "learning_rate": 0.05}, rel=1e-5)
+    assert told["first"] == pytest.approx([0.95, 2.05], abs=1e-6)
+
+
+def test_the_rate_follows_the_schedule(told):
+    assert [result["learning_rate"] for result in told["results"]] == pytest.approx([0.05, 0.1, 0.1])
+
+
+def test_a_loss_in_parts_makes_the_same_update(told):
+    assert told["in_parts"] == pytest.approx(told["first"], abs=1e-7)
+
+
+def test_a_saved_engine_goes_on_as_if_it_had_never_stopped(told):
+    assert told["restored"] == {"weights": told["first"], "steps": 1}
+    assert told["second"][0] == told["second"][1] != told["first"]
+
+
+def test_an_empty_directory_is_no_state(told):
+    assert told["missing"].startswith("CheckpointError: ") and "nowhere holds no learner state" in told["missing"]
+
+
+def test_inference_builds_no_graph(told):
+    assert told["graph"] is False
+
+
+@pytest.mark.parametrize("kind, said", [("nan_loss", "the loss of optimizer step 0 is not finite"),
+                                        ("nan_gradient", "the gradient of optimizer step 0 is not finite")])
+def test_what_is_not_finite_stops_the_step_and_leaves_the_weights(told, kind, said):
+    failed = told[kind]
+    assert failed["said"].startswith(f"TrainingError: {said}") and "weights were left as they are" in failed["said"]
+    assert failed["before"] == failed["after"] == [1.0, 2.0]
+    assert failed["steps"] == 0
