@@ -1,0 +1,75 @@
+"""Worker groups without workers: plain coroutines behind the calling interface of `cluster.group.WorkerGroup`.
+
+The coordinator's order of calls is what is tested with them; roles and engines have tests of their own. A call begins
+at once, waits for the results that it was given by reference, and answers when its role's coroutine does.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rlhf_ray.cluster.calls import Timing
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.observability.spans import StepClock
+
+Behaviour = Callable[..., Awaitable[Any]]
+"""Answers (rank, method, *arguments)."""
+
+
+class StandInCall:
+    """A call under way, awaited like `cluster.calls.Call`. It is also the reference to its own result."""
+
+    def __init__(self, role: str, rank: int, method: str, behaviour: Behaviour, args: tuple[Any, ...]) -> None:
+        self.role, self.rank, self.method = role, rank, method
+        self._task = asyncio.ensure_future(self._run(behaviour, args))
+
+    async def _run(self, behaviour: Behaviour, args: tuple[Any, ...]) -> Any:
+        values = [await a._task if isinstance(a, StandInCall) else a for a in args]
+        return await behaviour(self.rank, self.method, *values)
+
+    @property
+    def ref(self) -> "StandInCall":
+        return self
+
+    async def done(self) -> Timing:
+        await self._task
+        return Timing(0.0)
+
+    async def value(self, index: int = 0) -> Any:
+        result = await self._task
+        return result[index] if isinstance(result, tuple) else result
+
+
+class StandInGroup:
+    """`workers` ranks that all behave alike; `log` keeps (method, rank) in the order of calling."""
+
+    def __init__(self, role: str, behaviour: Behaviour, workers: int = 1) -> None:
+        self.role, self._behaviour, self._workers = role, behaviour, workers
+        self.log: list[tuple[str, int]] = []
+
+    def __len__(self) -> int:
+        return self._workers
+
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1) -> StandInCall:
+        self.log.append((method, rank))
+        return StandInCall(self.role, rank, method, self._behaviour, args)
+
+    def call_all(self, method: str, *args: Any) -> list[StandInCall]:
+        return [self.call(rank, method, *args) for rank in range(len(self))]
+
+    async def values(self, method: str, *args: Any) -> list[Any]:
+        return list(await asyncio.gather(*(call.value() for call in self.call_all(method, *args))))
+
+
+async def silent(rank: int, method: str, *args: Any) -> None:
+    """Answers everything with None at once."""
+    return
+
+
+def team_of(**behaviours: Behaviour | StandInGroup) -> Team:
+    """A team whose groups behave as given; the others are silent."""
+    groups = {}
+    for role in ("generators", "reference", "reward", "assembler", "policy", "critic"):
+        given = behaviours.get(role, silent)
+        groups[role] = given if isinstance(given, StandInGroup) else StandInGroup(role, given)
+    return Team(**groups, clock=StepClock())

@@ -1,0 +1,86 @@
+"""Held-out measurements summed up by hand."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from rlhf_ray.config.loop import EvaluationConfig
+from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator, summarise
+from rlhf_ray.records import EvaluationPart, SampleKey
+from tests.unit.coordinator.stand_ins import StandInCall, team_of
+
+
+def part(scores, lengths, finished, digests, bigrams, kl, reference, gold=None, texts=()):
+    return EvaluationPart(
+        scores=np.array(scores, dtype=np.float32), gold=None if gold is None else np.array(gold, dtype=np.float32),
+        kl=np.array(kl, dtype=np.float32), reference_logprobs=np.array(reference, dtype=np.float32),
+        lengths=np.array(lengths), finished=np.array(finished), digests=np.array(digests), bigrams=np.array(bigrams),
+        texts=list(texts),
+    )
+
+
+FIRST = part([1.0, 2.0], [3, 1], [True, False], [7, 8], [11, 12], [0.5, 1.0], [-3.0, -1.0])
+SECOND = part([6.0], [4], [True], [7], [11, 13, 11], [3.0], [-8.0])
+
+
+def test_every_number_by_hand():
+    assert summarise([FIRST, SECOND]) == pytest.approx({
+        "reward": 3.0, "kl": 1.5, "length": 8 / 3, "finished": 2 / 3, "responses": 3.0,
+        "perplexity": math.exp(12 / 8),  # 12 nats over 8 tokens
+        "distinct": 2 / 3,  # texts 7, 8, 7
+        "distinct_bigrams": 3 / 5,  # pairs 11, 12, 11, 13, 11
+    })
+
+
+def test_repeats_count_across_parts():
+    assert summarise([FIRST])["distinct"] == 1.0 and summarise([SECOND])["distinct"] == 1.0
+
+
+def test_one_token_responses_have_no_bigrams():
+    only = part([1.0], [1], [True], [7], [], [0.0], [-1.0])
+    assert summarise([only])["distinct_bigrams"] == 0.0
+
+
+def test_the_judges_mean_is_told_when_there_is_one():
+    judged = part([1.0, 2.0], [1, 1], [True, True], [7, 8], [], [0, 0], [-1, -1], gold=[0.5, -1.0])
+    assert summarise([judged])["gold"] == -0.25
+
+
+class StandInPipeline:
+    """Scores chunks at once, the later the sooner."""
+
+    def __init__(self, config):
+        self.config, self.asked = config, []
+
+        async def measure(rank, method, keep_texts, keys, *_):
+            assert method == "measure"
+            texts = [{"prompt": str(k.row), "response": ""} for k in keys][:keep_texts]
+            n = len(keys)
+            return part([k.row for k in keys], [1] * n, [True] * n, range(n), [], [0] * n, [0] * n, texts=texts)
+
+        self.team = team_of(assembler=measure)
+
+    async def score(self, keys, seed, prompts):
+        self.asked.append((keys, seed, prompts))
+        await asyncio.sleep(0.01 / len(self.asked))
+
+        async def answer(rank, method):
+            return keys
+
+        call = StandInCall("generators", 0, "generate", answer, ())
+        return type("Scored", (), {"rollout": call, "reference": call, "reward": call})
+
+
+def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):
+    async def run():
+        pipeline = StandInPipeline(ppo_config(chunk=4))
+        evaluator = Evaluator(EvaluationConfig(prompts="e", seed=99), pipeline, "held out", rows=10)
+        return await evaluator.measure(), await evaluator.measure(), pipeline.asked
+
+    one, two, asked = asyncio.run(run())
+    chunks = [[SampleKey(0, row, 0) for row in rows] for rows in (range(4), range(4, 8), range(8, 10))]
+    assert asked == [(keys, 99, "held out") for keys in chunks * 2]
+    assert one == two and one.metrics["reward"] == 4.5
+    assert [text["prompt"] for text in one.texts] == [str(i) for i in range(min(TEXTS, 4))]

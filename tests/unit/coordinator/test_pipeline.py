@@ -1,0 +1,254 @@
+"""Chunks on their way: admission order, failures, what is made again. The engines are stand-ins; the buffer is real."""
+
+import asyncio
+import random
+
+import pytest
+
+from rlhf_ray.algorithms.kl import FixedKL
+from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.errors import RewardError
+from rlhf_ray.replay.buffer import ReplayBuffer
+from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+
+ROWS = 50
+
+
+class World:
+    """A pipeline over stand-ins. `version` is the one that generators hold; delays are random, of some ms at most."""
+
+    def __init__(self, config, summary, seed=0, version=0, ranks=1):
+        self.version, self.seeds, self._random, self._summary = version, [], random.Random(seed), summary
+        self.generators = StandInGroup("generators", self._generate, workers=3)
+        self.policy = StandInGroup("policy", self._tell, workers=ranks)
+        self.team = team_of(generators=self.generators, policy=self.policy, reward=self._score,
+                            reference=self._tell, critic=self._tell, assembler=self._assemble)
+        self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=True))
+        capacity = (config.coordinator.max_staleness + 1) * config.samples_per_step
+        self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness, 60.0)
+        self.pipeline = Pipeline(config, self.team, self.state, self.buffer, "prompts")
+
+    async def _wait(self):
+        await asyncio.sleep(self._random.random() * 0.005)
+
+    async def _generate(self, rank, method, prompts, keys, seed):
+        assert (method, prompts) == ("generate", "prompts")
+        self.seeds.append((tuple(keys), seed))
+        made = {"keys": keys, "version": self.version}
+        await self._wait()
+        return made
+
+    async def _tell(self, rank, method, rollout):
+        await self._wait()
+        return (method, rank)
+
+    async def _score(self, rank, method, rollout):
+        await self._wait()
+        return (method, rank)
+
+    async def _assemble(self, rank, method, coef, keep_texts, ranks, rollout, reward, reference, *parts):
+        await self._wait()
+        self.parts = (coef, ranks, reward, reference, parts)
+        return f"experience {rollout['keys'][0].row}", self._summary(rollout["keys"], rollout["version"])
+
+    async def train(self):
+        """Take a batch and pretend to learn from it; returns its keys."""
+        lease = await asyncio.wait_for(self.pipeline.next_batch(), 10)
+        self.buffer.ack(lease, self.state.step)
+        self.state.step += 1
+        self.version = self.state.step
+        self.pipeline.make_again(self.buffer.evict(self.state.step))
+        return lease.keys
+
+
+def in_loop(work):
+    """Run a coroutine; leave nothing under way."""
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+def cursor_keys(n):
+    return PromptCursor(ROWS, 5, shuffle=True).next(n)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_hold_the_chunks_in_admission_order_whatever_finished_first(ppo_config, summary, seed):
+    async def run():
+        world = World(ppo_config(prompts=8, chunk=2), summary, seed)
+        keys = [key for _ in range(3) for key in await world.train()]
+        return [(k.epoch, k.row) for k in keys], world
+
+    keys, world = in_loop(run())
+    assert keys == cursor_keys(24)
+    assert world.state.in_flight == {}
+    assert sorted(world.pipeline.summaries) == list(range(12))
+
+
+def test_chunks_add_up_to_whole_batches(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=7, chunk=3, steps=2), summary)
+        await world.train()
+        await world.train()
+        return [len(keys) for keys, _ in world.seeds]
+
+    assert in_loop(run()) == [3, 3, 1, 3, 3, 1]
+
+
+def test_a_prompts_samples_travel_together(ppo_config, summary):
+    async def run():
+        config = ppo_config(chunk=4)
+        config = config.model_copy(update={"coordinator": config.coordinator.model_copy(
+            update={"prompts_per_step": 3, "samples_per_prompt": 2})})
+        return [(k.row, k.sample) for k in await World(config, summary).train()]
+
+    rows = [row for _, row in cursor_keys(3)]
+    assert in_loop(run()) == [(row, sample) for row in rows for sample in (0, 1)]
+
+
+def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=2, steps=1), summary, ranks=2)
+        await world.train()
+        return world.parts
+
+    assert in_loop(run()) == (0.1, 2, ("score", 0), ("logprobs", 0), (("logprobs", 0), ("logprobs", 1), ("values", 0)))
+
+
+def test_synchronous_generation_stays_within_the_step(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=8, chunk=2, staleness=0), summary)
+        await world.train()
+        return len(world.seeds), world.buffer.running
+
+    assert in_loop(run()) == (4, 0)
+
+
+def test_with_staleness_one_the_next_batch_is_under_way_before_this_one_is_asked_for(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=8, chunk=2, staleness=1), summary)
+        await world.pipeline.next_batch()
+        started = len(world.generators.log)
+        await world.pipeline.close()
+        return started
+
+    assert in_loop(run()) == 8
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_no_more_is_admitted_than_the_run_trains_on(ppo_config, summary, staleness):
+    async def run():
+        world = World(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=3), summary)
+        keys = [k for _ in range(3) for k in await world.train()]
+        generated = [k for chunk, _ in world.seeds for k in chunk]
+        return sorted(keys), sorted(set(generated)), world
+
+    keys, generated, world = in_loop(run())
+    assert keys == generated
+    assert world.buffer.running == 0 and not world.state.in_flight
+
+
+def test_every_chunk_is_generated_with_the_runs_seed(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(), summary)
+        await world.train()
+        return {seed for _, seed in world.seeds}
+
+    assert in_loop(run()) == {5}
+
+
+def test_a_chunk_that_came_out_too_old_is_made_again_with_the_same_keys(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=2, chunk=2, staleness=0, steps=9), summary, version=0)
+        world.state.step = 3  # generators are three versions behind
+        world.buffer.evict(3)
+        waiting = asyncio.ensure_future(world.pipeline.next_batch())
+        while len(world.seeds) < 2:
+            await asyncio.sleep(0.001)
+        world.version = 3
+        lease = await waiting
+        return lease, world
+
+    lease, world = in_loop(run())
+    assert len(world.seeds) >= 2 and len({keys for keys, _ in world.seeds}) == 1
+    assert tuple(lease.keys) == world.seeds[0][0]
+    assert world.state.in_flight == {} and list(world.pipeline.summaries) == [lease.entries[0].order]
+
+
+def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=2, chunk=2, staleness=1, steps=9), summary)
+        world.pipeline._admit()
+        await asyncio.gather(*world.pipeline._running)
+        ready = world.buffer.ready_entries()
+        assert [e.order for e in ready] == [0, 1] == sorted(world.pipeline.summaries)
+        world.version = world.state.step = 5
+        evictions = world.buffer.evict(5)
+        world.pipeline.make_again(evictions)
+        assert [e.entry for e in evictions] == ready and world.pipeline.summaries == {}
+        assert list(world.state.in_flight.values()) == [list(e.keys) for e in ready]
+        lease = await world.pipeline.next_batch()
+        await world.pipeline.close()
+        return ready, lease
+
+    ready, lease = in_loop(run())
+    assert lease.keys in ([*ready[0].keys], [*ready[1].keys])
+    assert lease.entries[0].min_version == 5
+
+
+def test_the_first_failing_chunk_is_raised(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(), summary)
+
+        async def refuse(rank, method, rollout):
+            raise RewardError(f"no score for row {rollout['keys'][0].row}")
+
+        world.team = team_of(generators=world.generators, policy=world.policy, reward=refuse, reference=world._tell,
+                             critic=world._tell, assembler=world._assemble)
+        world.pipeline = Pipeline(ppo_config(), world.team, world.state, world.buffer, "prompts")
+        try:
+            await world.pipeline.next_batch()
+        finally:
+            await world.pipeline.close()
+
+    with pytest.raises(RewardError, match="no score for row"):
+        in_loop(run())
+
+
+def test_what_was_under_way_starts_again_in_its_old_place(ppo_config, summary):
+    async def run():
+        config = ppo_config(prompts=6, chunk=2)
+        world = World(config, summary)
+        world.pipeline._admit()
+        saved, buffer = world.state.state_dict(), world.buffer.state_dict()
+        await world.pipeline.close()
+
+        resumed = World(config, summary, seed=3)
+        resumed.state.load_state_dict(saved)
+        resumed.pipeline.start_again(resumed.buffer.load_state_dict(buffer, {}))
+        keys = await resumed.train()
+        return [(k.epoch, k.row) for k in keys], [(k.epoch, k.row) for k in await resumed.train()]
+
+    first, second = in_loop(run())
+    assert first + second == cursor_keys(12)
+
+
+def test_closing_drops_what_is_under_way(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(), summary)
+        world.pipeline._admit()
+        tasks = list(world.pipeline._running)
+        await world.pipeline.close()
+        return tasks, world.pipeline._running
+
+    tasks, running = in_loop(run())
+    assert len(tasks) == 4 and all(task.cancelled() for task in tasks) and running == {}
+
+
+def test_generators_share_the_chunks(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=6, chunk=2, steps=1), summary)
+        await world.train()
+        return world.generators.log
+
+    assert in_loop(run()) == [("generate", 0), ("generate", 1), ("generate", 2)]

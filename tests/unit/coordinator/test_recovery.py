@@ -1,0 +1,96 @@
+"""A checkpoint in the middle of a run whose buffer holds finished and unfinished chunks, with stand-in workers."""
+
+import asyncio
+
+import pytest
+
+from rlhf_ray.algorithms.kl import FixedKL
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.errors import WorkerError
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.buffer import ReplayBuffer
+from tests.unit.coordinator.stand_ins import team_of
+
+
+class Workers:
+    """Learners and an assembler that write and read small files; `loaded` says who read which."""
+
+    def __init__(self):
+        self.loaded = []
+        self.team = team_of(policy=self._learner("policy"), critic=self._learner("critic"), assembler=self._assembler)
+
+    def _learner(self, role):
+        async def behave(rank, method, directory):
+            path = type(self).path(directory)
+            if method == "save":
+                path.mkdir(parents=True)
+                (path / "weights").write_text(role)
+            else:
+                self.loaded.append((path / "weights").read_text())
+
+        return behave
+
+    @staticmethod
+    def path(text):
+        from pathlib import Path
+
+        return Path(text)
+
+    async def _assembler(self, rank, method, path, *experience):
+        if method == "save":
+            self.path(path).write_text(experience[0])
+            return None
+        return self.path(path).read_text()
+
+
+def setting(tmp_path):
+    workers, summaries = Workers(), {}
+    state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
+    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.team, state, buffer, summaries)
+    return workers, state, buffer, summaries, recovery
+
+
+def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, summary):
+    keys = [SampleKey(0, row, 0) for row in range(6)]
+
+    async def run():
+        _, state, buffer, summaries, recovery = setting(tmp_path)
+        state.step, state.samples = 3, 12
+        buffer.evict(3)
+        places = [buffer.reserve(2) for _ in range(3)]
+        buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 3, 20)
+        summaries[1] = summary(keys[2:4], version=3)
+        state.in_flight = {0: keys[:2], 2: keys[4:]}
+        where = await recovery.save()
+        assert where == tmp_path / "step_3" and where.is_dir()
+
+        workers, again, other, found, restored = setting(tmp_path)
+        open_places = await restored.restore(where)
+        refs = [await entry.ref.value() for entry in other.ready_entries()]
+        return workers, again, other, found, open_places, refs
+
+    workers, again, buffer, found, open_places, refs = asyncio.run(run())
+    assert sorted(workers.loaded) == ["critic", "policy"]
+    assert (again.step, again.samples) == (3, 12)
+    assert [(p.order, again.in_flight[p.order]) for p in open_places] == [(0, keys[:2]), (2, keys[4:])]
+    assert refs == ["experience of 2 and 3"]
+    assert [e.keys for e in buffer.ready_entries()] == [tuple(keys[2:4])]
+    assert list(found) == [1] and found[1].keys == keys[2:4] and found[1].scores.tolist() == [0, 1]
+
+
+def test_a_save_that_fails_leaves_no_checkpoint(tmp_path):
+    async def run():
+        *_, recovery = setting(tmp_path)
+
+        async def refuse(rank, method, directory):
+            raise WorkerError("critic/0 died")
+
+        recovery.team = team_of(policy=Workers()._learner("policy"), critic=refuse)
+        await recovery.save()
+
+    with pytest.raises(WorkerError, match="critic/0 died"):
+        asyncio.run(run())
+    assert CheckpointStore(tmp_path, 2).latest() is None

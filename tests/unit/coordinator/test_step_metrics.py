@@ -1,0 +1,86 @@
+"""One step's row, worked out by hand."""
+
+import numpy as np
+import pytest
+
+from rlhf_ray.coordinator.step_metrics import PHASES, StepOutcome, step_metrics
+from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.records import SampleKey, UpdateStats
+from rlhf_ray.replay.entries import BufferStats
+
+BUFFER = BufferStats(samples_ready=6, samples_reserved=0, samples_leased=0, bytes=3 * 2**20, oldest_version=4,
+                     staleness_mean=0.0, staleness_max=0)
+WORKERS = {"generator": 2, "critic_learner": 1}
+
+
+def stats(**metrics):
+    return UpdateStats(step=5, applied=4, skipped=0, seconds=1.0, tokens=10, metrics=metrics)
+
+
+@pytest.fixture
+def clock():
+    """Within the window from 100 to 110 s: one of two generators busy for 6 s, the critic for 2 s."""
+    it = StepClock()
+    for role in ("generator", "phase:generate"):
+        it.add(role, 98.0, 103.0, 0)
+        it.add(role, 104.0, 107.0, 0)
+    for role in ("critic_learner", "phase:critic_update"):
+        it.add(role, 108.0, 110.0)
+    return it
+
+
+@pytest.fixture
+def row(summary, clock):
+    """row(policy): the metrics of a step that trained version 5 on three samples of versions 5 and 4."""
+
+    def build(policy=None, **columns):
+        first = summary([SampleKey(0, 0, 0), SampleKey(0, 1, 0)], version=5, **columns)
+        second = summary([SampleKey(0, 2, 0)], version=4, scores=np.array([5.0], dtype=np.float32),
+                         kl=np.array([2.0], dtype=np.float32), response_lengths=np.array([10], dtype=np.int32),
+                         finished=np.array([False]), behaviour_gap=0.75, tokens=12,
+                         gold=columns.get("gold") if "gold" not in columns else columns["gold"][:1])
+        outcome = StepOutcome([first, second], policy, stats(loss=2.0, explained_variance=0.5), 5, 0.07, 0.4,
+                              began=100.0, ended=110.0)
+        return step_metrics(outcome, BUFFER, clock, WORKERS)
+
+    return build
+
+
+def test_numbers_about_the_samples(row):
+    found = row()
+    assert found["reward/mean"] == 2.0  # 0, 1 and 5
+    assert found["reward/std"] == pytest.approx((14 / 3) ** 0.5)
+    assert found["kl/sequence"] == 1.0  # 0.5, 0.5 and 2
+    assert found["response/length"] == 6.0 and found["response/finished"] == pytest.approx(2 / 3)
+    assert found["rollout/logprob_gap"] == 0.5
+    assert (found["staleness/max"], found["staleness/mean"]) == (1.0, 0.5)
+
+
+def test_numbers_about_the_step(row):
+    found = row()
+    assert (found["kl/coef"], found["weights/publish_seconds"], found["weights/version"]) == (0.07, 0.4, 6.0)
+    assert (found["buffer/samples"], found["buffer/mb"]) == (6.0, 3.0)
+    assert found["throughput/samples_per_second"] == pytest.approx(0.3)
+    assert found["throughput/tokens_per_second"] == pytest.approx(2.4)  # 12 + 12 tokens in 10 s
+    assert found["time/step"] == 10.0
+
+
+def test_idle_shares_and_phase_times(row):
+    found = row()
+    assert found["idle/generator"] == pytest.approx(1 - 6 / 20)
+    assert found["idle/critic_learner"] == pytest.approx(1 - 2 / 10)
+    phases = {name: found[f"time/{name}"] for name in PHASES}
+    assert phases == pytest.approx({**dict.fromkeys(PHASES, 0.0), "generate": 6.0, "critic_update": 2.0})
+
+
+def test_the_policy_is_absent_while_the_critic_warms_up(row):
+    found = row()
+    assert (found["critic/loss"], found["critic/explained_variance"]) == (2.0, 0.5)
+    assert not [name for name in found if name.startswith("policy/")]
+    assert row(policy=stats(loss=-0.5))["policy/loss"] == -0.5
+
+
+def test_the_judges_mean_appears_with_a_judge(row):
+    assert "reward/gold" not in row()
+    gold = np.array([0.5, -0.25], dtype=np.float32)
+    assert row(gold=gold)["reward/gold"] == pytest.approx(0.25)  # 0.5, -0.25 and 0.5

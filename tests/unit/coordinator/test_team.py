@@ -1,0 +1,33 @@
+"""Who is called next, and where working time is noted."""
+
+import asyncio
+
+from rlhf_ray.coordinator.team import Rotation
+from tests.unit.coordinator.stand_ins import StandInGroup, silent, team_of
+
+
+def test_the_least_loaded_worker_is_next_and_the_lowest_among_equals():
+    rotation = Rotation(StandInGroup("generators", silent, workers=3))
+    assert [rotation.take(work) for work in (5, 2, 3)] == [0, 1, 2]
+    assert rotation.take(4) == 1  # loads 5, 2, 3 -> 5, 6, 3
+    assert rotation.take(2) == 2  # -> 5, 6, 5
+    assert rotation.take(1) == 0  # 0 and 2 are equal
+    rotation.give_back(1, 6)
+    assert rotation.take(1) == 1
+
+
+def test_a_team_counts_its_workers_by_role():
+    team = team_of(generators=StandInGroup("generators", silent, workers=2))
+    assert team.workers() == {"generators": 2, "reference": 1, "reward": 1, "assembler": 1, "policy": 1, "critic": 1}
+
+
+def test_working_time_is_noted_under_role_and_phase():
+    async def run():
+        team = team_of()
+        began = team.clock.now()
+        await team.value(team.policy.call(0, "update"), "policy_update")
+        return team.clock, began
+
+    clock, began = asyncio.run(run())
+    assert {(span.role, span.worker) for span in clock._spans} == {("policy", 0), ("phase:policy_update", 0)}
+    assert all(span.start >= began for span in clock._spans)
