@@ -68,6 +68,10 @@ class Learner:
         """What the loss of some rows is a mean over: tokens, rows or pairs."""
         raise NotImplementedError
 
+    def measured(self, part: Any) -> float:
+        """What the statistics of some rows are means over, where that is not what the loss is a mean over."""
+        return self.count(part)
+
     def optimize(self, mini_batch: Any, meter: Meter) -> StepResult:
         """One optimizer step on a mini-batch that all ranks hold whole; each works on its share of the rows.
 
@@ -83,7 +87,8 @@ class Learner:
             part = mini_batch.select(rows if len(rows) else [0])
             loss, stats = self.loss(part)
             weight = self.count(part) if len(rows) else 0.0
-            meter.add(weight, {"loss": loss.detach(), **stats})
+            meter.add(weight, {"loss": loss.detach()})
+            meter.add(self.measured(part) if len(rows) else 0.0, stats)
             yield loss * (weight / whole)
 
     @property

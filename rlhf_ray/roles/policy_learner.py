@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
-from rlhf_ray.algorithms.masking import denominator
+from rlhf_ray.algorithms.masking import aggregate_mean, denominator
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
@@ -52,11 +52,16 @@ class PolicyLearner(Learner):
         )
         stats.pop("ratio_max")  # a largest value has no mean over micro-batches
         if entropy is not None:
-            bonus = entropy_bonus(micro.lay_out(entropy), micro.mask)
-            stats["entropy"] = bonus.detach()
-            loss = loss - a.entropy_coef * bonus
+            grid = micro.lay_out(entropy)
+            stats["entropy"] = entropy_bonus(grid.detach(), micro.mask)
+            # A mean over the same as the policy loss: only then do micro-batches' shares add up to the whole.
+            loss = loss - a.entropy_coef * aggregate_mean(grid, micro.mask, a.aggregate)
         return loss, stats
 
     def count(self, part: Batch) -> float:
         """Response tokens, or rows, as the loss is aggregated."""
         return float(denominator(MicroBatch(part, "cpu").mask, self.algorithm.aggregate))
+
+    def measured(self, part: Batch) -> float:
+        """Response tokens, however the loss is aggregated."""
+        return float(part.response_mask.sum())

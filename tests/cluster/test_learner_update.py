@@ -28,7 +28,7 @@ VOCAB, ROWS, SEED, TEMPERATURE = 64, 14, 3, 0.8
 TOLERANCE = 2e-5
 """Of the size of the update: float32's accuracy, with room for the order of sums."""
 LARGE, SMALL = 4096, 24
-OPTIMIZER = OptimizerConfig(learning_rate=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, grad_clip=0.8)
+OPTIMIZER = OptimizerConfig(learning_rate=0.02, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1, grad_clip=0.8)
 """An eps of the gradients' size, so that AdamW does not turn rounding of tiny gradients into whole steps, and does not
 hide a wrong factor before the gradient."""
 
@@ -259,7 +259,7 @@ def assert_same_update(expected, before, after):
     for name in first:
         assert np.array_equal(before[name], first[name])
         assert np.abs(after[name] - last[name]).max() < TOLERANCE * size, name
-        assert np.abs(last[name] - first[name]).max() > 100 * TOLERANCE * size, f"{name} hardly moves"
+        assert np.abs(last[name] - first[name]).max() > 20 * TOLERANCE * size, f"{name} hardly moves"
 
 
 @pytest.fixture(scope="module")
