@@ -100,6 +100,17 @@ install_packages() {
     "$VENV/bin/uv" pip install --python "$VENV/bin/python" "${source[@]}" --editable ".[$EXTRAS]"
 }
 
+# Workers import these at every start; compiled once, each start saves seconds. Environments that forbid writing bytecode
+# (many containers do) would otherwise compile again in every process.
+write_bytecode() {
+  local engine='import vllm.v1.engine.llm_engine, vllm.engine.arg_utils, vllm.v1.worker.cpu_worker'
+  local others='import deepspeed, ray, ray.dashboard.dashboard, tensorboard, plotly, pyarrow.parquet, accelerate
+from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification'
+  PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c "$engine" &
+  PYTHONDONTWRITEBYTECODE='' DS_ACCELERATOR=cpu "$VENV/bin/python" -c "$others"
+  wait || true # an import that fails here fails again where a person can see why
+}
+
 is_installed "$@" && exit 0
 python=$(find_python)
 check_disk
@@ -108,5 +119,7 @@ make_venv "$python"
 rm -f "$VENV/install.log"
 started=$SECONDS
 install_packages
+echo "install: compiling what workers import"
+write_bytecode >>"$VENV/install.log" 2>&1 || true
 for extra in "$@"; do fingerprint >"$(stamp "$extra")"; done
 echo "install: done in $((SECONDS - started)) s; . $VENV/bin/activate gives you rlhf-ray"

@@ -104,8 +104,10 @@ def _actor_class(cls: type) -> Any:
 
 
 def _environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:
-    # Passive waits: a thread that spins for work takes the core from the worker that has some.
     return {
-        "OMP_NUM_THREADS": str(placement.threads), "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(placement.threads),
+        "OMP_WAIT_POLICY": "passive",  # a thread that spins for work takes the core from the worker that has some
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONDONTWRITEBYTECODE": "",  # without bytecode every start of a worker compiles torch and vLLM anew
         **more,
     }
