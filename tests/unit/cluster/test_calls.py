@@ -1,0 +1,90 @@
+"""A call's deadline and the words for what went wrong, on futures in place of object references."""
+
+import asyncio
+import time
+
+import pytest
+from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
+
+from rlhf_ray.cluster.calls import Call, Timing, traffic
+from rlhf_ray.errors import RewardError, WorkerError
+
+
+def call(result, timing, timeout_s=5.0, age_s=0.0):
+    return Call("reward_scorer", 1, "score", (result, "second"), timing, timeout_s, time.monotonic() - age_s)
+
+
+def failing(error):
+    future = asyncio.get_running_loop().create_future()
+    future.set_exception(error)
+    return future
+
+
+def ready(value):
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(value)
+    return future
+
+
+def answer(make):
+    """Await what `make()` builds inside a loop."""
+
+    async def run():
+        return await make()
+
+    return asyncio.run(run())
+
+
+def task_error(cause):
+    return RayTaskError("score", "remote traceback", cause)
+
+
+def test_a_call_gives_its_timing_and_its_results():
+    async def run():
+        it = call(ready(7), ready(Timing(0.5)))
+        assert (it.worker, it.ref is it.refs[0]) == ("reward_scorer/1", True)
+        return await it.value(), await it.done()
+
+    assert asyncio.run(run()) == (7, Timing(0.5))
+
+
+def test_what_the_driver_receives_is_counted():
+    before = traffic.received
+    answer(lambda: call(ready(b"x" * 1000), None).value())
+    assert 1000 < traffic.received - before < 1100
+
+
+def test_a_call_past_its_deadline_names_worker_method_and_setting():
+    said = r"^reward_scorer/1 did not answer score within 0\.05 s \(cluster\.call_timeout_s\)"
+    with pytest.raises(WorkerError, match=said):
+        answer(lambda: call(asyncio.get_running_loop().create_future(), None, timeout_s=0.05).value())
+
+
+def test_the_deadline_counts_from_the_call_and_not_from_the_waiting():
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="within 100 s"):
+        answer(lambda: call(asyncio.get_running_loop().create_future(), None, timeout_s=100, age_s=101).value())
+    assert time.monotonic() - began < 5
+
+
+def test_a_roles_own_error_arrives_as_it_was_raised():
+    with pytest.raises(RewardError, match="^no score$"):
+        answer(lambda: call(failing(task_error(task_error(RewardError("no score")))), None).value())
+
+
+def test_an_error_without_words_names_worker_method_and_cause():
+    with pytest.raises(WorkerError, match=r"^reward_scorer/1 failed in score: ZeroDivisionError: by 0\n") as caught:
+        answer(lambda: call(failing(task_error(ZeroDivisionError("by 0"))), None).value())
+    assert "remote traceback" in str(caught.value)
+
+
+def test_a_dead_worker_is_named():
+    with pytest.raises(WorkerError, match=r"^reward_scorer/1 died in score: \S") as caught:
+        answer(lambda: call(None, failing(ActorDiedError())).done())
+    assert caught.value.retryable
+
+
+def test_a_lost_result_is_named():
+    error = ObjectLostError("ab" * 14, None, "")
+    with pytest.raises(WorkerError, match=r"^the result of score of reward_scorer/1 was lost: \S"):
+        answer(lambda: call(failing(error), None).value())

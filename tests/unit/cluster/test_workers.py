@@ -1,0 +1,71 @@
+"""What a worker process is given, and how a role's class becomes remote, before any Ray is started."""
+
+import asyncio
+
+from rlhf_ray.cluster.calls import Timing
+from rlhf_ray.cluster.group import _actor_class, _environment, _is_async
+from rlhf_ray.cluster.pools import _bundle
+from rlhf_ray.config.run import PlacementConfig, PoolConfig
+
+
+class Plain:
+    """A role."""
+
+    def double(self, x):
+        return 2 * x
+
+    def both(self, x):
+        return x, -x
+
+
+class Asynchronous:
+    """A role that answers several at once."""
+
+    async def double(self, x):
+        await asyncio.sleep(0)
+        return 2 * x
+
+    def plain(self, x):
+        return x + 1
+
+
+def inner(cls):
+    """The class that Ray would run, as an ordinary one."""
+    return _actor_class(cls).__ray_metadata__.modified_class
+
+
+def test_roles_with_coroutines_are_told_apart():
+    assert _is_async(Asynchronous) and not _is_async(Plain)
+
+
+def test_a_remote_class_keeps_its_name():
+    assert inner(Plain).__name__ == "Plain" and inner(Asynchronous).__name__ == "Asynchronous"
+
+
+def test_a_call_answers_with_its_result_and_its_time():
+    worker = inner(Plain)()
+    result, timing = worker.timed_call("double", 1, 4)
+    assert result == 8 and isinstance(timing, Timing) and timing.seconds >= 0
+    first, second, _ = worker.timed_call("both", 2, 4)
+    assert (first, second) == (4, -4)
+    pair, _ = worker.timed_call("both", 1, 4)
+    assert pair == (4, -4)
+
+
+def test_coroutines_and_plain_methods_of_one_role_both_answer():
+    worker = inner(Asynchronous)()
+    assert asyncio.run(worker.timed_call("double", 1, 4))[0] == 8
+    assert asyncio.run(worker.timed_call("plain", 1, 4))[0] == 5
+
+
+def test_the_environment_limits_threads_and_the_roles_own_settings_win():
+    given = _environment(PlacementConfig(threads=3), {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "active"})
+    assert given["OMP_NUM_THREADS"] == "3"
+    assert given["OMP_WAIT_POLICY"] == "active" and given["DS_ACCELERATOR"] == "cpu"
+    assert _environment(PlacementConfig(), {})["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_a_bundle_asks_for_what_it_has_some_of():
+    assert _bundle(PoolConfig(cpus=1.5)) == {"CPU": 1.5}
+    assert _bundle(PoolConfig(cpus=2, gpus=1)) == {"CPU": 2, "GPU": 1}
+    assert _bundle(PoolConfig(cpus=0, gpus=1)) == {"GPU": 1}

@@ -1,0 +1,156 @@
+"""What is refused before anything starts: each message names the field, the value and the fix."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
+from rlhf_ray.config.stages import PPOConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.errors import ConfigError, DataError, ModelError
+from rlhf_ray.stages import ppo, reward_model, sft
+from rlhf_ray.stages.preflight import check_context, check_data_file, check_model, check_same_tokens, context_length
+from tests.models import make_tiny_llama, make_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "llama", vocab=40, hidden=32, heads=1, positions=64)
+
+
+@pytest.fixture
+def copy(llama, tmp_path):
+    return shutil.copytree(llama, tmp_path / "copy")
+
+
+def config(path, **more):
+    return ModelConfig(path=str(path), **more)
+
+
+def test_a_missing_file_is_named_with_where_was_looked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = rf"^prompts\.path='data/p\.jsonl': no such file\. Relative paths start at .*{re.escape(str(tmp_path))}"
+    with pytest.raises(DataError, match=said):
+        check_data_file("data/p.jsonl", "prompts.path")
+
+
+@pytest.mark.parametrize("path", ["p.jsonl", "p.json", "p.parquet", "p.csv", "./p", "/nowhere/p"])
+def test_what_looks_like_a_file_must_be_one(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="no such file"):
+        check_data_file(path, "data.path")
+
+
+def test_a_hub_name_is_left_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_data_file("stanfordnlp/imdb", "data.path")
+
+
+def test_an_empty_file_is_refused_and_a_full_one_is_not(tmp_path):
+    (tmp_path / "p.jsonl").touch()
+    with pytest.raises(DataError, match=r"^data\.path='.*p\.jsonl' is empty; it needs at least one row"):
+        check_data_file(str(tmp_path / "p.jsonl"), "data.path")
+    (tmp_path / "p.jsonl").write_text("{}\n")
+    check_data_file(str(tmp_path / "p.jsonl"), "data.path")
+
+
+def test_a_model_must_be_there(tmp_path, llama):
+    check_model(config(llama), "model")
+    with pytest.raises(ModelError, match=r"^reward_model\.path='.*gone': no such directory"):
+        check_model(config(tmp_path / "gone"), "reward_model")
+
+
+def test_a_tokenizer_may_not_have_ids_that_the_model_lacks(copy, llama, tmp_path):
+    make_tiny_tokenizer(tmp_path / "larger", 41)
+    with pytest.raises(ModelError, match=r"id 40 \(token 'w40'\).*copy has only 40 embeddings"):
+        check_model(config(copy, tokenizer=str(tmp_path / "larger")), "model")
+
+
+def test_a_new_model_needs_its_tokenizer(llama, tmp_path):
+    shape = ArchitectureConfig(hidden_size=16, layers=1, heads=1, intermediate_size=16)
+    check_model(NewModelConfig(architecture=shape, tokenizer=str(llama)), "model")
+    with pytest.raises(ModelError, match="no tokenizer could be loaded from"):
+        check_model(NewModelConfig(architecture=shape, tokenizer=str(tmp_path)), "model")
+
+
+def test_two_models_must_mean_the_same_by_their_tokens(llama, copy):
+    check_same_tokens(config(llama), config(copy), ("model", "reward_model"))
+    text = (copy / "tokenizer.json").read_text()
+    swapped = text.replace('"w5"', '"x"').replace('"w6"', '"w5"').replace('"x"', '"w6"')
+    assert swapped != text
+    (copy / "tokenizer.json").write_text(swapped)
+    said = r"^model \('.*llama'\) and reward_model \('.*copy'\) have different tokenizers.*Train the reward model on"
+    with pytest.raises(ModelError, match=said):
+        check_same_tokens(config(llama), config(copy), ("model", "reward_model"))
+
+
+def test_prompt_and_response_fill_the_context_and_no_more(llama):
+    fields = ("prompts.max_tokens", "generator.sampling.max_tokens")
+    check_context(config(llama), 32, 32, fields)
+    said = (r"^prompts\.max_tokens=33 \+ generator\.sampling\.max_tokens=32 = 65 tokens is over the context of "
+            r"'.*llama', 64; lower one of them")
+    with pytest.raises(ModelError, match=said):
+        check_context(config(llama), 33, 32, fields)
+
+
+def test_a_context_that_is_not_told_is_not_checked(copy):
+    shape = json.loads((copy / "config.json").read_text())
+    shape.pop("max_position_embeddings")
+    (copy / "config.json").write_text(json.dumps(shape))
+    assert context_length(config(copy)) is None
+    assert context_length(config("some/name")) is None
+    check_context(config(copy), 10**6, 1, ("a", "b"))
+
+
+@pytest.fixture
+def ppo_config(llama, tmp_path):
+    """ppo_config(**changes): a run that passes preflight as it stands."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w2"}\n')
+
+    def build(**changes):
+        sections = {
+            "run": {"dir": str(tmp_path / "run")}, "model": {"path": str(llama)}, "reward_model": {"path": str(llama)},
+            "prompts": {"path": str(tmp_path / "p.jsonl"), "max_tokens": 32},
+            "generator": {"sampling": {"max_tokens": 32}}, **changes,
+        }
+        return PPOConfig(**sections)
+
+    return build
+
+
+def test_a_sound_ppo_configuration_passes(ppo_config):
+    ppo.preflight(ppo_config())
+
+
+@pytest.mark.parametrize("changes, error, said", [
+    ({"prompts": {"path": "/none.jsonl", "max_tokens": 32}}, DataError, "prompts.path='/none.jsonl'"),
+    ({"evaluation": {"prompts": "/none.jsonl"}}, DataError, "evaluation.prompts='/none.jsonl'"),
+    ({"model": {"path": "/none"}}, ModelError, "model.path='/none'"),
+    ({"reward_model": {"path": "/none"}}, ModelError, "reward_model.path='/none'"),
+    ({"generator": {"sampling": {"max_tokens": 40}}}, ModelError, "= 72 tokens is over the context"),
+])
+def test_ppo_is_refused_before_its_directory_exists(ppo_config, tmp_path, changes, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        ppo.run(ppo_config(**changes))
+    assert not (tmp_path / "run").exists()
+
+
+def supervised(cls, llama, tmp_path, budget):
+    (tmp_path / "d.jsonl").write_text("{}\n")
+    return cls(run={"dir": str(tmp_path / "run")}, model={"path": str(llama)},
+               data={"path": str(tmp_path / "d.jsonl"), "max_tokens": 20}, learner={"micro_batch_tokens": budget})
+
+
+@pytest.mark.parametrize("stage, cls, budget, said", [
+    (sft, SFTConfig, 19, "learner.micro_batch_tokens=19 is less than data.max_tokens=20"),
+    (reward_model, RewardModelConfig, 39, "learner.micro_batch_tokens=39 cannot hold a pair of two rows"),
+])
+def test_a_micro_batch_must_hold_the_longest_row(stage, cls, budget, said, llama, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(stage, "run_stage", lambda it, resume: started.append((it.name, resume)))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        stage.run(supervised(cls, llama, tmp_path, budget))
+    assert not started
+    stage.run(supervised(cls, llama, tmp_path, budget + 1), resume=True)
+    assert started == [(stage.__name__.rsplit(".")[-1], True)]

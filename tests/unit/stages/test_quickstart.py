@@ -1,0 +1,61 @@
+"""The quickstart's configurations: found, moved below --dir, seeded."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.stages import quickstart
+
+STAGES = ("sft", "preferences", "reward-model", "ppo")
+
+
+def texts(value):
+    """Every text inside a configuration."""
+    if isinstance(value, dict):
+        return [text for v in value.values() for text in texts(v)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_the_recipes_are_found():
+    names = {path.name for path in quickstart.recipes().glob("*.yaml")}
+    assert {f"{stage.replace('-', '_')}.yaml" for stage in STAGES} <= names
+
+
+def test_missing_recipes_are_told_with_where_was_looked(monkeypatch, tmp_path):
+    monkeypatch.setattr(quickstart, "__file__", str(tmp_path / "a" / "b" / "quickstart.py"))
+    monkeypatch.setattr(quickstart.sys, "prefix", str(tmp_path / "prefix"))
+    with pytest.raises(ConfigError, match=rf"missing; looked in {tmp_path}.* and {tmp_path}/prefix/share"):
+        quickstart.recipes()
+    installed = tmp_path / "prefix" / "share" / "rlhf-ray" / "configs" / "quickstart"
+    installed.mkdir(parents=True)
+    assert quickstart.recipes() == installed
+
+
+@pytest.mark.parametrize("place", ["/srv/other place", "here/runs/quickstart2"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_path_moves_below_the_directory(stage, place):
+    config = quickstart._config(stage, Path(place), seed=7)
+    assert isinstance(config, StageConfig) and config.run.seed == 7
+    usual = quickstart._config(stage, Path("runs/quickstart"), seed=7)
+    moved = [text for text in texts(config.model_dump()) if place in text]
+    assert moved == [text.replace("runs/quickstart", place, 1) for text in texts(usual.model_dump())
+                     if "runs/quickstart" in text]
+    assert len(moved) >= 3 and all(text.startswith(place) for text in moved)
+    assert not [text for text in texts(config.model_dump()) if text.startswith("runs/quickstart")]
+
+
+def test_stages_hand_over_what_the_next_one_reads():
+    sft, pairs, reward, ppo = (quickstart._config(stage, Path("d"), 0) for stage in STAGES)
+    model = f"{sft.run.dir}/model"
+    assert pairs.model.path == reward.model.path == ppo.model.path == model
+    assert reward.data.path == f"{pairs.run.dir}/{pairs.pairs.output}"
+    assert ppo.reward_model.path == f"{reward.run.dir}/model"
+    assert ppo.logging.judge == pairs.pairs.judge
+
+
+def test_changes_come_last():
+    config = quickstart._config("ppo", Path("d"), 3, ["--run.steps=2", "--run.seed=4", "--algorithm.kl.coef=0.5"])
+    assert (config.run.steps, config.run.seed, config.algorithm.kl.coef) == (2, 4, 0.5)
+    assert config.run.dir.startswith("d")

@@ -1,0 +1,52 @@
+"""How a stage's coroutine ends, and what its learners are told."""
+
+import asyncio
+
+import pytest
+
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.stages.ppo_team import _learner
+from rlhf_ray.stages.workplace import run_async
+
+
+async def give(value):
+    return value
+
+
+async def cancel():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1)
+
+
+def test_a_coroutine_runs_to_its_value():
+    assert run_async(give(3)) == 3
+
+
+def test_being_cancelled_is_being_interrupted():
+    with pytest.raises(KeyboardInterrupt):
+        run_async(cancel())
+
+
+def config(**sections):
+    return PPOConfig(model={"path": "m"}, reward_model={"path": "r"}, prompts={"path": "p"},
+                     run={"steps": 10, "seed": 3}, **sections)
+
+
+def test_learners_know_their_optimizer_steps_and_the_policy_rests_while_the_critic_warms_up():
+    it = config(algorithm={"epochs": 2, "mini_batches": 4, "critic_warmup_steps": 3}, policy={"workers": 2},
+                pools={"default": {"cpus": 2}})
+    policy, critic = _learner(it, "policy", 1), _learner(it, "critic", 0)
+    assert (policy["total_steps"], critic["total_steps"]) == (7 * 8, 10 * 8)
+    assert (policy["rank"], policy["world"], policy["seed"]) == (1, 2, 3)
+    assert policy["model"] is it.model and policy["algorithm"] is it.algorithm and policy["config"] is it.policy
+
+
+@pytest.mark.parametrize("init, path", [("policy", "m"), ("reward", "r")])
+def test_the_critic_starts_from_what_is_configured(init, path):
+    it = config(critic={"init": init})
+    assert _learner(it, "critic", 0)["model"].path == path
+    assert _learner(it, "policy", 0)["model"].path == "m"
+
+
+def test_a_policy_that_never_learns_still_has_a_schedule():
+    assert _learner(config(algorithm={"critic_warmup_steps": 99}), "policy", 0)["total_steps"] == 8
