@@ -1,5 +1,6 @@
 """What all learners share: a place among the ranks, a DeepSpeed engine, its state on disk, its weights by bucket."""
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlhf_ray.checkpoint.disk import is_disk_full
 from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.rng import rng_state, set_rng_state
@@ -17,6 +19,7 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.train_engine import StepResult, TrainEngine
+from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import WeightBucket
 from rlhf_ray.roles.meter import Meter
@@ -97,11 +100,20 @@ class Learner:
         return self.config.zero_stage == 3
 
     def save(self, directory: str) -> None:
-        """Write this rank's part of engine and random-number state under `directory`."""
+        """Write this rank's part of engine and random-number state under `directory`.
+
+        Raises:
+            CheckpointError: the disk is full. Only here can that be told: torch speaks of a stream's position.
+        """
         path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        self.engine.save(path)
-        torch.save(rng_state(), path / f"rng_{self.rank}.pt")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self.engine.save(path)
+            torch.save(rng_state(), path / f"rng_{self.rank}.pt")
+        except (OSError, RuntimeError) as error:
+            if is_disk_full(error, path):
+                raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {path}") from error
+            raise
 
     def load(self, directory: str) -> None:
         """Take back what `save` wrote. The caller has verified the files."""
