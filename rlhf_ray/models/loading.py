@@ -89,20 +89,31 @@ def load_scalar_model(config: ModelConfig, new_head: bool) -> "PreTrainedModel":
     Raises:
         ModelError: no such model, or it carries no one-label head although `new_head` is False.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     if not new_head:
-        shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
-        heads = shape.architectures or []
-        if not any("SequenceClassification" in name for name in heads) or shape.num_labels != 1:
-            raise ModelError(f"{config.path!r} is no reward model: it has architectures {heads} with "
-                             f"{shape.num_labels} labels, and a sequence classifier with one label is needed. "
-                             "Train one with `rlhf-ray reward-model`.")
+        check_scalar_head(config)
     model = _load(AutoModelForSequenceClassification, config, num_labels=1)
     if new_head:
         # Ouyang et al. 2022 and Huang et al. 2024 start scalar heads with std 1/sqrt(hidden + 1).
         torch.nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
     return model
+
+
+def check_scalar_head(config: ModelConfig) -> None:
+    """Refuse a model that is no sequence classifier with one label, by its configuration alone.
+
+    Raises:
+        ModelError: says what it is instead.
+    """
+    from transformers import AutoConfig
+
+    shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    heads = shape.architectures or []
+    if not any("SequenceClassification" in name for name in heads) or shape.num_labels != 1:
+        raise ModelError(f"{config.path!r} is no reward model: it has architectures {heads} with "
+                         f"{shape.num_labels} labels, and a sequence classifier with one label is needed. "
+                         "Train one with `rlhf-ray reward-model`.")
 
 
 def new_causal_lm(config: NewModelConfig) -> "PreTrainedModel":

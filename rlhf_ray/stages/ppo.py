@@ -19,6 +19,7 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.models.loading import check_scalar_head
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.report import write_report
@@ -59,6 +60,7 @@ def preflight(config: PPOConfig) -> None:
         check_data_file(config.evaluation.prompts, "evaluation.prompts")
     check_model(config.model, "model")
     check_model(config.reward_model, "reward_model")
+    check_scalar_head(config.reward_model)
     check_same_tokens(config.model, config.reward_model, ("model", "reward_model"))
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))

@@ -11,7 +11,7 @@ from rlhf_ray.config.stages import PPOConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.stages import ppo, reward_model, sft
 from rlhf_ray.stages.preflight import check_context, check_data_file, check_model, check_same_tokens, context_length
-from tests.models import make_tiny_llama, make_tiny_tokenizer
+from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +107,11 @@ def test_a_context_that_is_not_told_is_not_checked(copy):
 def ppo_config(llama, tmp_path):
     """ppo_config(**changes): a run that passes preflight as it stands."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "w2"}\n')
+    judge = make_tiny_reward_model(tmp_path / "reward", vocab=40, positions=64)
 
     def build(**changes):
         sections = {
-            "run": {"dir": str(tmp_path / "run")}, "model": {"path": str(llama)}, "reward_model": {"path": str(llama)},
+            "run": {"dir": str(tmp_path / "run")}, "model": {"path": str(llama)}, "reward_model": {"path": str(judge)},
             "prompts": {"path": str(tmp_path / "p.jsonl"), "max_tokens": 32},
             "generator": {"sampling": {"max_tokens": 32}}, **changes,
         }
