@@ -22,7 +22,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import SampleWriter
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.entries import Lease
+from rlhf_ray.replay.entries import BufferStats, Lease
 
 
 @dataclass
@@ -65,11 +65,12 @@ class Coordinator:
     async def _step(self) -> None:
         began, version, coef = self.team.clock.now(), self.state.step, self.state.kl.value
         lease = await self.pipeline.next_batch()
+        depth = self.buffer.stats()
         policy, critic = await self._learn(lease)
         summaries = self._acknowledge(lease)
         seconds = await self.weights.publish(self.state.step)
         outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, began, self.team.clock.now())
-        self._record(outcome)
+        self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
         if self.config.evaluation and self._due(self.config.evaluation.every):
             await self._evaluate()
@@ -102,8 +103,8 @@ class Coordinator:
         self.pipeline.make_again(self.buffer.evict(self.state.step))
         return summaries
 
-    def _record(self, outcome: StepOutcome) -> None:
-        row = step_metrics(outcome, self.buffer.stats(), self.team.clock, self.team.workers())
+    def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:
+        row = step_metrics(outcome, depth, self.team.clock, self.team.workers())
         self.metrics.write(self.state.step, row)
         texts = [text for summary in outcome.summaries for text in summary.samples]
         self.samples.write(self.state.step, texts[: self.config.logging.samples_per_step])

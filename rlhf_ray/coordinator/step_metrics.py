@@ -33,9 +33,9 @@ class StepOutcome:
 
 
 def step_metrics(
-    outcome: StepOutcome, buffer: BufferStats, clock: StepClock, workers: Mapping[str, int]
+    outcome: StepOutcome, depth: BufferStats, clock: StepClock, workers: Mapping[str, int]
 ) -> dict[str, float]:
-    """Flat metrics by name, as the report and the sinks know them."""
+    """Flat metrics by name, as the report and the sinks know them. `depth` is the buffer when the update began."""
     seconds = outcome.ended - outcome.began
     samples = sum(len(s.scores) for s in outcome.summaries)
     metrics = {
@@ -43,8 +43,8 @@ def step_metrics(
         "kl/coef": outcome.kl_coef,
         "weights/publish_seconds": outcome.publish_seconds,
         "weights/version": float(outcome.trained_version + 1),
-        "buffer/samples": float(buffer.samples_ready),
-        "buffer/mb": buffer.bytes / 2**20,
+        "buffer/samples": float(depth.samples_ready + depth.samples_leased),
+        "buffer/mb": depth.bytes / 2**20,
         "throughput/samples_per_second": samples / seconds,
         "throughput/tokens_per_second": sum(s.tokens for s in outcome.summaries) / seconds,
         "time/step": seconds,

@@ -105,9 +105,13 @@ def _traces(
 
 
 def _held_out_charts(rows: Rows) -> list[Chart]:
-    """Held-out metrics that no plan names: whatever the evaluation measured."""
+    """Held-out metrics that no plan names: whatever the evaluation measured, from three evaluations on.
+
+    Two points are a change, not a curve; the table of before and after shows them.
+    """
     planned = {name for plan in CHARTS for name in plan.metrics}
-    names = sorted({name for row in rows for name in row if name.startswith("eval/")} - planned)
+    measured = {name for row in rows for name in row if name.startswith("eval/")} - planned
+    names = sorted(name for name in measured if len(series(rows, name)[0]) > 2)
     plans = (
         ChartPlan(
             f"Held out: {readable(name.removeprefix('eval/')).lower()}", (name,), "Learning", colours=("generator",),

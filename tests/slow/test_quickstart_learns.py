@@ -1,0 +1,46 @@
+"""The quickstart teaches what it says, for three seeds, and stops teaching it when the scores say nothing."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from ray import cloudpickle
+
+from rlhf_ray.records import RewardScores, Rollout
+from rlhf_ray.roles.reward_scorer import RewardScorer
+from rlhf_ray.stages import ppo, ppo_team, quickstart
+from tests.slow.conftest import SEEDS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_judge_who_was_never_trained_on_agrees_that_it_improved(seed, finished_quickstart):
+    directory, summary = finished_quickstart(seed)
+    assert summary["reward_model_accuracy"] >= 0.85
+    assert summary["gold_before"] < 0.3
+    assert summary["gold_after"] >= 0.9
+    assert summary["kl"] <= 8
+    assert summary["distinct"] >= 0.95
+    evaluation = json.loads((directory / "evaluation.json").read_text())
+    assert evaluation["after"]["responses"] >= 512
+
+
+class PermutedScores(RewardScorer):
+    """The reward model's scores, dealt out to the wrong samples of the batch."""
+
+    def score(self, rollout: Rollout) -> RewardScores:
+        scores = super().score(rollout).scores
+        return RewardScores(np.random.default_rng(rollout.seeds[0]).permutation(scores))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_permuted_scores_teach_nothing(seed, finished_quickstart, tmp_path, monkeypatch):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+    monkeypatch.setattr(ppo_team, "RewardScorer", PermutedScores)
+    directory, _ = finished_quickstart(seed)
+    whole_batch_in_one_chunk = ["--generator.chunk=128", "--generator.max_sequences=128"]
+    config = quickstart._config("ppo", directory, seed, [
+        f"--run.dir={tmp_path / 'control'}", "--run.steps=20", "--critic.init=policy", *whole_batch_in_one_chunk])
+    assert ppo.run(config)["gold_after"] < 0.3
