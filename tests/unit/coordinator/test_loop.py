@@ -1,0 +1,139 @@
+"""The order of a run's steps. Workers are stand-ins; pipeline, buffer and state are real."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_ray.config.loop import EvaluationConfig
+from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.errors import RunInterrupted, TrainingError
+from rlhf_ray.records import UpdateStats
+from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.test_pipeline import World
+
+
+class Run:
+    """A coordinator whose every act is noted in `events`."""
+
+    def __init__(self, config, summary, stop_after=None, fail_at=None):
+        self.events, self.rows, self.warnings = [], {}, []
+        self.stop_after, self.fail_at = stop_after, fail_at
+        world = self.world = World(config, summary)
+        learners = {role: StandInGroup(role, self._learner(role), workers=2) for role in ("policy", "critic")}
+        world.team = team_of(generators=world.generators, reward=world._score, reference=world._tell,
+                             assembler=world._assemble, **learners)
+        world.pipeline = type(world.pipeline)(config, world.team, world.state, world.buffer, "prompts")
+        self.stop = SimpleNamespace(requested=None)
+        progress = SimpleNamespace(update=lambda *a, **k: None, note=lambda text: None, warn=self.warnings.append)
+        self.coordinator = Coordinator(
+            config=config, team=world.team, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
+            weights=SimpleNamespace(publish=self._publish), recovery=SimpleNamespace(save=self._save),
+            evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
+            samples=SimpleNamespace(write=lambda step, texts: None), progress=progress, stop=self.stop,
+            on_evaluation=lambda step, _: self.events.append(f"evaluate {step}"),
+        )
+
+    def _learner(self, role):
+        async def behave(rank, method, *args):
+            if method != "update":
+                return (method, rank)
+            if args[0] == self.fail_at:
+                raise TrainingError("not finite")
+            if rank == 0:
+                self.events.append(f"{role} {args[0]}")
+            return UpdateStats(step=args[0], applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
+
+        return behave
+
+    async def _publish(self, version):
+        self.events.append(f"publish {version}")
+        self.world.version = version
+        if version == self.stop_after:
+            self.stop.requested = "SIGTERM"
+        return 0.1
+
+    async def _save(self):
+        self.events.append(f"save {self.world.state.step}")
+
+    async def _measure(self):
+        return None
+
+    def _write(self, step, row):
+        self.rows[step] = row
+
+    def go(self):
+        asyncio.run(asyncio.wait_for(self.coordinator.run(), 20))
+        return self.events
+
+
+def test_a_run_in_order(ppo_config, summary):
+    config = ppo_config(prompts=4, steps=3, checkpoint={"every": 2}, evaluation=EvaluationConfig(prompts="e", every=2))
+    run = Run(config, summary)
+    assert run.go() == [
+        "evaluate 0", "policy 0", "critic 0", "publish 1",
+        "policy 1", "critic 1", "publish 2", "evaluate 2", "save 2",
+        "policy 2", "critic 2", "publish 3", "evaluate 3", "save 3",
+    ]
+    assert list(run.rows) == [1, 2, 3] and run.rows[3]["weights/version"] == 3
+    assert (run.world.state.step, run.world.state.samples) == (3, 12)
+
+
+def test_without_a_pace_saving_and_evaluating_happen_at_the_end(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=2, evaluation=EvaluationConfig(prompts="e")), summary)
+    events = run.go()
+    assert [e for e in events if e[:4] in ("save", "eval")] == ["evaluate 0", "evaluate 2", "save 2"]
+
+
+def test_the_policy_rests_while_the_critic_warms_up(ppo_config, summary):
+    config = ppo_config(prompts=4, steps=3)
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"critic_warmup_steps": 2})})
+    run = Run(config, summary)
+    events = run.go()
+    assert [e for e in events if e.startswith("policy")] == ["policy 2"]
+    assert [e for e in events if e.startswith("critic")] == ["critic 0", "critic 1", "critic 2"]
+    assert [e for e in events if e.startswith("publish")] == ["publish 1", "publish 2", "publish 3"]
+    assert "policy/loss" not in run.rows[2] and "policy/loss" in run.rows[3]
+
+
+def test_a_request_to_stop_is_met_after_the_step_with_a_checkpoint(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=5), summary, stop_after=2)
+    with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 2 of 5; the checkpoint is saved, --resume"):
+        run.go()
+    assert run.events[-2:] == ["publish 2", "save 2"]
+
+
+def test_a_request_in_the_last_step_changes_nothing(ppo_config, summary):
+    assert Run(ppo_config(prompts=4, steps=2), summary, stop_after=2).go()[-1] == "save 2"
+
+
+def test_a_failure_leaves_nothing_under_way(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, staleness=1, steps=9), summary, fail_at=1)
+    with pytest.raises(TrainingError, match="not finite"):
+        run.go()
+    assert run.world.pipeline._running == {}
+
+
+def test_the_adaptive_coefficient_moves_with_the_batchs_mean_kl_and_the_row_tells_the_one_used(ppo_config, summary):
+    run, observed = Run(ppo_config(prompts=4, steps=2), summary), []
+
+    class Controller:
+        value = 0.1
+
+        def update(self, kl, samples):
+            observed.append((kl, samples))
+            self.value *= 2
+
+    run.world.state.kl = Controller()
+    run.go()
+    assert observed == [(0.5, 4), (0.5, 4)]
+    assert [run.rows[step]["kl/coef"] for step in (1, 2)] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("alarm, warnings", [(0.2, 2), (0.3, 0)])
+def test_generators_and_learner_that_disagree_raise_an_alarm(ppo_config, summary, alarm, warnings):
+    run = Run(ppo_config(prompts=4, steps=2, weights={"logprob_gap_alarm": alarm}), summary)
+    run.go()
+    assert len(run.warnings) == warnings
+    if warnings:
+        assert "0.250 nats a token (weights.logprob_gap_alarm=0.2)" in run.warnings[0]
