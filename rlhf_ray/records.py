@@ -168,8 +168,8 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Experience(Ragged):
-    """Scored rollouts with advantages: what the replay buffer refers to and learners lease."""
+class Batch(Ragged):
+    """What learners train on: one update's worth of experience in key order, advantages whitened if asked."""
 
     tokens: NDArray[np.int32] = per_token()
     response_mask: NDArray[np.bool_] = per_token()
@@ -179,8 +179,14 @@ class Experience(Ragged):
     values: NDArray[np.float32] | None = per_token()
     """Critic's values when the experience was assembled; None without a critic."""
     advantages: NDArray[np.float32] = per_token()
-    """Not whitened; zero where response_mask is False."""
+    """Zero where response_mask is False, as are the returns."""
     returns: NDArray[np.float32] = per_token()
+
+
+@dataclass(frozen=True)
+class Experience(Batch):
+    """Scored rollouts with advantages, not whitened yet: what the replay buffer refers to and learners lease."""
+
     keys: list[SampleKey] = per_row()
 
 
@@ -227,20 +233,6 @@ class EvaluationPart:
     """[sum of (length - 1)] a code per pair of neighbouring response tokens."""
     texts: list[dict[str, str]]
     """A few rows: prompt and response."""
-
-
-@dataclass(frozen=True)
-class Batch(Ragged):
-    """One update's worth of experience, concatenated in key order, advantages whitened if asked."""
-
-    tokens: NDArray[np.int32] = per_token()
-    response_mask: NDArray[np.bool_] = per_token()
-    behaviour_logprobs: NDArray[np.float32] = per_token()
-    old_logprobs: NDArray[np.float32] = per_token()
-    reference_logprobs: NDArray[np.float32] = per_token()
-    values: NDArray[np.float32] | None = per_token()
-    advantages: NDArray[np.float32] = per_token()
-    returns: NDArray[np.float32] = per_token()
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
-from rlhf_ray.cluster.session import Session, ray_session
+from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.load import resolve
-from rlhf_ray.config.load import save as save_config
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.loop import Coordinator
@@ -22,14 +21,13 @@ from rlhf_ray.data.prompts import PromptCursor
 from rlhf_ray.models.loading import check_scalar_head
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
-from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.ppo_team import PromptTable, spawn_team, start_team
 from rlhf_ray.stages.preflight import check_context, check_data_file, check_model, check_same_tokens
 from rlhf_ray.stages.supervised import newest_step
-from rlhf_ray.stages.workplace import run_async, workplace
+from rlhf_ray.stages.workplace import run_stage, workplace
 
 
 def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
@@ -40,13 +38,7 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     """
     config = resolve(config)
     preflight(config)
-    directory = RunDirectory.create(config.run.dir, resume)
-    save_config(config, directory.config)
-    with ray_session(config.cluster, config.pools, directory.path.name) as session:
-        summary = run_async(_run(config, directory, session, resume))
-    directory.write_json("summary.json", summary)
-    write_report(directory.path)
-    return summary
+    return run_stage(config, resume, lambda directory, session: _run(config, directory, session, resume))
 
 
 def preflight(config: PPOConfig) -> None:

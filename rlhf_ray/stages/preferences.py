@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.session import ray_session
-from rlhf_ray.config.load import save as save_config
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PreferencesStageConfig
 from rlhf_ray.coordinator.team import Rotation
@@ -18,7 +16,7 @@ from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.stages.preflight import check_context, check_data_file, check_model
-from rlhf_ray.stages.workplace import Workplace, run_async, workplace
+from rlhf_ray.stages.workplace import Workplace, run_stage, workplace
 
 
 def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
@@ -31,14 +29,11 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
     check_model(config.model, "model")
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
-    directory = RunDirectory.create(config.run.dir, resume)
-    if resume and directory.summary.is_file():
-        return json.loads(directory.summary.read_text())
-    save_config(config, directory.config)
-    with ray_session(config.cluster, config.pools, directory.path.name):
-        summary = run_async(_run(config, directory))
-    directory.write_json("summary.json", summary)
-    return summary
+    summary = RunDirectory(config.run.dir).summary
+    if resume and summary.is_file():
+        finished: dict[str, Any] = json.loads(summary.read_text())
+        return finished
+    return run_stage(config, resume, lambda directory, _: _run(config, directory))
 
 
 async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import RewardModelLearner
 from rlhf_ray.stages.preflight import check_data_file, check_model
-from rlhf_ray.stages.supervised_stage import SupervisedStage, run_stage
+from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
 def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     if config.learner.micro_batch_tokens < 2 * config.data.max_tokens:
         raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} cannot hold a pair of two "
                           f"rows of data.max_tokens={config.data.max_tokens}; raise it to at least twice that")
-    return run_stage(SupervisedStage(
+    return run_supervised(SupervisedStage(
         config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
         method="preferences",
         card=lambda step, metrics: ModelCardInfo(

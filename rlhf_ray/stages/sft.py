@@ -10,7 +10,7 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import SFTLearner
 from rlhf_ray.stages.preflight import check_data_file, check_model
-from rlhf_ray.stages.supervised_stage import SupervisedStage, run_stage
+from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
 def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     if config.learner.micro_batch_tokens < config.data.max_tokens:
         raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than "
                           f"data.max_tokens={config.data.max_tokens}; raise it to at least that")
-    return run_stage(SupervisedStage(
+    return run_supervised(SupervisedStage(
         config=config, name="sft", title="SFT", learner=SFTLearner, reader=DataReader, method="demonstrations",
         card=lambda step, metrics: ModelCardInfo(
             stage="sft", step=step, trained_on=f"demonstrations in {Path(config.data.path).name}", metrics=metrics,

@@ -9,19 +9,17 @@ from typing import Any
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.cluster.session import Session, ray_session
-from rlhf_ray.config.load import save as save_config
+from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import RewardModelConfig, SFTConfig
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
-from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.supervised import SupervisedRun, newest_step
-from rlhf_ray.stages.workplace import Workplace, run_async, start_learners, workplace
+from rlhf_ray.stages.workplace import Workplace, run_stage, start_learners, workplace
 
 
 @dataclass(frozen=True)
@@ -40,16 +38,9 @@ class SupervisedStage:
     card: Callable[[int, Mapping[str, float]], ModelCardInfo]
 
 
-def run_stage(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
+def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     """Run a supervised stage to its end; returns its summary."""
-    config = stage.config
-    directory = RunDirectory.create(config.run.dir, resume)
-    save_config(config, directory.config)
-    with ray_session(config.cluster, config.pools, directory.path.name) as session:
-        summary = run_async(_run(stage, directory, session, resume))
-    directory.write_json("summary.json", summary)
-    write_report(directory.path)
-    return summary
+    return run_stage(stage.config, resume, lambda directory, session: _run(stage, directory, session, resume))
 
 
 async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:

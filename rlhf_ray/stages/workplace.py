@@ -7,10 +7,14 @@ from typing import Any, TypeVar
 
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.session import Session, ray_session
+from rlhf_ray.config.load import save as save_config
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import RLHFError
+from rlhf_ray.observability.report import write_report
+from rlhf_ray.observability.run_directory import RunDirectory
 
 T = TypeVar("T")
 GOODBYE_S = 10.0
@@ -64,8 +68,26 @@ async def start_learners(group: WorkerGroup) -> list[Any]:
     return await group.values("start", address)
 
 
+def run_stage(
+    config: StageConfig, resume: bool, main: Callable[[RunDirectory, Session], Coroutine[Any, Any, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Run a stage's coroutine in its run directory and on its cluster, then write summary and report.
+
+    Returns:
+        The summary.
+    """
+    directory = RunDirectory.create(config.run.dir, resume)
+    save_config(config, directory.config)
+    with ray_session(config.cluster, config.pools, directory.path.name) as session:
+        summary = run_async(main(directory, session))
+    directory.write_json("summary.json", summary)
+    if directory.metrics.is_file():
+        write_report(directory.path)
+    return summary
+
+
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run a stage's coroutine to its end; a group of errors is told by its first."""
+    """Run a coroutine to its end; one that was cancelled counts as interrupted by a person."""
     try:
         return asyncio.run(main)
     except asyncio.CancelledError as error:
