@@ -149,7 +149,7 @@ def supervised(cls, llama, tmp_path, budget):
 ])
 def test_a_micro_batch_must_hold_the_longest_row(stage, cls, budget, said, llama, tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(stage, "run_stage", lambda it, resume: started.append((it.name, resume)))
+    monkeypatch.setattr(stage, "run_supervised", lambda it, resume: started.append((it.name, resume)))
     with pytest.raises(ConfigError, match=re.escape(said)):
         stage.run(supervised(cls, llama, tmp_path, budget))
     assert not started
