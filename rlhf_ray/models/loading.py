@@ -104,11 +104,14 @@ def check_scalar_head(config: ModelConfig) -> None:
     """Refuse a model that is no sequence classifier with one label, by its configuration alone.
 
     Raises:
-        ModelError: says what it is instead.
+        ModelError: says what it is instead, or why its configuration cannot be read.
     """
     from transformers import AutoConfig
 
-    shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    try:
+        shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
     heads = shape.architectures or []
     if not any("SequenceClassification" in name for name in heads) or shape.num_labels != 1:
         raise ModelError(f"{config.path!r} is no reward model: it has architectures {heads} with "

@@ -95,6 +95,12 @@ def test_a_language_model_is_no_reward_model(llama):
         load_scalar_model(config(llama), new_head=False)
 
 
+def test_a_reward_model_whose_configuration_says_nothing_is_told_with_its_path(copy):
+    (copy / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(ModelError, match=r"no model could be loaded from '.*copy': \S"):
+        load_scalar_model(config(copy), new_head=False)
+
+
 def classifier(directory, labels):
     from transformers import LlamaForSequenceClassification
 
