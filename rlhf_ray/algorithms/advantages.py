@@ -15,7 +15,9 @@ GRPO_EPSILON = 1e-6
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), over the True tokens of each row alone.
 
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where "next" is the row's next True
@@ -26,7 +28,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         rewards, values: `[B, T]`; `values[:, t]` is of the state before token t.
         mask: `[B, T]` bool, True on response tokens.
         gamma: discount per response token.
-        lam: GAE's lambda.
+        lam: GAE's lambda, of all rows or `[B]` of each.
 
     Returns:
         (advantages, returns): `[B, T]` float32 or wider, without graph, not whitened, returns = advantages + values,

@@ -1,15 +1,25 @@
 """PPO's numbers. Defaults follow the sources named at each field."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_ray.config.base import Section
 
+Estimator = Literal["gae", "reinforce", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"]
+
+GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
+"""Compare a sample with the other samples of its prompt."""
+WHITENED_ESTIMATORS = ("gae", "reinforce_pp")
+"""Whose advantages are whitened over the batch unless said otherwise."""
+
 
 class KLConfig(Section):
-    """Penalty for leaving the reference model, inside the token rewards (Ziegler et al. 2019, eq. 2)."""
+    """Penalty for leaving the reference model (Ziegler et al. 2019, eq. 2; in the loss: Shao et al. 2024, eq. 3)."""
 
+    placement: Literal["reward", "loss"] = "reward"
+    """In the token rewards, or a term of the policy's loss. Group estimators (reinforce_baseline, rloo, grpo, dr_grpo)
+    default to loss, where the penalty is not compared between samples."""
     coef: float = Field(0.05, ge=0)
     """Coefficient β; TRL's PPO default."""
     kind: Literal["fixed", "adaptive"] = "fixed"
@@ -19,14 +29,16 @@ class KLConfig(Section):
     horizon: int = Field(10_000, ge=1)
     """Samples over which the adaptive controller corrects the error (Ziegler et al. 2019: 10000)."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Per-token estimator (Schulman 2020, "Approximating KL divergence"); k1 is the unbiased log-ratio."""
+    """Per-token estimator (Schulman 2020, "Approximating KL divergence"); k1 is the unbiased log-ratio. In the loss the
+    default is k3, as GRPO has it: there the gradient of k1 is zero on average, and k1 no penalty."""
 
 
 class AlgorithmConfig(Section):
     """Proximal policy optimisation (Schulman et al. 2017) for token sequences."""
 
-    estimator: Literal["gae"] = "gae"
-    """Advantage estimator: generalised advantage estimation with a critic (Schulman et al. 2016)."""
+    estimator: Estimator = "gae"
+    """Advantages: gae has a critic (Schulman et al. 2016), all others do without one. reinforce (discounted returns)
+    and reinforce_pp (whitened) stand alone; reinforce_baseline, rloo, grpo and dr_grpo compare a prompt's samples."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token; 1 for language (Ziegler et al. 2019, InstructGPT)."""
     lam: float = Field(0.95, ge=0, le=1)
@@ -48,7 +60,7 @@ class AlgorithmConfig(Section):
     aggregate: Literal["token", "sequence"] = "token"
     """Mean over all response tokens, or mean of the rows' means."""
     whiten_advantages: bool = True
-    """Whiten advantages over the whole batch's response tokens."""
+    """Whiten advantages over the whole batch's response tokens; by default with gae and reinforce_pp only."""
     reward_clip: float | None = Field(None, gt=0)
     """Clip scores to ± this before they become token rewards (many use 5 or 10); off when empty."""
     missing_eos_penalty: float | None = Field(None, ge=0)
@@ -58,8 +70,45 @@ class AlgorithmConfig(Section):
     kl: KLConfig = Field(default_factory=KLConfig)
     """Penalty towards the reference."""
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained; without one none is started."""
+        return self.estimator == "gae"
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether several samples of each prompt are needed."""
+        return self.estimator in GROUP_ESTIMATORS
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL penalty is a term of the policy's loss, and not of the rewards."""
+        return self.kl.placement == "loss"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_by_estimator(cls, given: Any) -> Any:
+        """Settle the defaults that depend on other fields, so that the saved configuration names them."""
+        if not isinstance(given, dict) or not isinstance(kl := given.get("kl", {}), dict | KLConfig):
+            return given
+        estimator = given.get("estimator", "gae")
+        chosen = dict(kl) if isinstance(kl, dict) else kl.model_dump(exclude_unset=True)
+        chosen.setdefault("placement", "loss" if estimator in GROUP_ESTIMATORS else "reward")
+        chosen.setdefault("estimator", "k3" if chosen["placement"] == "loss" else "k1")
+        return {"whiten_advantages": estimator in WHITENED_ESTIMATORS, **given, "kl": chosen}
+
     @model_validator(mode="after")
     def _adaptive_needs_coef(self) -> "AlgorithmConfig":
         if self.kl.kind == "adaptive" and self.kl.coef == 0:
             raise ValueError("kl.kind=adaptive multiplies the coefficient and cannot leave kl.coef=0; make it positive")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_estimator(self) -> "AlgorithmConfig":
+        if self.critic_warmup_steps and not self.has_critic:
+            raise ValueError(f"critic_warmup_steps={self.critic_warmup_steps} with estimator={self.estimator}, which "
+                             "has no critic to warm up; set it to 0 or use estimator=gae")
+        if self.estimator == "reinforce_pp" and not self.whiten_advantages:
+            raise ValueError("estimator=reinforce_pp is reinforce with whitened advantages; leave whiten_advantages on "
+                             "or use estimator=reinforce")
         return self

@@ -169,9 +169,9 @@ class PPOConfig(StageConfig):
     policy: LearnerConfig = Field(default_factory=LearnerConfig)
     """The policy under training."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
-    """The critic under training."""
+    """The critic under training; an `algorithm.estimator` without a critic starts none."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    """PPO's numbers."""
+    """Estimator, losses and their numbers."""
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     """How experience flows."""
     buffer: BufferConfig = Field(default_factory=BufferConfig)
@@ -187,6 +187,20 @@ class PPOConfig(StageConfig):
     def samples_per_step(self) -> int:
         """Samples of one update."""
         return self.coordinator.prompts_per_step * self.coordinator.samples_per_prompt
+
+    def placements(self) -> dict[str, PlacementConfig]:
+        """The roles that are started: the critic is one of them only where the estimator has one."""
+        return {name: p for name, p in super().placements().items() if name != "critic" or self.algorithm.has_critic}
+
+    @model_validator(mode="after")
+    def _groups(self) -> Self:
+        if self.algorithm.compares_groups and self.coordinator.samples_per_prompt < 2:
+            raise ValueError(
+                f"algorithm.estimator={self.algorithm.estimator} compares a prompt's samples, but "
+                f"coordinator.samples_per_prompt={self.coordinator.samples_per_prompt}; raise it to 2 at least (4 to "
+                "16 are usual) or use gae, reinforce or reinforce_pp"
+            )
+        return self
 
     @model_validator(mode="after")
     def _geometry(self) -> Self:
@@ -208,7 +222,7 @@ class PPOConfig(StageConfig):
                 f"buffer.capacity_samples={self.buffer.capacity_samples} cannot hold (max_staleness + 1) x "
                 f"{samples} = {needed} samples and the loop would wait for ever; raise it or leave it empty"
             )
-        for role in ("policy", "critic"):
+        for role in ("policy", "critic") if self.algorithm.has_critic else ("policy",):
             learner: LearnerConfig = getattr(self, role)
             longest = self.prompts.max_tokens + self.generator.sampling.max_tokens
             if learner.micro_batch_tokens < longest:

@@ -77,21 +77,21 @@ class Coordinator:
         if self._due(self.config.checkpoint.every):
             await self.recovery.save()
 
-    async def _learn(self, lease: Lease) -> tuple[UpdateStats | None, UpdateStats]:
-        """Policy and critic learn from the same experience, side by side."""
+    async def _learn(self, lease: Lease) -> tuple[UpdateStats | None, UpdateStats | None]:
+        """Policy and critic learn from the same experience, side by side; None for one that does not."""
         warming_up = self.state.step < self.config.algorithm.critic_warmup_steps
-        policy, critic = await asyncio.gather(
-            _nothing() if warming_up else self._update(self.team.policy, lease, "policy_update"),
+        return await asyncio.gather(
+            self._update(None if warming_up else self.team.policy, lease, "policy_update", self.state.kl.value),
             self._update(self.team.critic, lease, "critic_update"),
         )
-        if critic is None:
-            raise RuntimeError("an update returned nothing")
-        return policy, critic
 
-    async def _update(self, group: WorkerGroup, lease: Lease, phase: str) -> UpdateStats | None:
-        calls = group.call_all("update", self.state.step, *lease.refs)
+    async def _update(self, group: WorkerGroup | None, lease: Lease, phase: str, *numbers: float) -> UpdateStats | None:
+        if group is None:
+            return None
+        calls = group.call_all("update", self.state.step, *numbers, *lease.refs)
         await asyncio.gather(*(self.team.done(call, phase) for call in calls))
-        return await calls[0].value()
+        stats: UpdateStats = await calls[0].value()
+        return stats
 
     def _acknowledge(self, lease: Lease) -> list[ExperienceSummary]:
         """The batch is trained on: a new version begins."""
@@ -127,7 +127,3 @@ class Coordinator:
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many steps (0: at the end alone) happens after this one."""
         return self.state.step == self.config.run.steps or (every > 0 and self.state.step % every == 0)
-
-
-async def _nothing() -> None:
-    return None

@@ -139,7 +139,7 @@ class Pipeline:
     async def _assemble(self, scored: Scored) -> tuple[Any, ExperienceSummary]:
         team, rollout = self.team, scored.rollout.ref
         logprobs = team.policy.call_all("logprobs", rollout)
-        values = team.critic.call_all("values", rollout)
+        values = team.critic.call_all("values", rollout) if team.critic else []
         await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
         rank = self._assembler.take(1)
         try:

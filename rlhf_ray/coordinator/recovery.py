@@ -33,8 +33,8 @@ class Recovery:
             "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
         }
         with self.store.writing(self.state.step) as directory:
-            groups = (self.team.policy, self.team.critic)
-            await asyncio.gather(*(group.values("save", str(directory.absolute() / group.role)) for group in groups))
+            await asyncio.gather(*(group.values("save", str(directory.absolute() / group.role))
+                                   for group in self.team.learners()))
             for entry in waiting:
                 path = directory.absolute() / f"experience_{entry.order}.npz"
                 await self.team.assembler.call(0, "save", str(path), entry.ref).done()
@@ -48,8 +48,8 @@ class Recovery:
             Places in the buffer whose chunks were under way and must be started again.
         """
         saved = load_state(directory / "coordinator.json")
-        groups = (self.team.policy, self.team.critic)
-        await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role)) for group in groups))
+        await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
+                               for group in self.team.learners()))
         self.state.load_state_dict(saved["run"])
         refs = {}
         for entry in saved["buffer"]["ready"]:

@@ -12,6 +12,8 @@ from rlhf_ray.replay.entries import BufferStats
 PHASES = (
     "generate", "reference", "reward", "values", "logprobs", "assemble", "policy_update", "critic_update", "publish"
 )
+CRITIC_PHASES = ("values", "critic_update")
+"""Phases of runs with a critic only."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class StepOutcome:
     summaries: Sequence[ExperienceSummary]
     policy: UpdateStats | None
     """None while only the critic warms up."""
-    critic: UpdateStats
+    critic: UpdateStats | None
+    """None without a critic."""
     trained_version: int
     """Version the update started from."""
     kl_coef: float
@@ -52,8 +55,9 @@ def step_metrics(
     for name, stats in (("policy", outcome.policy), ("critic", outcome.critic)):
         if stats is not None:
             metrics.update({f"{name}/{key}": value for key, value in stats.metrics.items()})
-    busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in PHASES}})
-    metrics.update({f"time/{p}": seconds - busy[f"wait/phase:{p}"] for p in PHASES})
+    phases = [p for p in PHASES if outcome.critic or p not in CRITIC_PHASES]
+    busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in phases}})
+    metrics.update({f"time/{p}": seconds - busy[f"wait/phase:{p}"] for p in phases})
     metrics.update({f"idle/{role}": busy[f"idle/{role}"] for role in workers})
     return metrics
 

@@ -17,13 +17,18 @@ class Team:
     reward: WorkerGroup
     assembler: WorkerGroup
     policy: WorkerGroup
-    critic: WorkerGroup
+    critic: WorkerGroup | None
+    """None for estimators without a critic."""
     clock: StepClock
     """Where every call's working time is noted."""
 
     def groups(self) -> list[WorkerGroup]:
         """All groups, in the order in which a step meets them."""
-        return [self.generators, self.reference, self.reward, self.assembler, self.policy, self.critic]
+        return [self.generators, self.reference, self.reward, self.assembler, *self.learners()]
+
+    def learners(self) -> list[WorkerGroup]:
+        """The groups with a model under training."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     def workers(self) -> dict[str, int]:
         """Number of workers by role."""

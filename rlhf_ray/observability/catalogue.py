@@ -30,6 +30,7 @@ METRICS: dict[str, Metric] = {
     "policy/entropy": Metric("Policy entropy", "nats per token"),
     "policy/clip_fraction": Metric("Tokens with a clipped policy ratio", "share"),
     "policy/approx_kl": Metric("KL from the policy before the update", "nats per token"),
+    "policy/kl_penalty": Metric("KL penalty in the policy's loss, before its coefficient", "nats per token"),
     "policy/grad_norm": Metric("Policy gradient norm"),
     "policy/learning_rate": Metric("Policy learning rate"),
     "critic/loss": Metric("Value loss"),

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhf_ray.algorithms.advantages import gae
+from rlhf_ray.algorithms.estimators import ScoredResponses, estimate
 from rlhf_ray.algorithms.kl import approx_kl
-from rlhf_ray.algorithms.rewards import token_rewards
 from rlhf_ray.checkpoint.state import load_records, save_records
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.loop import LoggingConfig
@@ -21,6 +20,7 @@ from rlhf_ray.records import (
     ExperienceSummary,
     RewardScores,
     Rollout,
+    SampleKey,
     Scores,
     TokenScores,
 )
@@ -82,10 +82,7 @@ class Assembler:
         )
 
     def _experience(self, rollout: Rollout, scores: Scores, kl_coef: float) -> Experience:
-        a, micro = self.algorithm, MicroBatch(rollout, "cpu")
-        mask, values = micro.mask, scores.values
-        if values is None:
-            raise ValueError("the gae estimator needs a critic's values")
+        a, micro, values = self.algorithm, MicroBatch(rollout, "cpu"), scores.values
 
         def grid(column: np.ndarray) -> torch.Tensor:
             return micro.responses.to_grid(torch.from_numpy(column[rollout.response_mask]))
@@ -96,21 +93,25 @@ class Assembler:
             return column
 
         kl = approx_kl(grid(scores.policy.values), grid(scores.reference.values), a.kl.estimator)
-        rewards = token_rewards(self._row_scores(rollout, scores.rewards), kl, mask, kl_coef, a.reward_clip)
-        advantages, returns = gae(rewards, grid(values.values), mask, a.gamma, a.lam)
+        advantages, returns = estimate(a.estimator, ScoredResponses(
+            scores=self._row_scores(rollout, scores.rewards),
+            penalties=torch.zeros_like(kl) if a.kl_in_loss else -kl_coef * kl,
+            mask=micro.mask, groups=prompt_groups(rollout.keys),
+            values=None if values is None else grid(values.values), gamma=a.gamma, lam=a.lam,
+        ))
         return Experience(
             offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=rollout.response_mask,
             behaviour_logprobs=rollout.logprobs, old_logprobs=scores.policy.values,
-            reference_logprobs=scores.reference.values, values=values.values,
+            reference_logprobs=scores.reference.values, values=None if values is None else values.values,
             advantages=flat(advantages), returns=flat(returns), keys=rollout.keys,
         )
 
     def _row_scores(self, rollout: Rollout, rewards: RewardScores) -> torch.Tensor:
-        """[N] the reward model's scores, less the penalty of responses that did not end by themselves."""
-        scores = torch.tensor(rewards.scores)
-        if self.algorithm.missing_eos_penalty:
-            scores -= self.algorithm.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
-        return scores
+        """[N] the reward model's scores, less the penalty of responses that did not end by themselves, clipped."""
+        a, scores = self.algorithm, torch.tensor(rewards.scores)
+        if a.missing_eos_penalty:
+            scores -= a.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
+        return scores if a.reward_clip is None else scores.clamp(-a.reward_clip, a.reward_clip)
 
     def _summary(self, rollout: Rollout, scores: Scores, experience: Experience, keep_texts: int) -> ExperienceSummary:
         mask, offsets = rollout.response_mask, rollout.offsets[:-1]
@@ -136,6 +137,12 @@ class Assembler:
         from rlhf_ray.data.judge import judge_scores
 
         return judge_scores(list(responses))
+
+
+def prompt_groups(keys: Sequence[SampleKey]) -> torch.Tensor:
+    """[N] equal numbers for samples of the same prompt in the same epoch. A chunk holds all samples of its prompts."""
+    numbers: dict[tuple[int, int], int] = {}
+    return torch.tensor([numbers.setdefault((key.epoch, key.row), len(numbers)) for key in keys])
 
 
 def stable_hash(text: str) -> int:

@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
-from rlhf_ray.algorithms.masking import aggregate_mean, denominator
+from rlhf_ray.algorithms.masking import aggregate_mean, denominator, masked_mean
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
@@ -22,6 +23,7 @@ class PolicyLearner(Learner):
                  algorithm: AlgorithmConfig, temperature: float) -> None:
         super().__init__(config, model, rank, world, seed, total_steps)
         self.algorithm, self.temperature = algorithm, temperature
+        self.kl_coef = 0.0
 
     def build(self) -> PackedLanguageModel:
         """The language model, answering with log-probabilities at the sampling temperature."""
@@ -34,8 +36,13 @@ class PolicyLearner(Learner):
                               lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[0])
         return share_of(scores, self.rank, self.world)
 
-    def update(self, step: int, *experiences: Experience) -> UpdateStats:
-        """Clipped policy updates on one batch of experience; errors as in `updates.run_update`."""
+    def update(self, step: int, kl_coef: float, *experiences: Experience) -> UpdateStats:
+        """Clipped policy updates on one batch of experience; errors as in `updates.run_update`.
+
+        Args:
+            kl_coef: present coefficient of the KL penalty, for a penalty in the loss.
+        """
+        self.kl_coef = kl_coef
         batch = training_batch(experiences, self.algorithm.whiten_advantages)
         stats = run_update(self, batch, self.algorithm, step)
         # Where no bonus needs the exact entropy, the sampled one is free: minus the mean log-probability.
@@ -43,7 +50,7 @@ class PolicyLearner(Learner):
         return stats
 
     def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """PPO's clipped loss of some rows, with the entropy bonus if it has a weight."""
+        """PPO's clipped loss of some rows, with the KL penalty if it stands here and the entropy bonus if it weighs."""
         a, micro = self.algorithm, MicroBatch(part, self.engine.device)
         logprobs, entropy = self.engine.forward(micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0)
         loss, stats = policy_loss(
@@ -51,6 +58,10 @@ class PolicyLearner(Learner):
             a.clip_low, a.clip_high, a.dual_clip, aggregate=a.aggregate,
         )
         stats.pop("ratio_max")  # a largest value has no mean over micro-batches
+        if a.kl_in_loss:
+            kl = approx_kl(micro.lay_out(logprobs), micro.grid("reference_logprobs"), a.kl.estimator)
+            stats["kl_penalty"] = masked_mean(kl.detach(), micro.mask)
+            loss = loss + self.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate)
         if entropy is not None:
             grid = micro.lay_out(entropy)
             stats["entropy"] = entropy_bonus(grid.detach(), micro.mask)

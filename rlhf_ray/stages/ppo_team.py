@@ -61,7 +61,7 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
         critic=place.spawn(
             "critic_learner", CriticLearner, config.critic,
             lambda rank: _learner(config, "critic", rank), goodbye="leave",
-        ),
+        ) if config.algorithm.has_critic else None,
         clock=StepClock(),
     )
 
@@ -91,7 +91,7 @@ async def start_team(
     frozen = (team.generators, team.reference, team.reward, team.assembler)
     tables, _ = await asyncio.gather(
         _read_prompts(config, reader, progress),
-        asyncio.gather(*(group.values("start") for group in frozen), *map(start_learners, (team.policy, team.critic))),
+        asyncio.gather(*(group.values("start") for group in frozen), *map(start_learners, team.learners())),
     )
     reader.kill()
     return tables

@@ -28,6 +28,8 @@ VOCAB, ROWS, SEED, TEMPERATURE = 64, 14, 3, 0.8
 TOLERANCE = 2e-5
 """Of the size of the update: float32's accuracy, with room for the order of sums."""
 LARGE, SMALL = 4096, 24
+COEF = 0.4
+"""Of the KL penalty in the loss."""
 OPTIMIZER = OptimizerConfig(learning_rate=0.02, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1, grad_clip=0.8)
 """An eps of the gradients' size, so that AdamW does not turn rounding of tiny gradients into whole steps, and does not
 hide a wrong factor before the gradient."""
@@ -113,6 +115,15 @@ def policy_terms(model, batch, i, algorithm):
     ratio = (logprobs[mask] - torch.from_numpy(batch.row(i, "old_logprobs"))[mask]).exp()
     clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     return torch.maximum(-advantages * ratio, -advantages * clipped) - algorithm.entropy_coef * entropy[mask]
+
+
+def penalised_terms(model, batch, i, algorithm):
+    """[n] losses of one row with COEF times the KL penalty (Schulman 2020), spelled out."""
+    mask = torch.from_numpy(batch.row(i, "response_mask"))
+    logprobs, _ = row_logprobs(model, batch.row(i, "tokens"), TEMPERATURE)
+    d = logprobs[mask] - torch.from_numpy(batch.row(i, "reference_logprobs"))[mask]
+    kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "abs": d.abs()}[algorithm.kl.estimator]
+    return policy_terms(model, batch, i, algorithm) + COEF * kl
 
 
 def critic_terms(model, batch, i, algorithm):
@@ -294,7 +305,7 @@ def test_the_policy_s_update_is_plain_torch_s(
 ):
     learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, budget, checkpointing))
     before = learners.weights()
-    stats = learners.do("update", 0, *experiences)
+    stats = learners.do("update", 0, 0.0, *experiences)
     assert_same_update(plain_policy(algorithm()), before, learners.weights())
     assert [s.applied for s in stats] == [4] * world
     assert all(s.metrics == stats[0].metrics for s in stats)
@@ -308,8 +319,19 @@ def test_other_losses_do_not_depend_on_the_cut_either(ranks, files, experiences,
     algo = algorithm(**changes)
     learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, SMALL, algo=algo))
     before = learners.weights()
-    learners.do("update", 0, *experiences)
+    learners.do("update", 0, 0.0, *experiences)
     assert_same_update(plain_policy(algo), before, learners.weights())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_the_penalty_in_the_loss_is_plain_torch_s(ranks, files, experiences, estimator):
+    algo = algorithm(kl={"placement": "loss", "estimator": estimator})
+    learners = ranks.make(2, "PolicyLearner", policy_arguments(files, 1, SMALL, algo=algo))
+    before = learners.weights()
+    stats = learners.do("update", 0, COEF, *experiences)
+    batch = training_batch(experiences, True)
+    assert_same_update(plain_update(load_policy(files.tied), batch, penalised_terms, algo), before, learners.weights())
+    assert stats[0].metrics["kl_penalty"] == stats[1].metrics["kl_penalty"] != 0
 
 
 @pytest.mark.parametrize("changes", [{}, {"aggregate": "sequence", "entropy_coef": 0.3}], ids=str)
@@ -317,7 +339,7 @@ def test_metrics_of_an_update_do_not_depend_on_the_cut(ranks, files, experiences
     found = []
     for world, budget in ((1, LARGE), (1, SMALL), (2, SMALL)):
         learners = ranks.make(world, "PolicyLearner", policy_arguments(files, 1, budget, algo=algorithm(**changes)))
-        found.append(learners.do("update", 0, *experiences)[0].metrics)
+        found.append(learners.do("update", 0, 0.0, *experiences)[0].metrics)
     assert {"loss", "clip_fraction", "approx_kl", "grad_norm", "entropy"} <= set(found[0])
     assert found[1] == pytest.approx(found[0], rel=1e-4) and found[2] == pytest.approx(found[0], rel=1e-4)
 
@@ -377,16 +399,16 @@ def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_fo
 ):
     arguments = (policy_arguments if cls == "PolicyLearner" else critic_arguments)(files, zero, SMALL)
     learners = ranks.make(2, cls, arguments)
-    first = learners.weights()
-    learners.do("update", 0, *experiences)
+    first, numbers = learners.weights(), (0.0,) if cls == "PolicyLearner" else ()
+    learners.do("update", 0, *numbers, *experiences)
     learners.do("save", str(tmp_path))
     saved = learners.weights()
-    uninterrupted = learners.do("update", 1, *experiences)
+    uninterrupted = learners.do("update", 1, *numbers, *experiences)
     others = fresh_ranks.make(2, cls, arguments)
     assert all(np.array_equal(others.weights()[name], first[name]) for name in first), "new workers start afresh"
     others.do("load", str(tmp_path))
     assert all(np.array_equal(others.weights()[name], saved[name]) for name in saved)
-    resumed = others.do("update", 1, *experiences)
+    resumed = others.do("update", 1, *numbers, *experiences)
     ends = learners.weights(), others.weights()
     assert all(np.array_equal(ends[0][name], ends[1][name]) for name in saved)
     assert all(np.abs(ends[0][name] - saved[name]).max() > 0 for name in saved)

@@ -66,10 +66,10 @@ async def silent(rank: int, method: str, *args: Any) -> None:
     return
 
 
-def team_of(**behaviours: Behaviour | StandInGroup) -> Team:
-    """A team whose groups behave as given; the others are silent."""
+def team_of(**behaviours: Behaviour | StandInGroup | None) -> Team:
+    """A team whose groups behave as given, or are not there at all (None); the others are silent."""
     groups = {}
     for role in ("generators", "reference", "reward", "assembler", "policy", "critic"):
         given = behaviours.get(role, silent)
-        groups[role] = given if isinstance(given, StandInGroup) else StandInGroup(role, given)
+        groups[role] = given if isinstance(given, StandInGroup | None) else StandInGroup(role, given)
     return Team(**groups, clock=StepClock())

@@ -16,11 +16,13 @@ from tests.unit.coordinator.test_pipeline import World
 class Run:
     """A coordinator whose every act is noted in `events`."""
 
-    def __init__(self, config, summary, stop_after=None, fail_at=None):
-        self.events, self.rows, self.warnings = [], {}, []
+    def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True):
+        self.events, self.rows, self.warnings, self.update_arguments = [], {}, [], []
         self.stop_after, self.fail_at = stop_after, fail_at
         world = self.world = World(config, summary)
         learners = {role: StandInGroup(role, self._learner(role), workers=2) for role in ("policy", "critic")}
+        if not critic:
+            learners["critic"] = None
         world.team = team_of(generators=world.generators, reward=world._score, reference=world._tell,
                              assembler=world._assemble, **learners)
         world.pipeline = type(world.pipeline)(config, world.team, world.state, world.buffer, "prompts")
@@ -42,6 +44,7 @@ class Run:
                 raise TrainingError("not finite")
             if rank == 0:
                 self.events.append(f"{role} {args[0]}")
+                self.update_arguments.append((role, *args))
             return UpdateStats(step=args[0], applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
 
         return behave
@@ -94,6 +97,21 @@ def test_the_policy_rests_while_the_critic_warms_up(ppo_config, summary):
     assert [e for e in events if e.startswith("critic")] == ["critic 0", "critic 1", "critic 2"]
     assert [e for e in events if e.startswith("publish")] == ["publish 1", "publish 2", "publish 3"]
     assert "policy/loss" not in run.rows[2] and "policy/loss" in run.rows[3]
+
+
+def test_without_a_critic_the_policy_learns_alone(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=2), summary, critic=False)
+    assert run.go()[1:] == ["policy 0", "publish 1", "policy 1", "publish 2", "save 2"]
+    about = ("critic/", "idle/critic", "time/critic_update", "time/values")
+    assert not [name for name in run.rows[2] if name.startswith(about)]
+    assert run.rows[2]["policy/loss"] == 1.0 and "idle/policy" in run.rows[2] and "time/logprobs" in run.rows[2]
+
+
+def test_learners_get_the_step_the_policy_its_coefficient_and_both_the_experience(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, chunk=2, steps=1), summary)
+    run.go()
+    (_, step, coef, *policy), (_, other, *critic) = run.update_arguments
+    assert (step, coef, other) == (0, 0.1, 0) and policy == critic and len(policy) == 2
 
 
 def test_a_request_to_stop_is_met_after_the_step_with_a_checkpoint(ppo_config, summary):

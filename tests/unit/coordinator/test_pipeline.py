@@ -115,6 +115,19 @@ def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
     assert in_loop(run()) == (0.1, 2, ("score", 0), ("logprobs", 0), (("logprobs", 0), ("logprobs", 1), ("values", 0)))
 
 
+def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config, summary):
+    async def run():
+        config = ppo_config(prompts=2, steps=1)
+        world = World(config, summary, ranks=2)
+        team = team_of(generators=world.generators, policy=world.policy, reward=world._score, reference=world._tell,
+                       critic=None, assembler=world._assemble)
+        world.pipeline = Pipeline(config, team, world.state, world.buffer, "prompts")
+        await world.train()
+        return world.parts
+
+    assert in_loop(run()) == (0.1, 2, ("score", 0), ("logprobs", 0), (("logprobs", 0), ("logprobs", 1)))
+
+
 def test_synchronous_generation_stays_within_the_step(ppo_config, summary):
     async def run():
         world = World(ppo_config(prompts=8, chunk=2, staleness=0), summary)

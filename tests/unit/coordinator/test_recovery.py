@@ -18,9 +18,10 @@ from tests.unit.coordinator.stand_ins import team_of
 class Workers:
     """Learners and an assembler that write and read small files; `loaded` says who read which."""
 
-    def __init__(self):
+    def __init__(self, critic=True):
         self.loaded = []
-        self.team = team_of(policy=self._learner("policy"), critic=self._learner("critic"), assembler=self._assembler)
+        self.team = team_of(policy=self._learner("policy"), critic=self._learner("critic") if critic else None,
+                            assembler=self._assembler)
 
     def _learner(self, role):
         async def behave(rank, method, directory):
@@ -46,8 +47,8 @@ class Workers:
         return self.path(path).read_text()
 
 
-def setting(tmp_path):
-    workers, summaries = Workers(), {}
+def setting(tmp_path, critic=True):
+    workers, summaries = Workers(critic), {}
     state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
     recovery = Recovery(CheckpointStore(tmp_path, 2), workers.team, state, buffer, summaries)
     return workers, state, buffer, summaries, recovery
@@ -79,6 +80,18 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
     assert refs == ["experience of 2 and 3"]
     assert [e.keys for e in buffer.ready_entries()] == [tuple(keys[2:4])]
     assert list(found) == [1] and found[1].keys == keys[2:4] and found[1].scores.tolist() == [0, 1]
+
+
+def test_without_a_critic_none_is_saved_and_none_comes_back(tmp_path):
+    async def run():
+        *_, recovery = setting(tmp_path, critic=False)
+        where = await recovery.save()
+        workers, *_, restored = setting(tmp_path, critic=False)
+        await restored.restore(where)
+        return where, workers.loaded
+
+    where, loaded = asyncio.run(run())
+    assert loaded == ["policy"] and (where / "policy").is_dir() and not (where / "critic").exists()
 
 
 def test_a_save_that_fails_leaves_no_checkpoint(tmp_path):

@@ -21,6 +21,13 @@ def test_a_team_counts_its_workers_by_role():
     assert team.workers() == {"generators": 2, "reference": 1, "reward": 1, "assembler": 1, "policy": 1, "critic": 1}
 
 
+def test_without_a_critic_nobody_speaks_of_one():
+    team = team_of(critic=None)
+    assert [group.role for group in team.learners()] == ["policy"]
+    assert "critic" not in team.workers()
+    assert [group.role for group in team_of().learners()] == ["policy", "critic"]
+
+
 def test_working_time_is_noted_under_role_and_phase():
     async def run():
         team = team_of()

@@ -1,6 +1,7 @@
 """Experience worked out by hand from two rollouts, and the numbers about it."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
 from rlhf_ray.config.loop import LoggingConfig
 from rlhf_ray.records import Experience, RewardScores, Rollout, SampleKey, TokenScores, offsets_of
-from rlhf_ray.roles.assembler import Assembler, bigram_codes, stable_hash
+from rlhf_ray.roles.assembler import Assembler, bigram_codes, prompt_groups, stable_hash
 
 KEYS = [SampleKey(0, 7, 0), SampleKey(0, 9, 0)]
 # Row 0: prompt w2, response w3 w4 </s>. Row 1: prompt w5 w6, response w7, two inserted tokens, response w7, cut short.
@@ -130,6 +131,39 @@ def test_without_a_critic_gae_refuses(two_rows, policy_model):
     scores = TokenScores(offsets=OFFSETS, values=column(OLD))
     with pytest.raises(ValueError, match="needs a critic"):
         assembler.assemble(0.1, 0, 1, two_rows, RewardScores(column(SCORES)), scores, scores)
+
+
+def grouped(two_rows, policy_model, **changes):
+    """Experience of the two rows as samples of one prompt, without a critic; coefficient COEF."""
+    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, **changes), LoggingConfig(), policy_model)
+    assembler.start()
+    rollout = replace(two_rows, keys=[SampleKey(0, 7, 0), SampleKey(0, 7, 1)])
+    old, reference = (TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, REFERENCE))
+    return assembler.assemble(COEF, 0, 1, rollout, RewardScores(column(SCORES)), reference, old)[0]
+
+
+def test_samples_of_a_prompt_are_compared_without_a_critic_and_without_the_kl(two_rows, policy_model):
+    experience = grouped(two_rows, policy_model, estimator="dr_grpo")  # the mean of 3 and -2 is 1/2
+    assert experience.values is None
+    assert experience.advantages.tolist() == [0, 2.5, 2.5, 2.5, 0, 0, -2.5, 0, 0, -2.5]
+
+
+def test_the_kl_in_the_reward_is_part_of_what_is_compared(two_rows, policy_model):
+    experience = grouped(two_rows, policy_model, estimator="rloo", kl=KLConfig(placement="reward"))
+    totals = [3.0 - COEF * -0.5, -2.0 - COEF * 1.25]
+    gap = totals[0] - totals[1]
+    assert experience.advantages == pytest.approx([0, gap, gap, gap, 0, 0, -gap, 0, 0, -gap])
+
+
+def test_the_kl_in_the_loss_leaves_the_rewards_alone(two_rows, policy_model):
+    experience = grouped(two_rows, policy_model, estimator="reinforce", kl=KLConfig(placement="loss"))
+    assert experience.advantages == pytest.approx([0, 3 * 0.81, 3 * 0.9, 3, 0, 0, -2 * 0.9, 0, 0, -2], abs=1e-6)
+    assert experience.returns.tolist() == experience.advantages.tolist()
+
+
+def test_groups_are_prompts_of_one_epoch():
+    keys = [SampleKey(0, 5, 0), SampleKey(0, 5, 1), SampleKey(1, 5, 0), SampleKey(0, 2, 0), SampleKey(1, 5, 1)]
+    assert prompt_groups(keys).tolist() == [0, 0, 1, 2, 1]
 
 
 def test_the_summarys_numbers_by_hand(assemble):

@@ -1,0 +1,110 @@
+"""From scored responses to advantages: one small function per estimator, chosen by name.
+
+Owns which estimator reads what: token rewards, a critic's values, or the other samples of the prompt. The sums
+themselves are in `advantages`. No estimator whitens: that is a later step, over the whole batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlhf_ray.algorithms.advantages import discounted_returns, gae, group_advantages
+from rlhf_ray.algorithms.masking import select, wide
+from rlhf_ray.algorithms.rewards import token_rewards
+from rlhf_ray.errors import ConfigError
+
+Result = tuple[Tensor, Tensor]
+"""(advantages, returns): `[B, T]`, 0 outside the mask."""
+
+
+@dataclass(frozen=True)
+class ScoredResponses:
+    """What an estimator may look at."""
+
+    scores: Tensor
+    """[B] one score per response, penalties and clip included."""
+    penalties: Tensor
+    """[B, T] added to every token's reward: minus coefficient times KL, or zeros where the KL is in the loss."""
+    mask: Tensor
+    """[B, T] bool, True on response tokens."""
+    groups: Tensor
+    """[B] integers: samples of one prompt have equal numbers."""
+    values: Tensor | None
+    """[B, T] critic's values; None without a critic."""
+    gamma: float
+    lam: float | Tensor
+    """GAE's lambda, of all rows or `[B]` of each."""
+
+    def rewards(self, scores: Tensor | None = None) -> Tensor:
+        """[B, T] token rewards: penalties everywhere, the score (or `scores` in its place) on the last True token."""
+        return token_rewards(self.scores if scores is None else scores, -self.penalties, self.mask, 1.0)
+
+
+def estimate(name: str, responses: ScoredResponses) -> Result:
+    """Advantages by the estimator of this name.
+
+    Raises:
+        ConfigError: an unknown name, or a prompt with too few samples (`advantages.group_advantages`).
+        ValueError: "gae" without values.
+    """
+    if name not in ESTIMATORS:
+        raise ConfigError(f"estimator {name!r} is unknown; use one of {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[name](responses)
+
+
+def generalised(responses: ScoredResponses) -> Result:
+    """Generalised advantage estimation with a critic (Schulman et al. 2016, eq. 16)."""
+    if responses.values is None:
+        raise ValueError("the gae estimator needs a critic's values")
+    return gae(responses.rewards(), responses.values, responses.mask, responses.gamma, responses.lam)
+
+
+def reinforce(responses: ScoredResponses) -> Result:
+    """The discounted return of each token (Williams 1992). Whitened over the batch it is REINFORCE++ (Hu 2025)."""
+    returns = discounted_returns(responses.rewards(), responses.mask, responses.gamma)
+    return returns, returns
+
+
+def reinforce_baseline(responses: ScoredResponses) -> Result:
+    """Discounted returns of the score less its group's mean; token penalties are not compared with the group's."""
+    centred = responses.rewards(group_advantages(responses.scores, responses.groups, "mean"))
+    returns = discounted_returns(responses.rewards(), responses.mask, responses.gamma)
+    return discounted_returns(centred, responses.mask, responses.gamma), returns
+
+
+def leave_one_out(responses: ScoredResponses) -> Result:
+    """RLOO (Kool et al. 2019; Ahmadian et al. 2024): total reward less the mean of the prompt's other samples."""
+    return _on_every_token(responses, group_advantages(_totals(responses), responses.groups, "rloo"))
+
+
+def group_relative(responses: ScoredResponses) -> Result:
+    """GRPO (Shao et al. 2024, section 4.1.2): total reward less the group's mean, over its standard deviation."""
+    return _on_every_token(responses, group_advantages(_totals(responses), responses.groups, "grpo"))
+
+
+def group_centred(responses: ScoredResponses) -> Result:
+    """Dr. GRPO (Liu et al. 2025): total reward less the group's mean."""
+    return _on_every_token(responses, group_advantages(_totals(responses), responses.groups, "dr_grpo"))
+
+
+def _totals(responses: ScoredResponses) -> Tensor:
+    """[B] score plus all token penalties: a sequence is one action, and its reward one number."""
+    return wide(responses.scores) + select(responses.penalties, responses.mask).sum(-1)
+
+
+def _on_every_token(responses: ScoredResponses, advantages: Tensor) -> Result:
+    """`[B]` advantages on each True token of their rows."""
+    returns = discounted_returns(responses.rewards(), responses.mask, responses.gamma)
+    return select(advantages[:, None].expand_as(responses.mask), responses.mask), returns
+
+
+ESTIMATORS: dict[str, Callable[[ScoredResponses], Result]] = {
+    "gae": generalised,
+    "reinforce": reinforce,
+    "reinforce_pp": reinforce,
+    "reinforce_baseline": reinforce_baseline,
+    "rloo": leave_one_out,
+    "grpo": group_relative,
+    "dr_grpo": group_centred,
+}

@@ -1,0 +1,83 @@
+"""The policy's loss on a few tokens by hand; the model's log-probabilities are given, all else is the learner's own."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.records import Batch, offsets_of
+from rlhf_ray.roles.policy_learner import PolicyLearner
+
+# Two rows: one prompt token and two response tokens; one prompt token and one response token.
+OFFSETS, MASK = offsets_of([3, 2]), np.array([0, 1, 1, 0, 1], dtype=bool)
+NEW = [-1.0, -2.0, -0.5]
+
+
+def column(values):
+    whole = np.zeros(5, dtype=np.float32)
+    whole[MASK] = values
+    return whole
+
+
+def batch(advantages=(0.0, 0.0, 0.0), old=NEW, reference=NEW, behaviour=NEW):
+    return Batch(
+        offsets=OFFSETS, tokens=np.arange(5, dtype=np.int32), response_mask=MASK,
+        behaviour_logprobs=column(behaviour), old_logprobs=column(old), reference_logprobs=column(reference),
+        values=None, advantages=column(advantages), returns=column(advantages),
+    )
+
+
+@pytest.fixture
+def loss_of():
+    """loss_of(batch, kl_coef, **algorithm) -> (loss, stats, gradient at the three response tokens)."""
+
+    def run(part, kl_coef=0.0, **changes):
+        learner = PolicyLearner(LearnerConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(**changes), 1.0)
+        new = torch.tensor(NEW, requires_grad=True)
+        learner.engine = SimpleNamespace(device="cpu", forward=lambda *_: (new, None))
+        learner.kl_coef = kl_coef
+        loss, stats = learner.loss(part)
+        loss.backward()
+        return loss.item(), {name: float(value) for name, value in stats.items()}, new.grad.tolist()
+
+    return run
+
+
+@pytest.mark.parametrize(("estimator", "kl", "slope"), [
+    ("k1", [0.5, -0.25, 0.0], [1, 1, 1]),
+    ("k2", [0.125, 0.03125, 0.0], [0.5, -0.25, 0.0]),
+    ("k3", [np.exp(-0.5) - 0.5, np.exp(0.25) - 1.25, 0.0], [1 - np.exp(-0.5), 1 - np.exp(0.25), 0.0]),
+    ("abs", [0.5, 0.25, 0.0], [1, -1, 0]),
+])
+def test_the_penalty_in_the_loss(loss_of, estimator, kl, slope):
+    part = batch(reference=[-1.5, -1.75, -0.5])
+    loss, stats, gradient = loss_of(part, 0.3, kl={"placement": "loss", "estimator": estimator})
+    assert loss == pytest.approx(0.3 * sum(kl) / 3, abs=1e-6)
+    assert stats["kl_penalty"] == pytest.approx(sum(kl) / 3, abs=1e-6)
+    assert gradient == pytest.approx([0.3 * s / 3 for s in slope], abs=1e-6)
+
+
+def test_the_penalty_is_averaged_as_the_loss_is(loss_of):
+    part = batch(reference=[-1.5, -1.75, -1.0])
+    kl = {"placement": "loss", "estimator": "abs"}
+    loss, stats, _ = loss_of(part, 1.0, aggregate="sequence", kl=kl)
+    assert loss == pytest.approx(((0.5 + 0.25) / 2 + 0.5) / 2)
+    assert stats["kl_penalty"] == pytest.approx(1.25 / 3), "statistics are means over tokens"
+
+
+def test_a_penalty_in_the_rewards_is_none_in_the_loss(loss_of):
+    loss, stats, gradient = loss_of(batch(reference=[-1.5, -1.75, -0.5]), 0.3)
+    assert loss == 0 and gradient == [0, 0, 0] and "kl_penalty" not in stats
+
+
+def test_an_update_remembers_its_coefficient(monkeypatch):
+    learner = PolicyLearner(LearnerConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
+    whole = batch()
+    monkeypatch.setattr("rlhf_ray.roles.policy_learner.training_batch", lambda parts, whiten: parts[0])
+    monkeypatch.setattr("rlhf_ray.roles.policy_learner.run_update", lambda *_: SimpleNamespace(metrics={}))
+    learner.update(3, 0.07, whole)
+    assert learner.kl_coef == 0.07
