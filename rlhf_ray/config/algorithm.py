@@ -53,6 +53,16 @@ class AlgorithmConfig(Section):
     """Upper clip of the probability ratio, 1 + clip_high (0.2; DAPO raises it to 0.28)."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the loss at negative advantages (Ye et al. 2020; verl uses 3); off when empty."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Probability ratio of each token (PPO), or one per response, the geometric mean of its tokens' (GSPO, Zheng et al.
+    2025, which clips at 3e-4 and 4e-4 and aggregates by sequence)."""
+    importance: Literal["none", "truncate", "mask"] = "none"
+    """Weigh tokens by the learner's over the generator's probability, for stale samples and engines whose numbers
+    differ: weights above the cap are cut to it (truncate), or their tokens left out (mask)."""
+    importance_cap: float = Field(2.0, gt=0)
+    """Largest importance weight (2 in TRL and verl)."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """A weight for each token, or for each response: the product of its tokens' (exact, and of high variance)."""
     value_clip: float | None = Field(0.2, gt=0)
     """Clip of the value change around the old value (PPO2); off when empty."""
     entropy_coef: float = Field(0.0, ge=0)

@@ -1,5 +1,7 @@
 """The policy under training: old log-probabilities, clipped policy updates, and its weights for the generators."""
 
+from typing import Any
+
 from torch import Tensor
 
 from rlhf_ray.algorithms.kl import approx_kl
@@ -53,9 +55,13 @@ class PolicyLearner(Learner):
         """PPO's clipped loss of some rows, with the KL penalty if it stands here and the entropy bonus if it weighs."""
         a, micro = self.algorithm, MicroBatch(part, self.engine.device)
         logprobs, entropy = self.engine.forward(micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0)
+        weighed: dict[str, Any] = {} if a.importance == "none" else {
+            "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": a.importance_cap,
+            "importance": a.importance, "importance_level": a.importance_level,
+        }
         loss, stats = policy_loss(
             micro.lay_out(logprobs), micro.grid("old_logprobs"), micro.grid("advantages"), micro.mask,
-            a.clip_low, a.clip_high, a.dual_clip, aggregate=a.aggregate,
+            a.clip_low, a.clip_high, a.dual_clip, aggregate=a.aggregate, ratio=a.ratio, **weighed,
         )
         stats.pop("ratio_max")  # a largest value has no mean over micro-batches
         if a.kl_in_loss:

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from rlhf_ray.algorithms.kl import approx_kl
+from rlhf_ray.algorithms.losses.ratios import (
+    Importance,
+    Level,
+    check_importance,
+    importance_weights,
+    policy_ratios,
+)
 from rlhf_ray.algorithms.masking import Aggregate, aggregate_mean, masked_max, masked_mean, masked_variance, select
 from rlhf_ray.errors import ConfigError
 
 Stats = dict[str, Tensor]
-
-MAX_LOG_RATIO = 40.0
-"""Log-ratios are cut here before exp: far beyond any clip range, yet exp stays finite, and 0 * exp(x) is no NaN."""
 
 
 def policy_loss(
@@ -28,12 +32,16 @@ def policy_loss(
     behaviour_logprobs: Tensor | None = None,
     is_cap: float | None = None,
     aggregate: Aggregate = "token",
+    ratio: Level = "token",
+    importance: Importance = "truncate",
+    importance_level: Level = "token",
 ) -> tuple[Tensor, Stats]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated; gradients flow through `logprobs` alone.
 
     Per token, with r = exp(logprobs - old_logprobs): max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)). Where A < 0,
-    dual_clip bounds it by -A * dual_clip (Ye et al. 2020, eq. 5). With `behaviour_logprobs` each token's loss is
-    multiplied by min(exp(old - behaviour), is_cap), a constant (decoupled PPO, Hilton et al. 2022, truncated).
+    dual_clip bounds it by -A * dual_clip (Ye et al. 2020, eq. 5). With ratio="sequence", r is the geometric mean of the
+    row's ratios (GSPO, Zheng et al. 2025). With `behaviour_logprobs` each token's loss is multiplied by a constant,
+    the importance weight of `ratios.importance_weights` (decoupled PPO, Hilton et al. 2022).
 
     Args:
         logprobs, old_logprobs, behaviour_logprobs: `[B, T]` log-probabilities of the sampled tokens, under the policy
@@ -44,23 +52,30 @@ def policy_loss(
         dual_clip: > 1, or None for no bound.
         is_cap: largest importance weight; None for no cap.
         aggregate: mean over all True tokens, or mean of rows' means (`masking.aggregate_mean`).
+        ratio: of each token, or one for all tokens of a row.
+        importance: cut weights above is_cap to it ("truncate"), or leave their tokens out of the loss ("mask").
+        importance_level: a weight for each token, or one for all tokens of a row.
 
     Returns:
         (loss, stats): clip_fraction (tokens whose loss the clip changed), approx_kl (k3 of old against new, nats a
-        token), ratio_mean, ratio_max and, with behaviour_logprobs, is_weight_mean; all over True tokens.
+        token), ratio_mean, ratio_max and, with behaviour_logprobs, is_weight_mean (weights as used) and
+        is_capped_fraction (tokens whose weight was above is_cap); all over True tokens.
 
     Raises:
-        ConfigError: dual_clip of 1 or less, is_cap not positive or without behaviour_logprobs, unknown aggregate.
+        ConfigError: dual_clip of 1 or less, is_cap not positive or without behaviour_logprobs, an unknown name.
     """
-    _check_policy_bounds(dual_clip, behaviour_logprobs, is_cap)
+    _check_dual_clip(dual_clip)
+    check_importance(behaviour_logprobs, is_cap, importance)
     new, old = select(logprobs, mask), select(old_logprobs, mask).detach()
-    ratio = _ratio(new, old)
-    losses, clipped = _surrogate(ratio, select(advantages, mask).detach(), clip_low, clip_high, dual_clip)
-    stats = _policy_stats(new.detach(), old, ratio.detach(), clipped, mask)
+    ratios = policy_ratios(new, old, mask, ratio)
+    losses, clipped = _surrogate(ratios, select(advantages, mask).detach(), clip_low, clip_high, dual_clip)
+    stats = _policy_stats(new.detach(), old, ratios.detach(), clipped, mask)
     if behaviour_logprobs is not None:
-        weight = _ratio(old, select(behaviour_logprobs, mask).detach()).clamp(max=is_cap or float("inf"))
-        losses = losses * weight
-        stats["is_weight_mean"] = masked_mean(weight, mask)
+        behaviour = select(behaviour_logprobs, mask).detach()
+        weights, capped = importance_weights(old, behaviour, is_cap, importance, importance_level)
+        losses = losses * weights
+        stats["is_weight_mean"] = masked_mean(weights, mask)
+        stats["is_capped_fraction"] = masked_mean(capped, mask)
     return aggregate_mean(losses, mask, aggregate), stats
 
 
@@ -104,11 +119,6 @@ def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(entropy, mask)
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """exp(numerator - denominator) of log-probabilities, finite whatever the gap."""
-    return (numerator - denominator).clamp(max=MAX_LOG_RATIO).exp()
-
-
 def _surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -140,10 +150,6 @@ def _value_stats(values: Tensor, returns: Tensor, squares: Tensor, worst: Tensor
     }
 
 
-def _check_policy_bounds(dual_clip: float | None, behaviour_logprobs: Tensor | None, is_cap: float | None) -> None:
+def _check_dual_clip(dual_clip: float | None) -> None:
     if dual_clip is not None and not dual_clip > 1:
         raise ConfigError(f"dual_clip={dual_clip} would cut an unchanged policy's loss; use more than 1 (3), or none")
-    if is_cap is not None and not is_cap > 0:
-        raise ConfigError(f"is_cap={is_cap} would erase the loss; use a positive cap (2), or none")
-    if is_cap is not None and behaviour_logprobs is None:
-        raise ConfigError(f"is_cap={is_cap} caps weights that need behaviour_logprobs; pass them, or no cap")

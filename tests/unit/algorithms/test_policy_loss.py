@@ -66,6 +66,77 @@ def test_truncated_importance_weights_multiply_the_loss():
     assert uncapped.item() == pytest.approx((4.0 * -2.4 + 0.5 * -1.0 + 2.0 + 1.1) / 4)
 
 
+def test_masked_importance_weights_leave_tokens_out():
+    behaviour = OLD - torch.log(torch.tensor([[4.0, 0.5, 2.0, 1.0, NAN]]))
+    options = {"behaviour_logprobs": behaviour, "is_cap": 2.0, "importance": "mask"}
+    loss, stats = policy_loss(NEW, OLD, ADVANTAGES, MASK, 0.2, 0.2, **options)
+    assert loss.item() == pytest.approx((0 + 0.5 * -1.0 + 2.0 * 2.0 + 1.1) / 4), "the mean stays over four tokens"
+    assert stats["is_weight_mean"].item() == pytest.approx((0 + 0.5 + 2.0 + 1.0) / 4)
+    assert stats["is_capped_fraction"].item() == 0.25
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("truncate", (1.5, 0.5)), ("mask", (0.0, 0.5))])
+def test_a_response_s_importance_weight_is_the_product_of_its_tokens(kind, weights):
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    old = torch.zeros(2, 3).masked_fill(~mask, NAN)
+    behaviour = -torch.log(torch.tensor([[4.0, 0.5, NAN], [2.0, 0.5, 0.5]]))  # products 2 and 1/2
+    advantages = torch.tensor([[1.0, 2.0, NAN], [3.0, 4.0, 5.0]])
+    options = {"behaviour_logprobs": behaviour, "is_cap": 1.5, "importance": kind, "importance_level": "sequence"}
+    loss, stats = policy_loss(old, old, advantages, mask, 0.2, 0.2, **options)
+    assert loss.item() == pytest.approx(-(weights[0] * 3.0 + weights[1] * 12.0) / 5)
+    assert stats["is_weight_mean"].item() == pytest.approx((2 * weights[0] + 3 * weights[1]) / 5)
+    assert stats["is_capped_fraction"].item() == pytest.approx(2 / 5)
+
+
+def sequence_ratio_batch():
+    """Log-ratios 0.2 and 0.4 (mean 0.3) in one row, -0.1 in the other; logprobs ask for gradients."""
+    mask = torch.tensor([[True, True], [True, False]])
+    new = torch.tensor([[-1.0, -1.0], [-1.0, NAN]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[-1.2, -1.4], [-0.9, NAN]], dtype=torch.float64)
+    return new, old, mask
+
+
+def test_a_response_s_ratio_is_the_geometric_mean_of_its_tokens():
+    new, old, mask = sequence_ratio_batch()
+    advantages = torch.tensor([[-1.0, -1.0], [2.0, NAN]], dtype=torch.float64)
+    loss, stats = policy_loss(new, old, advantages, mask, 0.2, 0.2, aggregate="sequence", ratio="sequence")
+    first, second = math.exp(0.3), math.exp(-0.1)
+    assert loss.item() == pytest.approx((first - 2 * second) / 2)
+    assert stats["ratio_mean"].item() == pytest.approx((2 * first + second) / 3)
+    loss.backward()
+    # d s / d logprob = s / length; rows weigh 1/2
+    expected = [[first / 4, first / 4], [-second, 0]]
+    torch.testing.assert_close(new.grad, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_clipped_response_has_no_gradient_on_any_token():
+    new, old, mask = sequence_ratio_batch()
+    advantages = torch.tensor([[1.0, 1.0], [2.0, NAN]], dtype=torch.float64)
+    loss, stats = policy_loss(new, old, advantages, mask, 0.2, 0.2, ratio="sequence")
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.2 + 1.2 + 2 * math.exp(-0.1)) / 3)
+    assert new.grad[0].tolist() == [0, 0] and new.grad[1, 0] < 0
+    assert stats["clip_fraction"].item() == pytest.approx(2 / 3)
+
+
+def test_advantages_of_tokens_keep_their_own_under_a_shared_ratio():
+    new, old, mask = sequence_ratio_batch()
+    advantages = torch.tensor([[-1.0, -3.0], [0.0, NAN]], dtype=torch.float64)
+    policy_loss(new, old, advantages, mask, 0.2, 0.2, ratio="sequence")[0].backward()
+    torch.testing.assert_close(new.grad[0], math.exp(0.3) * torch.tensor([1.0, 3.0], dtype=torch.float64) / 3)
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradient_check_of_the_sequence_ratio(seed, aggregate):
+    new, old, advantages, mask, behaviour = batch(seed)
+    options = {"behaviour_logprobs": behaviour, "is_cap": 1.2, "importance_level": "sequence", "aggregate": aggregate}
+    rows = advantages[:, :1].expand_as(new)  # one advantage a row, as group estimators give
+    assert torch.autograd.gradcheck(
+        lambda x: policy_loss(x, old, rows, mask, 0.2, 0.3, 1.5, ratio="sequence", **options)[0], new.requires_grad_()
+    )
+
+
 def test_sequence_aggregate_weighs_rows_equally():
     new = torch.zeros(2, 3)
     advantages = torch.tensor([[1.0, 2.0, 3.0], [8.0, NAN, NAN]])
@@ -135,6 +206,9 @@ def test_empty_masks_give_zero_and_zero_gradients(shape, aggregate):
         ({"is_cap": 2.0}, "need behaviour_logprobs"),
         ({"is_cap": 0.0, "behaviour_logprobs": OLD}, "is_cap=0.0"),
         ({"aggregate": "row"}, "'row'"),
+        ({"ratio": "row"}, "ratio='row'"),
+        ({"importance": "drop"}, "importance='drop'"),
+        ({"importance_level": "row", "behaviour_logprobs": OLD}, "level 'row'"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -143,8 +217,10 @@ def test_bad_options_are_refused(options, message):
 
 
 @settings(deadline=None, max_examples=50)
-@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(2, 5), aggregate=st.sampled_from(["token", "sequence"]))
-def test_padding_order_and_cut_of_the_batch_change_nothing(seed, rows, aggregate):
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(2, 5), aggregate=st.sampled_from(["token", "sequence"]),
+       ratio=st.sampled_from(["token", "sequence"]), importance=st.sampled_from(["truncate", "mask"]),
+       level=st.sampled_from(["token", "sequence"]))
+def test_padding_order_and_cut_of_the_batch_change_nothing(seed, rows, aggregate, ratio, importance, level):
     new, old, advantages, mask, behaviour = batch(seed, rows)
 
     def loss_of(rows_chosen, pad=0):
@@ -153,7 +229,8 @@ def test_padding_order_and_cut_of_the_batch_change_nothing(seed, rows, aggregate
 
         columns = [prepared(x, NAN) for x in (new, old, advantages)]
         loss, _ = policy_loss(
-            *columns, prepared(mask, False), 0.2, 0.2, 3.0, prepared(behaviour, NAN), 2.0, aggregate=aggregate
+            *columns, prepared(mask, False), 0.2, 0.2, 3.0, prepared(behaviour, NAN), 2.0, aggregate=aggregate,
+            ratio=ratio, importance=importance, importance_level=level,
         )
         return loss * denominator(mask[rows_chosen], aggregate)
 

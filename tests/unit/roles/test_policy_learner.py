@@ -74,6 +74,30 @@ def test_a_penalty_in_the_rewards_is_none_in_the_loss(loss_of):
     assert loss == 0 and gradient == [0, 0, 0] and "kl_penalty" not in stats
 
 
+WEIGHTS = [4.0, 0.5, 1.0]
+"""exp(old - behaviour) of the three response tokens."""
+
+
+@pytest.mark.parametrize(("changes", "weights"), [
+    ({}, [1, 1, 1]),
+    ({"importance": "truncate"}, [2, 0.5, 1]),
+    ({"importance": "mask"}, [0, 0.5, 1]),
+    ({"importance": "truncate", "importance_cap": 3.0}, [3, 0.5, 1]),
+    ({"importance": "mask", "importance_level": "sequence", "importance_cap": 1.5}, [0, 0, 1]),
+])
+def test_importance_weights_are_the_configured_ones(loss_of, changes, weights):
+    part = batch([1.0, 2.0, 3.0], behaviour=np.array(NEW) - np.log(WEIGHTS))
+    loss, stats, _ = loss_of(part, **changes)
+    assert loss == pytest.approx(-sum(w * a for w, a in zip(weights, (1, 2, 3), strict=True)) / 3, abs=1e-6)
+    assert ("is_weight_mean" in stats) is bool(changes)
+
+
+def test_the_ratio_is_the_configured_one(loss_of):
+    part = batch([1.0, 1.0, 0.0], old=[-1.3, -2.1, -0.5])
+    assert loss_of(part, clip_high=10.0)[0] == pytest.approx(-(np.exp(0.3) + np.exp(0.1)) / 3, rel=1e-6)
+    assert loss_of(part, clip_high=10.0, ratio="sequence")[0] == pytest.approx(-2 * np.exp(0.2) / 3, rel=1e-6)
+
+
 def test_an_update_remembers_its_coefficient(monkeypatch):
     learner = PolicyLearner(LearnerConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
     whole = batch()
