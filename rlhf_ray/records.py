@@ -168,6 +168,18 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class RewardTerms:
+    """Numbers of the run so far that enter the rewards of a chunk. Given with it, so that it depends on no more."""
+
+    kl_coef: float
+    """Present coefficient of the KL penalty."""
+    score_mean: float = 0.0
+    """Taken from every score before anything else."""
+    score_deviation: float = 1.0
+    """Divides it then."""
+
+
+@dataclass(frozen=True)
 class Batch(Ragged):
     """What learners train on: one update's worth of experience in key order, advantages whitened if asked."""
 

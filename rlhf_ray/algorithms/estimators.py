@@ -35,6 +35,8 @@ class ScoredResponses:
     gamma: float
     lam: float | Tensor
     """GAE's lambda, of all rows or `[B]` of each."""
+    critic_lam: float | None = None
+    """Lambda of the returns that the critic learns; None for that of the advantages."""
 
     def rewards(self, scores: Tensor | None = None) -> Tensor:
         """[B, T] token rewards: penalties everywhere, the score (or `scores` in its place) on the last True token."""
@@ -54,10 +56,17 @@ def estimate(name: str, responses: ScoredResponses) -> Result:
 
 
 def generalised(responses: ScoredResponses) -> Result:
-    """Generalised advantage estimation with a critic (Schulman et al. 2016, eq. 16)."""
+    """Generalised advantage estimation with a critic (Schulman et al. 2016, eq. 16).
+
+    A lambda of its own for the critic decouples the two (VC-PPO, Yuan et al. 2025): 1 gives it unbiased returns.
+    """
     if responses.values is None:
         raise ValueError("the gae estimator needs a critic's values")
-    return gae(responses.rewards(), responses.values, responses.mask, responses.gamma, responses.lam)
+    r, rewards = responses, responses.rewards()
+    advantages, returns = gae(rewards, responses.values, r.mask, r.gamma, r.lam)
+    if r.critic_lam is not None:
+        returns = gae(rewards, responses.values, r.mask, r.gamma, r.critic_lam)[1]
+    return advantages, returns
 
 
 def reinforce(responses: ScoredResponses) -> Result:

@@ -43,6 +43,11 @@ class AlgorithmConfig(Section):
     """Discount per token; 1 for language (Ziegler et al. 2019, InstructGPT)."""
     lam: float = Field(0.95, ge=0, le=1)
     """GAE's λ (Schulman et al. 2016; 0.95 in InstructGPT, TRL)."""
+    lam_alpha: float | None = Field(None, gt=0)
+    """Length-adaptive λ of each response in place of `lam`: 1 - 1 / (α length) (VAPO, Yue et al. 2025: 0.05); off when
+    empty."""
+    lam_critic: float | None = Field(None, ge=0, le=1)
+    """λ of the returns that the critic learns (VAPO: 1); that of the advantages when empty."""
     epochs: int = Field(2, ge=1)
     """Passes over each batch of experience (TRL 4, OpenRLHF 1; InstructGPT 1)."""
     mini_batches: int = Field(4, ge=1)
@@ -71,10 +76,18 @@ class AlgorithmConfig(Section):
     """Mean over all response tokens, or mean of the rows' means."""
     whiten_advantages: bool = True
     """Whiten advantages over the whole batch's response tokens; by default with gae and reinforce_pp only."""
+    reward_normalisation: Literal["none", "scale", "standardise"] = "none"
+    """Divide scores by their standard deviation over all earlier steps (scale), after taking their mean away
+    (standardise). Scores of the first step stay as they are."""
     reward_clip: float | None = Field(None, gt=0)
     """Clip scores to ± this before they become token rewards (many use 5 or 10); off when empty."""
     missing_eos_penalty: float | None = Field(None, ge=0)
     """Subtracted from the score of a response that did not end by itself (TRL: 1.0 in its examples); off when empty."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """Last tokens before generator.sampling.max_tokens over which a penalty of length grows (DAPO, Yu et al. 2025, soft
+    overlong punishment); off when empty."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """Subtracted from the score of a response of full length, with `overlong_buffer` (DAPO: 1)."""
     critic_warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic learns (verl's critic_warmup)."""
     kl: KLConfig = Field(default_factory=KLConfig)
@@ -115,6 +128,10 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_estimator(self) -> "AlgorithmConfig":
+        for name in ("lam_alpha", "lam_critic"):
+            if getattr(self, name) is not None and not self.has_critic:
+                raise ValueError(f"{name}={getattr(self, name)} with estimator={self.estimator}, which has no λ; leave "
+                                 "it empty or use estimator=gae")
         if self.critic_warmup_steps and not self.has_critic:
             raise ValueError(f"critic_warmup_steps={self.critic_warmup_steps} with estimator={self.estimator}, which "
                              "has no critic to warm up; set it to 0 or use estimator=gae")

@@ -203,6 +203,14 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        buffer, longest = self.algorithm.overlong_buffer, self.generator.sampling.max_tokens
+        if buffer is not None and buffer > longest:
+            raise ValueError(f"algorithm.overlong_buffer={buffer} is longer than a response can be, "
+                             f"generator.sampling.max_tokens={longest}; lower it to a part of that")
+        return self
+
+    @model_validator(mode="after")
     def _geometry(self) -> Self:
         c, samples = self.coordinator, self.samples_per_step
         if samples % self.algorithm.mini_batches:

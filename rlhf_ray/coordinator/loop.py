@@ -98,6 +98,7 @@ class Coordinator:
         self.buffer.ack(lease, self.state.step)
         summaries = [self.pipeline.summaries.pop(entry.order) for entry in lease.entries]
         self.state.kl.update(float(np.concatenate([s.kl for s in summaries]).mean()), lease.samples)
+        self.state.observe_scores(np.concatenate([s.scores for s in summaries]))
         self.state.step += 1
         self.state.samples += lease.samples
         self.pipeline.make_again(self.buffer.evict(self.state.step))

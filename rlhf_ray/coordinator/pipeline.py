@@ -144,7 +144,8 @@ class Pipeline:
         rank = self._assembler.take(1)
         try:
             call = team.assembler.call(
-                rank, "assemble", self.state.kl.value, self.config.logging.samples_per_step, len(logprobs), rollout,
+                rank, "assemble", self.state.reward_terms(self.config.algorithm.reward_normalisation),
+                self.config.logging.samples_per_step, len(logprobs), rollout,
                 scored.reward.ref, scored.reference.ref, *(c.ref for c in (*logprobs, *values)), outputs=2,
             )
             summary = await team.value(call, "assemble", 1)

@@ -3,10 +3,14 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+import torch
+
 from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
+from rlhf_ray.algorithms.score_shaping import RunningMoments
 from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.data.prompts import PromptCursor
-from rlhf_ray.records import ExperienceSummary, SampleKey
+from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 
 
 def kl_controller(config: KLConfig) -> FixedKL:
@@ -26,8 +30,19 @@ class RunState:
     """Updates made so far."""
     samples: int = 0
     """Samples trained on so far."""
+    scores: RunningMoments = field(default_factory=RunningMoments)
+    """Of the scores trained on so far, as the reward model gave them."""
     in_flight: dict[int, list[SampleKey]] = field(default_factory=dict)
     """Keys of admitted chunks that are not committed yet, by admission number."""
+
+    def observe_scores(self, scores: np.ndarray) -> None:
+        """Take the scores `[N]` of a batch that was trained on into the running moments."""
+        self.scores.update(torch.from_numpy(scores))
+
+    def reward_terms(self, normalisation: str) -> RewardTerms:
+        """What the rewards of a chunk assembled now are made with; `normalisation` as in `AlgorithmConfig`."""
+        mean = self.scores.mean if normalisation == "standardise" and self.scores.count > 1 else 0.0
+        return RewardTerms(self.kl.value, mean, 1.0 if normalisation == "none" else self.scores.deviation)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types for the checkpoint."""
@@ -35,6 +50,7 @@ class RunState:
             "step": self.step,
             "samples": self.samples,
             "kl": self.kl.state_dict(),
+            "scores": self.scores.state_dict(),
             "cursor": self.cursor.state_dict(),
             "in_flight": [[order, _plain(keys)] for order, keys in self.in_flight.items()],
         }
@@ -43,6 +59,7 @@ class RunState:
         """Go on from a `state_dict`; errors as in `PromptCursor.load_state_dict`."""
         self.cursor.load_state_dict(state["cursor"])
         self.kl.load_state_dict(state["kl"])
+        self.scores.load_state_dict(state["scores"])
         self.step, self.samples = state["step"], state["samples"]
         self.in_flight = {order: [SampleKey(*k) for k in keys] for order, keys in state["in_flight"]}
 

@@ -9,6 +9,7 @@ import torch
 
 from rlhf_ray.algorithms.estimators import ScoredResponses, estimate
 from rlhf_ray.algorithms.kl import approx_kl
+from rlhf_ray.algorithms.score_shaping import length_adaptive_lambda, overlong_penalty
 from rlhf_ray.checkpoint.state import load_records, save_records
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.loop import LoggingConfig
@@ -19,6 +20,7 @@ from rlhf_ray.records import (
     Experience,
     ExperienceSummary,
     RewardScores,
+    RewardTerms,
     Rollout,
     SampleKey,
     Scores,
@@ -31,8 +33,9 @@ from rlhf_ray.roles.texts import finished, rollout_texts
 class Assembler:
     """The last station before the replay buffer. Keeps no state between calls."""
 
-    def __init__(self, algorithm: AlgorithmConfig, logging: LoggingConfig, model: ModelConfig) -> None:
-        self.algorithm, self.logging, self._model = algorithm, logging, model
+    def __init__(self, algorithm: AlgorithmConfig, logging: LoggingConfig, model: ModelConfig, longest: int) -> None:
+        """`longest` is the most tokens of a response, where the overlong penalty is full."""
+        self.algorithm, self.logging, self._model, self._longest = algorithm, logging, model, longest
 
     def start(self) -> dict[str, float]:
         """Load the tokenizer (texts for the samples folder and the judge)."""
@@ -40,20 +43,20 @@ class Assembler:
         return {}
 
     def assemble(
-        self, kl_coef: float, keep_texts: int, policy_ranks: int, rollout: Rollout, rewards: RewardScores,
+        self, terms: RewardTerms, keep_texts: int, policy_ranks: int, rollout: Rollout, rewards: RewardScores,
         reference: TokenScores, *parts: TokenScores,
     ) -> tuple[Experience, ExperienceSummary]:
         """One rollout's experience and the small numbers about it.
 
         Args:
-            kl_coef: present coefficient of the KL penalty.
+            terms: numbers of the run so far that enter the rewards.
             keep_texts: rows to return as text.
             policy_ranks: how many of `parts` are the policy ranks' log-probabilities; the rest are critic values. Each
                 rank's part holds its contiguous share of the rows.
         """
         policy, values = parts[:policy_ranks], parts[policy_ranks:]
         scores = Scores(rewards, reference, TokenScores.concat(policy), TokenScores.concat(values) if values else None)
-        experience = self._experience(rollout, scores, kl_coef)
+        experience = self._experience(rollout, scores, terms)
         return experience, self._summary(rollout, scores, experience, keep_texts)
 
     def save(self, path: str, experience: Experience) -> None:
@@ -81,7 +84,7 @@ class Assembler:
             texts=[{"prompt": prompts[i], "response": responses[i]} for i in range(min(keep_texts, len(rollout)))],
         )
 
-    def _experience(self, rollout: Rollout, scores: Scores, kl_coef: float) -> Experience:
+    def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
         a, micro, values = self.algorithm, MicroBatch(rollout, "cpu"), scores.values
 
         def grid(column: np.ndarray) -> torch.Tensor:
@@ -92,12 +95,14 @@ class Assembler:
             column[rollout.response_mask] = micro.responses.from_grid(cells).numpy()
             return column
 
+        lengths = micro.responses.lengths
         kl = approx_kl(grid(scores.policy.values), grid(scores.reference.values), a.kl.estimator)
         advantages, returns = estimate(a.estimator, ScoredResponses(
-            scores=self._row_scores(rollout, scores.rewards),
-            penalties=torch.zeros_like(kl) if a.kl_in_loss else -kl_coef * kl,
+            scores=self._row_scores(rollout, scores.rewards, terms, lengths),
+            penalties=torch.zeros_like(kl) if a.kl_in_loss else -terms.kl_coef * kl,
             mask=micro.mask, groups=prompt_groups(rollout.keys),
-            values=None if values is None else grid(values.values), gamma=a.gamma, lam=a.lam,
+            values=None if values is None else grid(values.values), gamma=a.gamma,
+            lam=a.lam if a.lam_alpha is None else length_adaptive_lambda(lengths, a.lam_alpha), critic_lam=a.lam_critic,
         ))
         return Experience(
             offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=rollout.response_mask,
@@ -106,11 +111,15 @@ class Assembler:
             advantages=flat(advantages), returns=flat(returns), keys=rollout.keys,
         )
 
-    def _row_scores(self, rollout: Rollout, rewards: RewardScores) -> torch.Tensor:
-        """[N] the reward model's scores, less the penalty of responses that did not end by themselves, clipped."""
-        a, scores = self.algorithm, torch.tensor(rewards.scores)
+    def _row_scores(
+        self, rollout: Rollout, rewards: RewardScores, terms: RewardTerms, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """[N] the reward model's scores: normalised, less the penalties of how a response ended, clipped."""
+        a, scores = self.algorithm, (torch.tensor(rewards.scores) - terms.score_mean) / terms.score_deviation
         if a.missing_eos_penalty:
             scores -= a.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
+        if a.overlong_buffer:
+            scores += a.overlong_penalty * overlong_penalty(lengths, self._longest, a.overlong_buffer)
         return scores if a.reward_clip is None else scores.clamp(-a.reward_clip, a.reward_clip)
 
     def _summary(self, rollout: Rollout, scores: Scores, experience: Experience, keep_texts: int) -> ExperienceSummary:

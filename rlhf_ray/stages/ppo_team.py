@@ -52,7 +52,8 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
         ),
         assembler=place.spawn(
             "assembler", Assembler, config.assembler,
-            lambda _: {"algorithm": config.algorithm, "logging": config.logging, "model": config.model},
+            lambda _: {"algorithm": config.algorithm, "logging": config.logging, "model": config.model,
+                       "longest": generation.sampling.max_tokens},
         ),
         policy=place.spawn(
             "policy_learner", PolicyLearner, config.policy,

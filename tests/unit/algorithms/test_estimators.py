@@ -44,6 +44,19 @@ def test_gae_is_the_one_of_advantages():
     assert all(torch.equal(a, b) for a, b in zip(estimate("gae", responses()), expected, strict=True))
 
 
+def test_the_critic_s_returns_may_have_their_own_lambda():
+    advantages, returns = estimate("gae", responses(critic_lam=1.0))
+    assert torch.equal(advantages, estimate("gae", responses())[0])
+    torch.testing.assert_close(returns, torch.tensor(RETURNS))  # lambda 1: what the rewards really were
+
+
+def test_lambda_may_differ_between_rows():
+    lams = torch.tensor([0.8, 0.3, 0.0, 1.0])
+    whole = estimate("gae", responses(lam=lams))[0]
+    for row, lam in enumerate(lams.tolist()):
+        assert torch.equal(whole[row], estimate("gae", responses(lam=lam))[0][row])
+
+
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_pp"])
 def test_reinforce_is_the_discounted_return(name):
     advantages, returns = estimate(name, responses(values=None))

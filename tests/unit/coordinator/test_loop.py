@@ -114,6 +114,12 @@ def test_learners_get_the_step_the_policy_its_coefficient_and_both_the_experienc
     assert (step, coef, other) == (0, 0.1, 0) and policy == critic and len(policy) == 2
 
 
+def test_scores_that_were_trained_on_are_remembered(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, chunk=2, steps=2), summary)
+    run.go()
+    assert (run.world.state.scores.count, run.world.state.scores.mean) == (8, 0.5)  # every chunk of two scores 0 and 1
+
+
 def test_a_request_to_stop_is_met_after_the_step_with_a_checkpoint(ppo_config, summary):
     run = Run(ppo_config(prompts=4, steps=5), summary, stop_after=2)
     with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 2 of 5; the checkpoint is saved, --resume"):

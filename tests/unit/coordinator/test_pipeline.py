@@ -10,6 +10,7 @@ from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.prompts import PromptCursor
 from rlhf_ray.errors import RewardError
+from rlhf_ray.records import RewardTerms
 from rlhf_ray.replay.buffer import ReplayBuffer
 from tests.unit.coordinator.stand_ins import StandInGroup, team_of
 
@@ -48,9 +49,9 @@ class World:
         await self._wait()
         return (method, rank)
 
-    async def _assemble(self, rank, method, coef, keep_texts, ranks, rollout, reward, reference, *parts):
+    async def _assemble(self, rank, method, terms, keep_texts, ranks, rollout, reward, reference, *parts):
         await self._wait()
-        self.parts = (coef, ranks, reward, reference, parts)
+        self.parts = (terms, ranks, reward, reference, parts)
         return f"experience {rollout['keys'][0].row}", self._summary(rollout["keys"], rollout["version"])
 
     async def train(self):
@@ -112,7 +113,8 @@ def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
         await world.train()
         return world.parts
 
-    assert in_loop(run()) == (0.1, 2, ("score", 0), ("logprobs", 0), (("logprobs", 0), ("logprobs", 1), ("values", 0)))
+    parts = (("logprobs", 0), ("logprobs", 1), ("values", 0))
+    assert in_loop(run()) == (RewardTerms(0.1), 2, ("score", 0), ("logprobs", 0), parts)
 
 
 def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config, summary):
@@ -125,7 +127,7 @@ def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config,
         await world.train()
         return world.parts
 
-    assert in_loop(run()) == (0.1, 2, ("score", 0), ("logprobs", 0), (("logprobs", 0), ("logprobs", 1)))
+    assert in_loop(run()) == (RewardTerms(0.1), 2, ("score", 0), ("logprobs", 0), (("logprobs", 0), ("logprobs", 1)))
 
 
 def test_synchronous_generation_stays_within_the_step(ppo_config, summary):

@@ -11,7 +11,7 @@ from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.coordinator.state import RunState, kl_controller, summary_of, summary_state
 from rlhf_ray.data.prompts import PromptCursor
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import RewardTerms, SampleKey
 
 
 def fresh(rows=20):
@@ -23,6 +23,7 @@ def used():
     state.cursor.next(27)
     state.kl.update(12.0, 100)
     state.step, state.samples = 4, 32
+    state.observe_scores(np.array([1.0, 2.0, 6.0], dtype=np.float32))
     state.in_flight = {9: [SampleKey(1, 2, 0), SampleKey(1, 2, 1)], 11: [SampleKey(1, 5, 0)]}
     return state
 
@@ -32,6 +33,7 @@ def test_a_state_comes_back_from_json_as_it_was():
     again.load_state_dict(json.loads(json.dumps(state.state_dict())))
     assert (again.step, again.samples, again.in_flight) == (4, 32, state.in_flight)
     assert again.kl.value == state.kl.value == pytest.approx(0.2 * (1 + 0.2 * 0.1))
+    assert again.scores.state_dict() == state.scores.state_dict() and again.scores.count == 3
     assert again.cursor.next(30) == state.cursor.next(30)
     assert all(isinstance(order, int) for order in again.in_flight)
 
@@ -41,6 +43,16 @@ def test_a_state_of_other_data_is_refused_before_anything_changes():
     with pytest.raises(CheckpointError, match="rows=20"):
         again.load_state_dict(used().state_dict())
     assert (again.step, again.kl.value, again.in_flight) == (0, 0.2, {})
+
+
+@pytest.mark.parametrize("normalisation, mean, deviation", [
+    ("none", 0.0, 1.0), ("scale", 0.0, 7**0.5), ("standardise", 3.0, 7**0.5),  # of 1, 2 and 6
+])
+def test_rewards_are_made_with_the_moments_of_earlier_steps(normalisation, mean, deviation):
+    assert fresh().reward_terms(normalisation) == RewardTerms(0.2, 0.0, 1.0), "nothing is known in the first step"
+    terms = used().reward_terms(normalisation)
+    assert (terms.score_mean, terms.score_deviation) == (pytest.approx(mean), pytest.approx(deviation))
+    assert terms.kl_coef == used().kl.value
 
 
 @pytest.mark.parametrize("kind, cls", [("fixed", FixedKL), ("adaptive", AdaptiveKL)])

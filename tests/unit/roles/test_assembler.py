@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
 from rlhf_ray.config.loop import LoggingConfig
-from rlhf_ray.records import Experience, RewardScores, Rollout, SampleKey, TokenScores, offsets_of
+from rlhf_ray.records import Experience, RewardScores, RewardTerms, Rollout, SampleKey, TokenScores, offsets_of
 from rlhf_ray.roles.assembler import Assembler, bigram_codes, prompt_groups, stable_hash
 
 KEYS = [SampleKey(0, 7, 0), SampleKey(0, 9, 0)]
@@ -21,7 +21,7 @@ REFERENCE = [0, -1.5, -1.0, -0.5, 0, 0, -2.5, 0, 0, -1.25]
 VALUES = [0, 0.5, 1.0, 2.0, 0, 0, -1.0, 0, 0, 0.25]
 BEHAVIOUR = [0, -1.1, -2.0, -0.5, 0, 0, -1.5, 0, 0, -1.2]
 SCORES = [3.0, -2.0]
-GAMMA, LAM, COEF = 0.9, 0.8, 0.5
+GAMMA, LAM, COEF, LONGEST = 0.9, 0.8, 0.5, 4
 
 
 def column(values):
@@ -41,31 +41,31 @@ def two_rows() -> Rollout:
 def assemble(two_rows, policy_model):
     """assemble(keep_texts, judge, **changes of the algorithm) -> (experience, summary)."""
 
-    def run(keep_texts=0, judge=None, ranks=1, **changes):
+    def run(keep_texts=0, judge=None, ranks=1, terms=RewardTerms(COEF), **changes):  # noqa: B008
         algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **changes)
-        assembler = Assembler(algorithm, LoggingConfig(judge=judge), policy_model)
+        assembler = Assembler(algorithm, LoggingConfig(judge=judge), policy_model, LONGEST)
         assembler.start()
         whole = [TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, VALUES)]
         parts = [part.select([i]) for part in whole for i in (0, 1)] if ranks == 2 else whole
         reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
-        return assembler.assemble(COEF, keep_texts, ranks, two_rows, RewardScores(column(SCORES)), reference, *parts)
+        return assembler.assemble(terms, keep_texts, ranks, two_rows, RewardScores(column(SCORES)), reference, *parts)
 
     return run
 
 
-def expected_advantages(scores=SCORES):
+def expected_advantages(scores=SCORES, lams=(LAM, LAM)):
     """Equation 16 of Schulman et al. 2016, spelled out token by token."""
     # Row 0, log-ratios 0.5, -1.0 and 0.0; the score lies on the last response token, which is </s>.
     r = [-COEF * 0.5, -COEF * -1.0, -COEF * 0.0 + scores[0]]
     v = VALUES[1:4]
     d = [r[0] + GAMMA * v[1] - v[0], r[1] + GAMMA * v[2] - v[1], r[2] - v[2]]
-    c = GAMMA * LAM
+    c = GAMMA * lams[0]
     first = [d[0] + c * d[1] + c * c * d[2], d[1] + c * d[2], d[2]]
     # Row 1, log-ratios 1.0 and 0.25; the gap of two inserted tokens is stepped over undiscounted.
     r = [-COEF * 1.0, -COEF * 0.25 + scores[1]]
     v = [VALUES[6], VALUES[9]]
     d = [r[0] + GAMMA * v[1] - v[0], r[1] - v[1]]
-    second = [d[0] + c * d[1], d[1]]
+    second = [d[0] + GAMMA * lams[1] * d[1], d[1]]
     return [0, *first, 0, 0, second[0], 0, 0, second[1]]
 
 
@@ -87,11 +87,11 @@ def test_columns_are_what_the_roles_said(assemble, two_rows):
 
 
 def test_without_penalty_and_values_the_score_arrives_discounted(assemble, two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(gamma=0.5, lam=1.0), LoggingConfig(), policy_model)
+    assembler = Assembler(AlgorithmConfig(gamma=0.5, lam=1.0), LoggingConfig(), policy_model, LONGEST)
     assembler.start()
     zero = TokenScores(offsets=OFFSETS, values=column([0] * 10))
     rewards = RewardScores(column([8.0, 4.0]))
-    experience, _ = assembler.assemble(0.0, 0, 1, two_rows, rewards, zero, zero, zero)
+    experience, _ = assembler.assemble(RewardTerms(0.0), 0, 1, two_rows, rewards, zero, zero, zero)
     assert experience.returns.tolist() == [0, 2, 4, 8, 0, 0, 2, 0, 0, 4]
 
 
@@ -105,6 +105,34 @@ def test_a_response_that_did_not_end_pays(assemble):
     experience, summary = assemble(missing_eos_penalty=1.5)
     assert experience.advantages == pytest.approx(expected_advantages([3.0, -3.5]), abs=1e-6)
     assert summary.scores.tolist() == SCORES
+
+
+def test_a_response_near_the_limit_pays_for_its_length(assemble):
+    # The limit is 4 tokens: of a buffer of 2 a response of 3 tokens has used one half, one of 2 tokens nothing.
+    experience, summary = assemble(overlong_buffer=2, overlong_penalty=3.0)
+    assert experience.advantages == pytest.approx(expected_advantages([1.5, -2.0]), abs=1e-6)
+    assert summary.scores.tolist() == SCORES
+
+
+def test_scores_are_normalised_first_then_penalised_then_clipped(assemble):
+    terms = RewardTerms(COEF, score_mean=1.0, score_deviation=2.0)
+    experience, summary = assemble(terms=terms)
+    assert experience.advantages == pytest.approx(expected_advantages([1.0, -1.5]), abs=1e-6)
+    experience, summary = assemble(terms=terms, missing_eos_penalty=1.0, reward_clip=2.25)
+    assert experience.advantages == pytest.approx(expected_advantages([1.0, -2.25]), abs=1e-6)
+    assert summary.scores.tolist() == SCORES
+
+
+def test_lambda_may_follow_the_length(assemble):
+    experience, _ = assemble(lam_alpha=0.8)  # 1 - 1 / (0.8 * 3) and 1 - 1 / (0.8 * 2) for 3 and 2 tokens
+    assert experience.advantages == pytest.approx(expected_advantages(lams=(1 - 1 / 2.4, 1 - 1 / 1.6)), abs=1e-6)
+
+
+def test_the_critic_may_learn_with_a_lambda_of_its_own(assemble):
+    experience, _ = assemble(lam_critic=1.0)
+    assert experience.advantages == pytest.approx(expected_advantages(), abs=1e-6)
+    unbiased = [a + v for a, v in zip(expected_advantages(lams=(1, 1)), VALUES, strict=True)]
+    assert experience.returns == pytest.approx(unbiased, abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator, kl", [("k2", 0.5), ("abs", 1.0), ("k3", math.exp(-1.0) - 1 + 1.0)])
@@ -126,20 +154,20 @@ def test_parts_of_several_ranks_are_put_together(assemble):
 
 
 def test_without_a_critic_gae_refuses(two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model)
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
     assembler.start()
     scores = TokenScores(offsets=OFFSETS, values=column(OLD))
     with pytest.raises(ValueError, match="needs a critic"):
-        assembler.assemble(0.1, 0, 1, two_rows, RewardScores(column(SCORES)), scores, scores)
+        assembler.assemble(RewardTerms(0.1), 0, 1, two_rows, RewardScores(column(SCORES)), scores, scores)
 
 
 def grouped(two_rows, policy_model, **changes):
     """Experience of the two rows as samples of one prompt, without a critic; coefficient COEF."""
-    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, **changes), LoggingConfig(), policy_model)
+    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, **changes), LoggingConfig(), policy_model, LONGEST)
     assembler.start()
     rollout = replace(two_rows, keys=[SampleKey(0, 7, 0), SampleKey(0, 7, 1)])
     old, reference = (TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, REFERENCE))
-    return assembler.assemble(COEF, 0, 1, rollout, RewardScores(column(SCORES)), reference, old)[0]
+    return assembler.assemble(RewardTerms(COEF), 0, 1, rollout, RewardScores(column(SCORES)), reference, old)[0]
 
 
 def test_samples_of_a_prompt_are_compared_without_a_critic_and_without_the_kl(two_rows, policy_model):
@@ -197,7 +225,7 @@ def test_a_judge_hears_every_response(assemble, monkeypatch):
 
 
 def test_an_evaluation_part_by_hand(two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model)
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
     assembler.start()
     reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
     part = assembler.measure(1, two_rows, RewardScores(column(SCORES)), reference)
@@ -224,7 +252,7 @@ def test_bigrams_tell_order_and_large_ids_apart():
 
 def test_experience_comes_back_from_disk(assemble, policy_model, tmp_path):
     experience, _ = assemble()
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model)
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
     assembler.save(str(tmp_path / "e.npz"), experience)
     again = assembler.load(str(tmp_path / "e.npz"))
     assert isinstance(again, Experience) and again.keys == experience.keys
