@@ -109,12 +109,20 @@ def test_configurations_in_the_readme_are_accepted(stage, tmp_path):
 
 
 def test_the_pools_in_the_readme_hold_their_roles(tmp_path):
-    (pools,) = fragments()
+    (pools,) = (text for text in fragments() if "pools" in yaml.safe_load(text))
     file = tmp_path / "config.yaml"
     file.write_text(recipes()["ppo"] + pools)
     config = load(STAGES["ppo"], file, [])
     assert config.pools.keys() == yaml.safe_load(pools)["pools"].keys()
     assert sum(pool.bundles * pool.gpus for pool in config.pools.values()) == 9  # as the README says
+
+
+def test_the_estimator_in_the_readme_needs_no_critic(tmp_path):
+    (lines,) = (text for text in fragments() if "algorithm" in yaml.safe_load(text))
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(recipes()["ppo"]) | yaml.safe_load(lines)))
+    config = load(STAGES["ppo"], file, [])
+    assert config.algorithm.kl.placement == "loss" and "critic" not in config.placements()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

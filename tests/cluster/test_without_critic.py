@@ -1,0 +1,63 @@
+"""GRPO: no critic is started, measured or saved, and a resumed run is the same run, running statistics included."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.conftest import SMALL
+
+pytestmark = pytest.mark.cluster
+TIMES = ("time", "throughput/", "idle/", "weights/publish_seconds")
+ALGORITHM = {
+    "estimator": "grpo", "epochs": 2, "mini_batches": 2, "importance": "truncate", "overlong_buffer": 4,
+    "reward_normalisation": "standardise", "kl": {"coef": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(configure, tmp_path_factory):
+    """(directory of a run of 3 steps saved after the second, directory of one resumed from there)."""
+    from rlhf_ray.stages import ppo
+
+    whole, again = (tmp_path_factory.mktemp(name) / "run" for name in ("whole", "again"))
+    sections = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM}
+    # What is asked for a critic that is not started needs no room in the pool.
+    sections["critic"] = {"workers": 50}
+    ppo.run(load(PPOConfig, configure(whole, **sections), []))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints/step_3")
+    ppo.run(load(PPOConfig, configure(again, **sections), []), resume=True)
+    return whole, again
+
+
+def steps(directory):
+    return [row for row in read_metrics(directory) if "reward/mean" in row]
+
+
+def test_nothing_speaks_of_a_critic(runs):
+    rows = steps(runs[0])
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert not [name for row in rows for name in row if "critic" in name or name == "time/values"]
+    saved = {path.name for path in (runs[0] / "checkpoints/step_2").iterdir()}
+    assert "policy_learner" in saved and "critic_learner" not in saved
+
+
+def test_the_policy_learns_with_the_penalty_in_its_loss(runs):
+    rows = steps(runs[0])
+    assert all(row["policy/grad_norm"] > 0 and 0 < row["policy/is_weight_mean"] <= 2 for row in rows)
+    assert rows[0]["policy/kl_penalty"] >= 0 and rows[2]["policy/kl_penalty"] > 1e-3
+    assert rows[2]["kl/sequence"] > 0.1
+
+
+def test_the_resumed_run_is_the_same_run(runs):
+    whole, again = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in steps(d)] for d in runs)
+    assert again == whole
+    one, two = (load_file(d / "model/model.safetensors") for d in runs)
+    assert all(one[name].equal(two[name]) for name in one)
+    states = [json.loads((d / "checkpoints/step_3/coordinator.json").read_text()) for d in runs]
+    assert states[0]["run"]["scores"] == states[1]["run"]["scores"] and states[0]["run"]["scores"]["count"] == 48
