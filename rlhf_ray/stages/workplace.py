@@ -18,8 +18,8 @@ from rlhf_ray.observability.run_directory import RunDirectory
 
 T = TypeVar("T")
 GOODBYE_S, HASTY_GOODBYE_S = 10.0, 3.0
-"""How long workers get to leave by themselves: after a stage that ended well, and after one that failed (some of them may
-still be loading then, and hear nothing)."""
+"""How long workers get to leave by themselves: after a stage that ended well, and after one that failed (some of them
+may still be loading then, and hear nothing)."""
 
 
 class Workplace:
