@@ -57,7 +57,7 @@ class BufferError(RLHFError):  # the replay buffer's own error; the builtin is a
 
 
 class TrainingError(RLHFError):
-    """Training that cannot go on: a loss or gradient that is not finite, several times in a row."""
+    """Training that cannot go on: a loss or gradient that is not finite. The first one ends the run."""
 
 
 class WorkerError(RLHFError):

@@ -15,7 +15,7 @@ class RunConfig(Section):
     steps: int = Field(100, ge=1)
     """Updates to make in all, counted from the beginning also after a resume."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed that every other seed of the run is derived from."""
+    """Seed of new weights, data order and sampling; `evaluation.seed` alone is set apart, so that runs compare."""
 
 
 class PoolConfig(Section):
@@ -37,7 +37,8 @@ class ClusterConfig(Section):
     """The Ray cluster: a private local one by default, or an existing one by address."""
 
     address: str | None = None
-    """Ray address to join ("auto", "host:6379"); a private local cluster is started when empty."""
+    """Ray address to join ("auto", "host:6379"); when empty, a private local cluster is started, whatever
+    RAY_ADDRESS says."""
     object_store_mb: int = Field(512, ge=100)
     """Object-store memory of a local cluster, in MiB."""
     dashboard: bool = True
@@ -45,9 +46,9 @@ class ClusterConfig(Section):
     metrics_port: int | None = Field(None, ge=1024, le=65535)
     """Port of a local cluster's Prometheus endpoint; picked by Ray when empty."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Longest wait for pools to be placed and for workers to be ready."""
+    """Longest wait for a pool to be placed."""
     call_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for any single call to a worker."""
+    """Longest wait for any single call to a worker, the one that loads its model included."""
 
 
 class PlacementConfig(Section):

@@ -2,8 +2,9 @@
 
 Rows must not see each other. Instead of a `[T, T]` block-diagonal mask, whose cost grows with the square of the whole
 micro-batch, queries, keys and values are laid out as a `[N, L]` grid for the one call of scaled-dot-product attention
-and taken back: padding costs attention only (micro-batches hold rows of similar length), and every other layer runs on
-real tokens alone. On GPUs the variable-length kernel of torch does the same without the grid, where it is there.
+and taken back, on CPUs and GPUs alike. That costs copies of all four, and attention over N · L² pairs of positions
+instead of the rows' own; micro-batches hold rows of similar length, which keeps the difference small. Every other layer
+runs on real tokens alone. A variable-length kernel would do without the grid; none is used.
 """
 
 from typing import Any

@@ -46,11 +46,6 @@ class Packing:
         return self.lengths.cumsum(0)
 
     @cached_property
-    def cu_seqlens(self) -> Tensor:
-        """[N+1] int32 row boundaries, as variable-length attention kernels take them."""
-        return torch.nn.functional.pad(self.ends, (1, 0)).to(torch.int32)
-
-    @cached_property
     def row_of_token(self) -> Tensor:
         """[T] row that each token belongs to."""
         return torch.repeat_interleave(torch.arange(self.rows, device=self.lengths.device), self.lengths)

@@ -61,10 +61,6 @@ class RunDirectory:
         folders = [d for d in (self.samples, self.checkpoints, self.model) if d.is_dir() and any(d.iterdir())]
         return [f.name for f in files] + [d.name + "/" for d in folders]
 
-    def write_config(self, text: str) -> None:
-        """Save the resolved configuration."""
-        write_atomically(self.config, text.encode())
-
     def write_json(self, name: str, value: Any) -> Path:
         """Write `value` as JSON to the file `name` of this directory; numbers that are not finite become null."""
         target = self.path / name

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -27,25 +26,11 @@ class StepClock:
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
-        self._open: dict[int, Span] = {}
-        self._opened = 0
 
     @staticmethod
     def now() -> float:
         """The clock that all spans are in."""
         return time.monotonic()
-
-    @contextmanager
-    def span(self, role: str, worker: int = 0) -> Iterator[None]:
-        """Time the enclosed work. A summary made meanwhile counts it as busy so far."""
-        self._opened += 1
-        key, start = self._opened, self.now()
-        self._open[key] = Span(role, worker, start, float("inf"))
-        try:
-            yield
-        finally:
-            del self._open[key]
-            self.add(role, start, self.now(), worker)
 
     def add(self, role: str, start: float, end: float, worker: int = 0) -> None:
         """Record work that is over.
@@ -81,7 +66,7 @@ class StepClock:
             raise ValueError(f"no time or no workers to sum up: window {start:.6f}..{end:.6f}, workers {dict(workers)}")
         self._spans = [s for s in self._spans if s.end > start]
         inside: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-        for s in (*self._spans, *self._open.values()):
+        for s in self._spans:
             if s.role in workers and s.start < end:
                 inside[s.role][s.worker].append((max(s.start, start), min(s.end, end)))
         window, result = end - start, {}

@@ -49,18 +49,16 @@ class AdmissionRule:
     """Samples of one update."""
     max_staleness: int
     """η: the largest staleness that may be trained."""
-    concurrency: int | None = None
-    """Most samples under way at the same time; no limit of its own when None."""
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.max_staleness < 0 or (self.concurrency is not None and self.concurrency < 1):
+        if self.batch < 1 or self.max_staleness < 0:
             raise BufferError(
-                f"admission needs batch >= 1, max_staleness >= 0 and concurrency >= 1 or None; got batch={self.batch}, "
-                f"max_staleness={self.max_staleness}, concurrency={self.concurrency}"
+                f"admission needs batch >= 1 and max_staleness >= 0; got batch={self.batch}, "
+                f"max_staleness={self.max_staleness}"
             )
 
     def allowance(self, version: int, accepted: int, running: int) -> int:
-        """min(concurrency - running, (η + version + 1)·batch - accepted - running): samples that may be started.
+        """(η + version + 1)·batch - accepted - running: samples that may be started.
 
         Args:
             version: updates made so far.
@@ -70,7 +68,4 @@ class AdmissionRule:
         Returns:
             A number of samples, never negative.
         """
-        room = (self.max_staleness + version + 1) * self.batch - accepted - running
-        if self.concurrency is not None:
-            room = min(room, self.concurrency - running)
-        return max(0, room)
+        return max(0, (self.max_staleness + version + 1) * self.batch - accepted - running)

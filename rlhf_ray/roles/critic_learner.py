@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from rlhf_ray.algorithms.losses import value_loss
+from rlhf_ray.algorithms.losses import value_loss, value_stats
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
@@ -49,8 +49,9 @@ class CriticLearner(Learner):
         """PPO2's clipped squared error of some rows."""
         micro = MicroBatch(part, self.engine.device)
         values = values_before_tokens(self.engine.forward(micro.tokens, micro.packing), micro.predicted)
-        loss, stats = value_loss(micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask,
-                                 self.algorithm.value_clip)
+        columns = (micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask)
+        loss = value_loss(*columns, self.algorithm.value_clip)
+        stats = value_stats(*columns, self.algorithm.value_clip)
         stats.pop("explained_variance")  # a ratio of variances has no mean over micro-batches
         return loss, stats
 

@@ -17,8 +17,9 @@ from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 
 T = TypeVar("T")
-GOODBYE_S = 10.0
-"""How long workers get to leave by themselves."""
+GOODBYE_S, HASTY_GOODBYE_S = 10.0, 3.0
+"""How long workers get to leave by themselves: after a stage that ended well, and after one that failed (some of them
+may still be loading then, and hear nothing)."""
 
 
 class Workplace:
@@ -39,11 +40,11 @@ class Workplace:
         self._groups.append((group, goodbye))
         return group
 
-    async def dismiss(self) -> None:
+    async def dismiss(self, patience_s: float) -> None:
         """End all workers: politely where that is possible in time, then for certain."""
         polite = [group.values(goodbye) for group, goodbye in self._groups if goodbye]
         with suppress(TimeoutError, RLHFError):
-            await asyncio.wait_for(asyncio.gather(*polite, return_exceptions=True), GOODBYE_S)
+            await asyncio.wait_for(asyncio.gather(*polite, return_exceptions=True), patience_s)
         for group, _ in self._groups:
             group.kill()
         self._groups.clear()
@@ -55,10 +56,12 @@ async def workplace(config: StageConfig) -> AsyncIterator[Workplace]:
     pools = Pools(config.pools)
     await pools.open(config.cluster.start_timeout_s)
     place = Workplace(config, pools)
+    patience_s = HASTY_GOODBYE_S
     try:
         yield place
+        patience_s = GOODBYE_S
     finally:
-        await place.dismiss()
+        await place.dismiss(patience_s)
         pools.close()
 
 

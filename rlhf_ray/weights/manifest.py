@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -43,11 +43,6 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise WeightsError(f"{name!r} is not a torch dtype; entries carry names such as 'float32' or 'bfloat16'")
     return dtype
-
-
-def specs_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
-    """Name, shape and dtype of each named tensor, in order."""
-    return [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors]
 
 
 def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorEntry]]:

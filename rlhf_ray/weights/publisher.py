@@ -6,7 +6,6 @@ Only one bucket's tensors exist in full at a time, so a model sharded over many 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -17,17 +16,6 @@ from rlhf_ray.weights.manifest import checksum, pack
 Gather = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
 """Full tensors by name. On sharded models it is a collective: every rank calls it, and ranks that do not send may
 return None."""
-
-
-class Sender(Protocol):
-    """One publication as its transport sees it; `Publication` sends bytes, others may send by other means."""
-
-    version: int
-    count: int
-
-    def bucket(self, index: int) -> WeightBucket | None:
-        """Bucket `index`, or None on a rank that only takes part in gathering."""
-        ...
 
 
 class Publication:

@@ -18,7 +18,7 @@ from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
-from tests.cluster.processes import descendants, shared_memory
+from tests.cluster.processes import abandoned, descendants, shared_memory
 from tests.models import make_tiny_llama, make_tiny_reward_model
 
 VOCAB = 64
@@ -54,7 +54,7 @@ class FinishedRun:
     children: list[str]
     """Command lines of processes of ours that were still there after the run."""
     segments: set[str]
-    """Shared-memory segments that the run left."""
+    """Shared-memory segments that the run left and nobody uses."""
     finals: dict[str, list[Any]] = field(default_factory=dict)
     """What generators and policy said of themselves after the last step (see `look_at_the_end`)."""
 
@@ -133,7 +133,7 @@ def finished(configure, tmp_path_factory) -> FinishedRun:
         finals = look_at_the_end(patch)
         summary = ppo.run(config)
     return FinishedRun(directory, config, summary, output.getvalue(), traffic.received - received, descendants(),
-                       shared_memory() - segments, finals)
+                       abandoned(segments), finals)
 
 
 def look_at_the_end(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:

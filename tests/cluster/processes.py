@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -32,9 +34,20 @@ def shared_memory() -> set[str]:
     """Names in /dev/shm that belong to this user."""
     found = set()
     for entry in os.scandir("/dev/shm"):
-        try:
+        with suppress(FileNotFoundError):
             if entry.stat().st_uid == os.getuid():
                 found.add(entry.name)
-        except FileNotFoundError:
-            continue
     return found
+
+
+def abandoned(before: set[str]) -> set[str]:
+    """Segments that are new since `before` and that no living process has mapped (others may run engines too)."""
+    new = shared_memory() - before
+    mapped = "".join(_maps(pid) for pid in psutil.pids()) if new else ""
+    return {name for name in new & shared_memory() if f"/dev/shm/{name}" not in mapped}
+
+
+def _maps(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text()
+    return ""

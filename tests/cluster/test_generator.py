@@ -16,7 +16,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import DataError, WeightsError, WorkerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.manifest import plan_buckets, specs_of
+from rlhf_ray.weights.manifest import plan_buckets
 from rlhf_ray.weights.publisher import Publication
 from tests.models import make_tiny_llama
 
@@ -59,7 +59,7 @@ def load_model(directory):
 def buckets_of(model, version, bucket_bytes=100_000):
     """A whole publication of the model's weights, in several buckets."""
     named = dict(model.named_parameters())
-    plan = plan_buckets(specs_of(named.items()), bucket_bytes)
+    plan = plan_buckets([(n, tuple(p.shape), "float32") for n, p in named.items()], bucket_bytes)
     publication = Publication(version, plan, lambda names: {n: named[n] for n in names})
     assert publication.count > 2
     return [publication.bucket(i) for i in range(publication.count)]

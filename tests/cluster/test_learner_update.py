@@ -31,8 +31,9 @@ LARGE, SMALL = 4096, 24
 COEF = 0.4
 """Of the KL penalty in the loss."""
 OPTIMIZER = OptimizerConfig(learning_rate=0.02, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1, grad_clip=0.8)
-"""An eps of the gradients' size, so that AdamW does not turn rounding of tiny gradients into whole steps, and does not
-hide a wrong factor before the gradient."""
+"""An eps of the gradients' size, so that AdamW does not turn rounding of tiny gradients into whole steps."""
+UNCLIPPED = OptimizerConfig(learning_rate=0.1, betas=(0.9, 0.95), eps=0.1, grad_clip=0.0)
+"""Neither clipping nor AdamW's normalisation hides a wrong factor before the gradient."""
 
 
 # What is learned from
@@ -135,27 +136,28 @@ def critic_terms(model, batch, i, algorithm):
     return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
 
 
-def plain_update(model, batch, terms, algorithm):
+def plain_update(model, batch, terms, algorithm, config=OPTIMIZER):
     """The update of step 0; weights before and after, by name."""
-    before, optimizer = numbers(model), plain_adamw(model)
+    before, optimizer = numbers(model), plain_adamw(model, config)
     for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, SEED, 0):
         mini = batch.select(rows)
         losses = [terms(model, mini, i, algorithm) for i in range(len(mini))]
         plain_step(model, optimizer, torch.cat(losses).mean() if algorithm.aggregate == "token"
-                   else torch.stack([row.mean() for row in losses]).mean())
+                   else torch.stack([row.mean() for row in losses]).mean(), config.grad_clip)
     return before, numbers(model)
 
 
-def plain_adamw(model):
-    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
+def plain_adamw(model, config=OPTIMIZER):
+    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
 
 
-def plain_step(model, optimizer, loss):
+def plain_step(model, optimizer, loss, clip):
     optimizer.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
 
 
@@ -248,9 +250,9 @@ def algorithm(**changes):
     return AlgorithmConfig(epochs=2, mini_batches=2, **changes)
 
 
-def policy_arguments(files, zero=1, budget=LARGE, checkpointing=False, algo=None):
+def policy_arguments(files, zero=1, budget=LARGE, checkpointing=False, algo=None, optimizer=OPTIMIZER):
     config = LearnerConfig(workers=1, zero_stage=zero, micro_batch_tokens=budget, gradient_checkpointing=checkpointing,
-                           optimizer=OPTIMIZER)
+                           optimizer=optimizer)
     return {"config": config, "model": ModelConfig(path=str(files.tied)), "seed": SEED, "total_steps": 100,
             "algorithm": algo or algorithm(), "temperature": TEMPERATURE}
 
@@ -325,13 +327,25 @@ def test_other_losses_do_not_depend_on_the_cut_either(ranks, files, experiences,
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_the_penalty_in_the_loss_is_plain_torch_s(ranks, files, experiences, estimator):
-    algo = algorithm(kl={"placement": "loss", "estimator": estimator})
-    learners = ranks.make(2, "PolicyLearner", policy_arguments(files, 1, SMALL, algo=algo))
+    algo = AlgorithmConfig(epochs=1, mini_batches=1, kl={"placement": "loss", "estimator": estimator})
+    learners = ranks.make(2, "PolicyLearner", policy_arguments(files, 1, SMALL, algo=algo, optimizer=UNCLIPPED))
     before = learners.weights()
     stats = learners.do("update", 0, COEF, *experiences)
     batch = training_batch(experiences, True)
-    assert_same_update(plain_update(load_policy(files.tied), batch, penalised_terms, algo), before, learners.weights())
+    expected = plain_update(load_policy(files.tied), batch, penalised_terms, algo, UNCLIPPED)
+    assert_same_update(expected, before, learners.weights())
     assert stats[0].metrics["kl_penalty"] == stats[1].metrics["kl_penalty"] != 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_single_unclipped_step_has_the_gradient_s_own_size(ranks, files, experiences, zero, world):
+    algo = AlgorithmConfig(epochs=1, mini_batches=1)
+    expected = plain_update(load_policy(files.tied), training_batch(experiences, True), policy_terms, algo, UNCLIPPED)
+    learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, SMALL, algo=algo, optimizer=UNCLIPPED))
+    before = learners.weights()
+    learners.do("update", 0, 0.0, *experiences)
+    assert_same_update(expected, before, learners.weights())
 
 
 @pytest.mark.parametrize("changes", [{}, {"aggregate": "sequence", "entropy_coef": 0.3}], ids=str)
@@ -427,7 +441,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(ranks, files,
         learners = ranks.make(2, "PolicyLearner", policy_arguments(files, zero, SMALL))
         before = learners.weights()
         with pytest.raises(TrainingError, match="loss of optimizer step 0 is not finite"):
-            learners.do("update", 0, *poisoned)
+            learners.do("update", 0, 0.0, *poisoned)
         after = learners.weights()
         assert all(np.array_equal(before[name], after[name]) for name in before)
 
@@ -464,7 +478,7 @@ def plain_supervised(model, data, loss):
     """Two updates on the whole data set; weights before and after."""
     before, optimizer = numbers(model), plain_adamw(model)
     for _ in range(2):
-        plain_step(model, optimizer, loss(model, data))
+        plain_step(model, optimizer, loss(model, data), OPTIMIZER.grad_clip)
     return before, numbers(model)
 
 
@@ -490,7 +504,7 @@ def test_reward_model_updates_are_plain_torch_s(ranks, files, world, zero, budge
         learners.do("update", step)
     model = load_classifier(files.reward)
     with torch.no_grad():
-        model.score.weight.copy_(torch.from_numpy(before["score.weight"]))  # the learner's head is new
+        model.score.weight.copy_(torch.from_numpy(before["score.weight"].copy()))  # the learner's head is new
     expected = plain_supervised(model, train, pair_loss)
     assert_same_update(expected, before, learners.weights())
 

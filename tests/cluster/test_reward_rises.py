@@ -14,7 +14,7 @@ from tests.cluster.conftest import SMALL, VOCAB
 from tests.models import make_counting_reward_model
 
 pytestmark = pytest.mark.cluster
-STEPS = 10
+STEPS = 20
 
 
 def learn(configure, directory, max_staleness):
@@ -27,8 +27,8 @@ def learn(configure, directory, max_staleness):
         **SMALL, "reward_model": {"path": str(reward)}, "run": {"steps": STEPS, "seed": 1},
         "policy": learner, "critic": learner, "checkpoint": {"every": 0},
         "generator": {"workers": 2 if max_staleness else 1, "chunk": 8, "max_sequences": 16},
-        "coordinator": {"prompts_per_step": 32, "samples_per_prompt": 1, "max_staleness": max_staleness},
-        "algorithm": {"epochs": 2, "mini_batches": 2, "kl": {"coef": 0.01, "kind": "fixed"}},
+        "coordinator": {"prompts_per_step": 64, "samples_per_prompt": 1, "max_staleness": max_staleness},
+        "algorithm": {"epochs": 2, "mini_batches": 4, "kl": {"coef": 0.0, "kind": "fixed"}},
     }
     ppo.run(load(PPOConfig, configure(directory, **sections), []))
     return [row for row in read_metrics(directory) if "reward/mean" in row]
@@ -37,9 +37,10 @@ def learn(configure, directory, max_staleness):
 def assert_reward_rises(steps):
     """The last updates' rewards are above the first's by far more than they vary."""
     rewards = np.array([row["reward/mean"] for row in steps])
+    print(rewards)
     assert abs(rewards[0]) < 0.35, "an untrained policy draws from both halves"
-    assert rewards[-2:].mean() > rewards[0] + 0.4, rewards
-    assert rewards[5:].mean() > rewards[:2].mean() + 0.2, rewards
+    assert rewards[-4:].mean() > rewards[0] + 0.4, rewards
+    assert rewards[10:].mean() > rewards[:5].mean() + 0.2, rewards
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def rows(**options: Any) -> Tensor:
 
 
 def squared() -> Tensor:
-    return value_loss(*b("values", "old_values", "returns"), MASK, VALUE_CLIP)[0]
+    return value_loss(*b("values", "old_values", "returns"), MASK, VALUE_CLIP)
 
 
 def kl(estimator: str) -> Tensor:

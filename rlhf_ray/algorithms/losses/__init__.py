@@ -3,7 +3,15 @@
 `ppo` holds what the policy and the critic minimise, `supervised` what demonstrations, preferences and step labels ask.
 """
 
-from rlhf_ray.algorithms.losses.ppo import entropy_bonus, policy_loss, value_loss
+from rlhf_ray.algorithms.losses.ppo import entropy_bonus, policy_loss, value_loss, value_stats
 from rlhf_ray.algorithms.losses.supervised import lm_loss, pairwise_loss, process_reward_loss
 
-__all__ = ["entropy_bonus", "lm_loss", "pairwise_loss", "policy_loss", "process_reward_loss", "value_loss"]
+__all__ = [
+    "entropy_bonus",
+    "lm_loss",
+    "pairwise_loss",
+    "policy_loss",
+    "process_reward_loss",
+    "value_loss",
+    "value_stats",
+]

@@ -81,32 +81,48 @@ def policy_loss(
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None
-) -> tuple[Tensor, Stats]:
+) -> Tensor:
     """Half the squared error of the critic, clipped around its old values as in PPO2 (OpenAI baselines).
 
-    Per token: 1/2 max((V - R)², (clamp(V, V_old ± clip) - R)²); the mean over True tokens.
+    Per token: 1/2 max((V - R)², (V_old + clamp(V - V_old, ±clip) - R)²); the mean over True tokens.
 
     Args:
         values, old_values, returns: `[B, T]`; gradients flow through `values` alone.
         mask: `[B, T]` bool.
         clip: > 0, or None for the plain squared error (`old_values` is then unused).
 
-    Returns:
-        (loss, stats): clip_fraction (tokens whose loss the clip changed), value_mean, error (mean squared error,
-        unclipped and without the 1/2), explained_variance (1 - Var(R - V) / Var(R), 0 for constant returns).
-
     Raises:
         ConfigError: clip is not positive.
     """
+    return 0.5 * masked_mean(_value_errors(values, old_values, returns, mask, clip)[1], mask)
+
+
+@torch.no_grad()
+def value_stats(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None
+) -> Stats:
+    """What `value_loss` of the same arguments is made of.
+
+    Returns:
+        clip_fraction (tokens whose loss the clip changed), value_mean, error (mean squared error, unclipped and without
+        the 1/2), explained_variance (1 - Var(R - V) / Var(R), 0 for constant returns); all over True tokens.
+    """
+    squares, worst = _value_errors(values, old_values, returns, mask, clip)
+    return _value_stats(select(values, mask), select(returns, mask), squares, worst, mask)
+
+
+def _value_errors(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """`[B, T]` squared errors, and the larger of these and the clipped ones."""
     if clip is not None and not clip > 0:
         raise ConfigError(f"value clip {clip} would freeze the critic; give a positive bound or none")
     values, returns = select(values, mask), select(returns, mask).detach()
-    squares = worst = (values - returns).square()
-    if clip is not None:
-        old = select(old_values, mask).detach()
-        worst = torch.maximum(squares, (values.clamp(old - clip, old + clip) - returns).square())
-    stats = _value_stats(values.detach(), returns, squares.detach(), worst.detach(), mask)
-    return 0.5 * masked_mean(worst, mask), stats
+    squares = (values - returns).square()
+    if clip is None:
+        return squares, squares
+    old = select(old_values, mask).detach()
+    return squares, torch.maximum(squares, (values.clamp(old - clip, old + clip) - returns).square())
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_ray.algorithms.losses import value_loss
+from rlhf_ray.algorithms.losses import value_loss, value_stats
 from rlhf_ray.errors import ConfigError
 
 NAN = float("nan")
@@ -23,19 +23,19 @@ def batch(seed, rows=3, length=4):
 
 
 def test_plain_loss_by_hand():
-    loss, stats = value_loss(VALUES, OLD, RETURNS, MASK)
+    loss, stats = value_loss(VALUES, OLD, RETURNS, MASK), value_stats(VALUES, OLD, RETURNS, MASK)
     assert loss.item() == pytest.approx((1 + 1 + 0.25 + 0) / 4 / 2)
     assert stats["clip_fraction"].item() == 0
 
 
 def test_clipped_loss_takes_the_worse_of_both():
-    loss, stats = value_loss(VALUES, OLD, RETURNS, MASK, clip=1.0)
+    loss, stats = value_loss(VALUES, OLD, RETURNS, MASK, clip=1.0), value_stats(VALUES, OLD, RETURNS, MASK, clip=1.0)
     assert loss.item() == pytest.approx((1 + 4 + 0.25 + 0) / 4 / 2)
     assert stats["clip_fraction"].item() == 0.25  # the third token's clip (0 -> 1) leaves its square as it was
 
 
 def test_stats_by_hand():
-    _, stats = value_loss(VALUES.clone().requires_grad_(), OLD, RETURNS, MASK, clip=1.0)
+    stats = value_stats(VALUES.clone().requires_grad_(), OLD, RETURNS, MASK, clip=1.0)
     assert stats["value_mean"].item() == 1.5  # (1 + 3 + 0 + 2) / 4
     assert stats["error"].item() == pytest.approx(2.25 / 4)  # unclipped, without the half
     # R - V = 1, 1, 0.5, 0: mean 0.625, squares 0.1406 + 0.1406 + 0.0156 + 0.3906 = 0.6875
@@ -46,20 +46,20 @@ def test_stats_by_hand():
 
 
 def test_explained_variance_of_constant_returns_is_zero():
-    _, stats = value_loss(VALUES, OLD, torch.ones(1, 5), MASK)
+    stats = value_stats(VALUES, OLD, torch.ones(1, 5), MASK)
     assert stats["explained_variance"].item() == 0
 
 
 def test_rounding_is_not_counted_as_clipping():
     values, old = torch.linspace(-0.1, 0.1, 1000)[None], torch.full((1, 1000), 1e4)
     # old + (values - old) would be values rounded to thousandths
-    _, stats = value_loss(values, old, values + 1, torch.ones(1, 1000, dtype=torch.bool), clip=1e5)
+    stats = value_stats(values, old, values + 1, torch.ones(1, 1000, dtype=torch.bool), clip=1e5)
     assert stats["clip_fraction"].item() == 0
 
 
 def test_gradient_by_hand():
     values = VALUES.clone().requires_grad_()
-    value_loss(values, OLD, RETURNS, MASK, clip=1.0)[0].backward()
+    value_loss(values, OLD, RETURNS, MASK, clip=1.0).backward()
     # 1/2 d(V - R)² = V - R, over 4: -1; the clipped token 0; token 3 is a tie, and half of -0.5; 0; outside 0
     torch.testing.assert_close(values.grad, torch.tensor([[-1.0, 0.0, -0.25, 0.0, 0.0]]) / 4)
 
@@ -68,12 +68,12 @@ def test_gradient_by_hand():
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_check(seed, clip):
     values, old, returns, mask = batch(seed)
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, mask, clip)[0], values.requires_grad_())
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, mask, clip), values.requires_grad_())
 
 
 def test_gradients_flow_through_the_values_alone():
     values, old, returns, mask = (t.requires_grad_() if t.is_floating_point() else t for t in batch(0))
-    value_loss(values, old, returns, mask, clip=0.5)[0].backward()
+    value_loss(values, old, returns, mask, clip=0.5).backward()
     assert values.grad.abs().sum() > 0
     assert old.grad is None
     assert returns.grad is None
@@ -83,7 +83,8 @@ def test_gradients_flow_through_the_values_alone():
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_empty_masks_give_zero_and_zero_gradients(shape, clip):
     values = torch.full(shape, NAN, requires_grad=True)
-    loss, stats = value_loss(values, values, values, torch.zeros(shape, dtype=torch.bool), clip)
+    columns = (values, values, values, torch.zeros(shape, dtype=torch.bool))
+    loss, stats = value_loss(*columns, clip), value_stats(*columns, clip)
     loss.backward()
     assert loss.item() == 0
     assert (values.grad == 0).all()
@@ -104,7 +105,7 @@ def test_padding_order_and_cut_of_the_batch_change_nothing(seed, rows, clip):
         def prepared(x, fill):
             return torch.nn.functional.pad(x[chosen].masked_fill(~mask[chosen], fill), (pad, pad), value=fill)
 
-        loss, _ = value_loss(*(prepared(x, NAN) for x in columns), prepared(mask, False), clip)
+        loss = value_loss(*(prepared(x, NAN) for x in columns), prepared(mask, False), clip)
         return loss * mask[chosen].sum()
 
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))

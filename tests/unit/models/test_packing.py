@@ -13,12 +13,7 @@ def test_places_by_hand():
     assert packing.positions.tolist() == [0, 1, 0, 1, 2, 0]
     assert packing.row_of_token.tolist() == [0, 0, 1, 1, 1, 2]
     assert packing.ends.tolist() == [2, 5, 6]
-    assert packing.cu_seqlens.tolist() == [0, 2, 5, 6]
     assert packing.grid_index.tolist() == [0, 1, 3, 4, 5, 6]
-
-
-def test_boundaries_have_the_type_that_kernels_take():
-    assert Packing.of([2, 3]).cu_seqlens.dtype == torch.int32
 
 
 def test_a_grid_by_hand():
@@ -39,7 +34,7 @@ def test_nothing_at_all_makes_an_empty_grid(lengths, shape):
     packing = Packing.of(lengths)
     assert (packing.tokens, packing.longest) == (0, 0)
     assert packing.positions.tolist() == []
-    assert packing.cu_seqlens.tolist() == [0] * (len(lengths) + 1)
+    assert packing.ends.tolist() == [0] * len(lengths)
     assert packing.to_grid(torch.empty(0)).shape == shape
     assert packing.from_grid(torch.empty(shape)).shape == (0,)
 

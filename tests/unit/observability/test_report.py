@@ -37,7 +37,7 @@ def ppo_row(step):
 @pytest.fixture
 def run(tmp_path):
     run = RunDirectory.create(tmp_path / "my-run")
-    run.write_config(f"model:\n  path: '{EVIL}'\n")
+    run.config.write_text(f"model:\n  path: '{EVIL}'\n")
     write_rows(run.path, [ppo_row(step) for step in range(1, 101)])
     SampleWriter(run.samples).write(3, [{"prompt": EVIL, "response": EVIL, "score": 1.0, "kl": 0.5}])
     texts = [{"prompt": EVIL, "before": EVIL, "after": "fine & dandy"}]
@@ -135,7 +135,7 @@ def test_an_evaluation_with_missing_numbers_shows_a_dash(run):
 
 
 def test_a_run_without_steps_yet_has_a_page_without_plots(tmp_path):
-    RunDirectory(tmp_path).write_config("run: {}")
+    RunDirectory(tmp_path).config.write_text("run: {}")
     page = write_report(tmp_path).read_text()
     assert "No step has been finished yet." in page
     assert "<script" not in page

@@ -33,7 +33,7 @@ def test_refuses_a_directory_that_holds_a_run_and_names_the_fix(tmp_path, trace)
 
 
 def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path):
-    RunDirectory.create(tmp_path).write_config("run: {}")
+    RunDirectory.create(tmp_path).config.write_text("run: {}")
     (tmp_path / "checkpoints").mkdir()
     RunDirectory.create(tmp_path)
 

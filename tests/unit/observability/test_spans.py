@@ -53,22 +53,6 @@ def test_spans_of_the_past_are_forgotten():
     assert len(clock._spans) == 1
 
 
-def test_work_still_under_way_counts_as_busy_so_far(monkeypatch):
-    clock, now = StepClock(), iter((2.0, 9.0))
-    monkeypatch.setattr(clock, "now", lambda: next(now))
-    with clock.span("policy"):
-        assert clock.summary(0.0, 4.0, {"policy": 1})["busy/policy"] == pytest.approx(2.0)
-    assert clock.summary(4.0, 14.0, {"policy": 1})["busy/policy"] == pytest.approx(5.0)
-
-
-def test_a_span_is_recorded_when_its_work_fails(monkeypatch):
-    clock, now = StepClock(), iter((1.0, 3.0))
-    monkeypatch.setattr(clock, "now", lambda: next(now))
-    with pytest.raises(RuntimeError), clock.span("critic", worker=1):
-        raise RuntimeError
-    assert clock.summary(0.0, 4.0, {"critic": 2})["idle/critic"] == pytest.approx(1 - 2 / 8)
-
-
 def test_a_call_that_returned_ends_now(monkeypatch):
     clock = StepClock()
     monkeypatch.setattr(clock, "now", lambda: 10.0)

@@ -21,19 +21,11 @@ def test_staleness_admits_that_many_batches_ahead():
     assert rule.allowance(version=3, accepted=30, running=10) == (2 + 3 + 1) * 8 - 40
 
 
-def test_concurrency_caps_samples_under_way():
-    rule = AdmissionRule(batch=8, max_staleness=2, concurrency=6)
-    assert rule.allowance(version=0, accepted=0, running=0) == 6
-    assert rule.allowance(version=0, accepted=0, running=4) == 2
-    assert rule.allowance(version=0, accepted=23, running=0) == 1
-
-
 def test_allowance_is_never_negative():
     assert AdmissionRule(batch=4, max_staleness=0).allowance(version=0, accepted=9, running=9) == 0
-    assert AdmissionRule(batch=4, max_staleness=5, concurrency=2).allowance(version=0, accepted=0, running=7) == 0
 
 
-@pytest.mark.parametrize("arguments", [(0, 0, None), (1, -1, None), (1, 0, 0)])
+@pytest.mark.parametrize("arguments", [(0, 0), (1, -1)])
 def test_senseless_rules_are_refused(arguments):
     with pytest.raises(BufferError, match="admission needs"):
         AdmissionRule(*arguments)
@@ -50,12 +42,11 @@ def test_is_fresh_at_the_edges_of_the_bound():
 @given(
     batch=st.integers(1, 5),
     eta=st.integers(0, 3),
-    concurrency=st.none() | st.integers(1, 12),
     choices=st.lists(st.integers(0, 99), max_size=80),
 )
-def test_in_admission_order_nothing_older_than_the_bound_is_trained(batch, eta, concurrency, choices):
+def test_in_admission_order_nothing_older_than_the_bound_is_trained(batch, eta, choices):
     """Runs the rule against any interleaving of starting, finishing, dropping and updating."""
-    rule = AdmissionRule(batch, eta, concurrency)
+    rule = AdmissionRule(batch, eta)
     version, next_order = 0, 0
     running: dict[int, int] = {}
     ready: dict[int, int] = {}

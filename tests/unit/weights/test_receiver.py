@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.weights.manifest import checksum, plan_buckets, specs_of
+from rlhf_ray.weights.manifest import checksum, plan_buckets
 from rlhf_ray.weights.publisher import Publication
 from rlhf_ray.weights.receiver import Receiver
 
@@ -16,7 +16,7 @@ SHAPES = {name: tuple(t.shape) for name, t in TENSORS.items()}
 
 def buckets_of(version, tensors=TENSORS, bucket_bytes=64):
     """All buckets of a publication; 64 bytes give one tensor each."""
-    plan = plan_buckets(specs_of(tensors.items()), bucket_bytes)
+    plan = plan_buckets([(n, tuple(t.shape), "float32") for n, t in tensors.items()], bucket_bytes)
     publication = Publication(version, plan, lambda names: {n: tensors[n] for n in names})
     return [publication.bucket(i) for i in range(publication.count)]
 
@@ -165,7 +165,7 @@ def test_a_failure_while_applying_keeps_the_old_version_unready():
 
 
 def test_a_publication_gathers_one_bucket_at_a_time_and_yields_nothing_on_ranks_that_do_not_send():
-    plan = plan_buckets(specs_of(TENSORS.items()), 64)
+    plan = plan_buckets([(n, shape, "float32") for n, shape in SHAPES.items()], 64)
     asked = []
     silent = Publication(5, plan, lambda names: asked.append(names))
     assert [silent.bucket(i) for i in range(silent.count)] == [None, None, None]
