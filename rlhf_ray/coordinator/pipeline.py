@@ -1,7 +1,8 @@
 """From prompt keys to committed experience: admission, and the way of one chunk through the roles.
 
 Every chunk travels on its own: it is scored as soon as it is generated, while others are still being generated. What is
-in a chunk and in which order chunks form a batch is fixed at admission, so timing changes nothing about the result.
+in a chunk and in which order chunks form a batch is fixed at admission, so at max_staleness 0 timing changes nothing
+about the result.
 """
 
 import asyncio
