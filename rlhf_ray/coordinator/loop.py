@@ -46,8 +46,6 @@ class Coordinator:
     """Told of every evaluation and the step it belongs to."""
     _saved_at: int | None = None
     """Step of the newest checkpoint of this process."""
-    _handled: int = 0
-    """Bytes received before the step began."""
 
     async def run(self) -> None:
         """Make the run's remaining steps.
@@ -56,7 +54,6 @@ class Coordinator:
             RunInterrupted: asked to stop; everything done so far is in a checkpoint.
         """
         self.stop.can_save = True
-        self._handled = traffic.received
         try:
             if self.state.step == 0:
                 await self._evaluate()
@@ -67,24 +64,25 @@ class Coordinator:
 
     async def _step_or_stop(self) -> None:
         """One step; when asked to stop, a checkpoint instead. Chunks under way are in it, and are made again."""
-        began = self.team.clock.now()
+        began, received = self.team.clock.now(), traffic.received
         lease = await self.stop.unless_asked(self.pipeline.next_batch())
         if lease is not None:
-            await self._step(lease, began)
+            await self._step(lease, began, received)
             return
         if self._saved_at != self.state.step:
             await self._save()
         raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
                              f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
 
-    async def _step(self, lease: Lease, began: float) -> None:
+    async def _step(self, lease: Lease, began: float, received: int) -> None:
+        """Learn from a batch, publish, keep the books. `began`, `received`: clock and traffic before its rollout."""
         version, coef = self.state.step, self.state.kl.value
         depth = self.buffer.stats()
         policy, critic = await self._learn(lease)
         summaries = self._acknowledge(lease)
         seconds = await self.weights.publish(self.state.step)
-        handled, self._handled = traffic.received - self._handled, traffic.received
-        outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, handled, began, self.team.clock.now())
+        outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, traffic.received - received, began,
+                              self.team.clock.now())
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
         if self.config.evaluation and self._due(self.config.evaluation.every):
