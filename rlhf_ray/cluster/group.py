@@ -54,22 +54,24 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def call(self, rank: int, method: str, *args: Any, outputs: int = 1) -> Call:
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
         """Call one worker. Object references among `args` arrive as their values; results stay in the store.
 
         Args:
             outputs: how many values the method returns as a tuple, each to become an object of its own.
+            timeout_s: deadline, where it is another than the group's.
         """
         *refs, timing = self._handles[rank].timed_call.options(num_returns=outputs + 1).remote(method, outputs, *args)
-        return Call(self.role, rank, method, tuple(refs), timing, self.call_timeout_s, time.monotonic())
+        return Call(self.role, rank, method, tuple(refs), timing, timeout_s or self.call_timeout_s, time.monotonic())
 
-    def call_all(self, method: str, *args: Any) -> list[Call]:
+    def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
         """The same call to every worker, in rank order."""
-        return [self.call(rank, method, *args) for rank in range(len(self))]
+        return [self.call(rank, method, *args, timeout_s=timeout_s) for rank in range(len(self))]
 
-    async def values(self, method: str, *args: Any) -> list[Any]:
+    async def values(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """The same call to every worker; their results in rank order. The first failure is raised."""
-        return list(await asyncio.gather(*(call.value() for call in self.call_all(method, *args))))
+        calls = self.call_all(method, *args, timeout_s=timeout_s)
+        return list(await asyncio.gather(*(call.value() for call in calls)))
 
     def kill(self) -> None:
         """End the worker processes now."""
@@ -100,7 +102,13 @@ def _actor_class(cls: type) -> Any:
             began = time.perf_counter()
             return outcome(getattr(self, method)(*args), outputs, began)
 
-    return ray.remote(type(cls.__name__, (cls,), {"timed_call": timed_call, "__doc__": cls.__doc__}))
+    members = {"timed_call": timed_call, "node_host": _node_host, "__doc__": cls.__doc__}
+    return ray.remote(type(cls.__name__, (cls,), members))
+
+
+def _node_host(_: Any) -> str:
+    """Address by which other nodes of the cluster reach the worker's node."""
+    return ray.util.get_node_ip_address()
 
 
 def _environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from uuid import uuid4
 
 import ray
 
@@ -35,11 +36,12 @@ def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) 
         yield _describe()
         return
     _quieten_ray()
+    namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster: their workers share names too
     try:
         if config.address:
-            ray.init(address=config.address, namespace=name, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=config.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            _start_local(config, pools, name)
+            _start_local(config, pools, namespace)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
         raise ClusterError(f"cannot {where}: {error}") from error
@@ -53,6 +55,7 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str)
     # Logical CPUs are what the pools ask for: on a laptop many light workers share few cores.
     cpus = max(1, int(sum(p.cpus * p.bundles for p in pools.values()) + 0.999))
     ray.init(
+        address="local",  # else RAY_ADDRESS, or a cluster that happens to run here, would be joined
         num_cpus=max(cpus, os.cpu_count() or 1),
         object_store_memory=config.object_store_mb * 2**20,
         include_dashboard=config.dashboard,

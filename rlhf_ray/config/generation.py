@@ -51,6 +51,8 @@ class GenerationConfig(PlacementConfig):
             raise ValueError("sampling.temperature=0 explores nothing; use a positive temperature for training")
         if self.tensor_parallel > 1 and self.engine == "in_process":
             raise ValueError("tensor_parallel > 1 needs engine: async")
+        if self.tensor_parallel > 1 and self.gpus != self.tensor_parallel:
+            raise ValueError(f"tensor_parallel={self.tensor_parallel} needs as many gpus a worker, not {self.gpus:g}")
         return self
 
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.run import PlacementConfig
@@ -44,3 +44,10 @@ class LearnerConfig(PlacementConfig):
     """Largest number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
+
+    @model_validator(mode="after")
+    def _offload(self) -> "LearnerConfig":
+        if self.offload_optimizer and not (self.gpus and self.zero_stage):
+            raise ValueError("offload_optimizer moves optimizer state off a GPU and needs gpus > 0 and zero_stage 1 to "
+                             f"3; here gpus={self.gpus:g} and zero_stage={self.zero_stage}")
+        return self

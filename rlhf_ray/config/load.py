@@ -55,14 +55,15 @@ def resolve(config: C) -> C:
     """The same configuration with every value that follows from others filled in. Resolving twice changes nothing.
 
     For PPO: `buffer.capacity_samples` is (max_staleness + 1) steps' worth of samples, and `buffer.capacity_mb` half of
-    `cluster.object_store_mb`.
+    a local cluster's `cluster.object_store_mb` (one that is joined has a store of its own size, and no bound in bytes).
     """
     if isinstance(config, PPOConfig):
         buffer, steps = config.buffer, config.coordinator.max_staleness + 1
+        half_a_store = None if config.cluster.address else config.cluster.object_store_mb // 2
         settled = buffer.model_copy(
             update={
                 "capacity_samples": buffer.capacity_samples or steps * config.samples_per_step,
-                "capacity_mb": buffer.capacity_mb or config.cluster.object_store_mb // 2,
+                "capacity_mb": buffer.capacity_mb or half_a_store,
             }
         )
         return config.model_copy(update={"buffer": settled})

@@ -24,7 +24,7 @@ class BufferConfig(Section):
     capacity_samples: int | None = Field(None, ge=1)
     """Most samples held or reserved; (max_staleness + 1) steps' worth when empty."""
     capacity_mb: int | None = Field(None, ge=1)
-    """Most MiB of experience held; half the object store when empty."""
+    """Most MiB of experience held; when empty, half a local cluster's object store, no bound on a joined one."""
     lease_timeout_s: float = Field(3600.0, gt=0)
     """A lease not acknowledged within this time comes back."""
 
@@ -43,6 +43,8 @@ class EvaluationConfig(Section):
 
     prompts: str
     """jsonl, parquet or csv file, or a Hub data set name."""
+    split: str = "train"
+    """Split of a Hub data set; name one that training does not read."""
     column: str = "prompt"
     """Column that holds the prompt."""
     limit: int | None = Field(512, ge=1)

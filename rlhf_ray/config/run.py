@@ -45,10 +45,10 @@ class ClusterConfig(Section):
     """Start Ray's dashboard (on 127.0.0.1) with a local cluster."""
     metrics_port: int | None = Field(None, ge=1024, le=65535)
     """Port of a local cluster's Prometheus endpoint; picked by Ray when empty."""
-    start_timeout_s: float = Field(300.0, gt=0)
-    """Longest wait for a pool to be placed."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for pools to be placed and for workers to be ready."""
     call_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for any single call to a worker, the one that loads its model included."""
+    """Longest wait for any single call to a worker once it is ready, and of its ranks for each other."""
 
 
 class PlacementConfig(Section):

@@ -64,6 +64,13 @@ class StageConfig(BaseSettings):
         for role, p in placements.items():
             if p.pool not in self.pools:
                 raise ValueError(f"{role}.pool={p.pool!r} is not one of pools: {sorted(self.pools)}")
+            for kind in ("cpus", "gpus"):
+                bundle = getattr(self.pools[p.pool], kind)
+                if getattr(p, kind) > bundle:
+                    raise ValueError(
+                        f"{role}.{kind}={getattr(p, kind):g} is more than a bundle of pools.{p.pool} has ({bundle:g}); "
+                        f"a worker lives in one bundle, so raise pools.{p.pool}.{kind} or lower {role}.{kind}"
+                    )
         for name, pool in self.pools.items():
             users = {r: p for r, p in placements.items() if p.pool == name}
             for kind in ("cpus", "gpus"):
@@ -230,19 +237,47 @@ class PPOConfig(StageConfig):
                 f"buffer.capacity_samples={self.buffer.capacity_samples} cannot hold (max_staleness + 1) x "
                 f"{samples} = {needed} samples and the loop would wait for ever; raise it or leave it empty"
             )
-        for role in ("policy", "critic") if self.algorithm.has_critic else ("policy",):
-            learner: LearnerConfig = getattr(self, role)
-            longest = self.prompts.max_tokens + self.generator.sampling.max_tokens
-            if learner.micro_batch_tokens < longest:
+        if c.max_staleness and samples % self.generator.chunk:
+            raise ValueError(
+                f"with coordinator.max_staleness={c.max_staleness} batches form past stragglers, so the {samples} "
+                f"samples of a step must be a multiple of generator.chunk={self.generator.chunk}; change one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batches(self) -> Self:
+        learners = ("policy", "critic") if self.algorithm.has_critic else ("policy",)
+        longest = self.prompts.max_tokens + self.generator.sampling.max_tokens
+        for role in (*learners, "reference", "reward"):
+            budget = getattr(self, role).micro_batch_tokens
+            if budget < longest:
                 raise ValueError(
-                    f"{role}.micro_batch_tokens={learner.micro_batch_tokens} is less than the longest sample, "
+                    f"{role}.micro_batch_tokens={budget} is less than the longest sample, "
                     f"prompts.max_tokens + generator.sampling.max_tokens = {longest}; raise it to at least that"
                 )
-            if samples // self.algorithm.mini_batches < learner.workers:
+        rows = self.samples_per_step // self.algorithm.mini_batches
+        for role in learners:
+            workers = getattr(self, role).workers
+            if rows < workers:
                 raise ValueError(
-                    f"a mini-batch of {samples // self.algorithm.mini_batches} samples cannot be shared by "
-                    f"{role}.workers={learner.workers}; use fewer mini_batches or workers"
+                    f"a mini-batch of {rows} samples cannot be shared by {role}.workers={workers}; "
+                    "use fewer mini_batches or workers"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _schedules(self) -> Self:
+        a = self.algorithm
+        if a.critic_warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"algorithm.critic_warmup_steps={a.critic_warmup_steps} leaves none of run.steps={self.run.steps} to "
+                "the policy; lower it or raise the steps"
+            )
+        if a.kl.kind == "adaptive" and self.samples_per_step >= 5 * a.kl.horizon:
+            raise ValueError(
+                f"algorithm.kl.horizon={a.kl.horizon} is less than a fifth of the {self.samples_per_step} samples of "
+                "a step, and one correction could turn the coefficient negative; use 10000 or more"
+            )
         return self
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
@@ -43,39 +44,55 @@ class Coordinator:
     stop: StopRequest
     on_evaluation: Callable[[int, Evaluation], None]
     """Told of every evaluation and the step it belongs to."""
+    _saved_at: int | None = None
+    """Step of the newest checkpoint of this process."""
 
     async def run(self) -> None:
         """Make the run's remaining steps.
 
         Raises:
-            RunInterrupted: asked to stop; a checkpoint of the last finished step exists.
+            RunInterrupted: asked to stop; everything done so far is in a checkpoint.
         """
+        self.stop.can_save = True
         try:
             if self.state.step == 0:
                 await self._evaluate()
             while self.state.step < self.config.run.steps:
-                await self._step()
-                if self.stop.requested and self.state.step < self.config.run.steps:
-                    await self.recovery.save()
-                    raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
-                                         f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
+                await self._step_or_stop()
         finally:
             await self.pipeline.close()
 
-    async def _step(self) -> None:
-        began, version, coef = self.team.clock.now(), self.state.step, self.state.kl.value
-        lease = await self.pipeline.next_batch()
+    async def _step_or_stop(self) -> None:
+        """One step; when asked to stop, a checkpoint instead. Chunks under way are in it, and are made again."""
+        began, received = self.team.clock.now(), traffic.received
+        lease = await self.stop.unless_asked(self.pipeline.next_batch())
+        if lease is not None:
+            await self._step(lease, began, received)
+            return
+        if self._saved_at != self.state.step:
+            await self._save()
+        raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
+                             f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
+
+    async def _step(self, lease: Lease, began: float, received: int) -> None:
+        """Learn from a batch, publish, keep the books. `began`, `received`: clock and traffic before its rollout."""
+        version, coef = self.state.step, self.state.kl.value
         depth = self.buffer.stats()
         policy, critic = await self._learn(lease)
         summaries = self._acknowledge(lease)
         seconds = await self.weights.publish(self.state.step)
-        outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, began, self.team.clock.now())
+        outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, traffic.received - received, began,
+                              self.team.clock.now())
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
         if self.config.evaluation and self._due(self.config.evaluation.every):
             await self._evaluate()
         if self._due(self.config.checkpoint.every):
-            await self.recovery.save()
+            await self._save()
+
+    async def _save(self) -> None:
+        await self.recovery.save()
+        self._saved_at = self.state.step
 
     async def _learn(self, lease: Lease) -> tuple[UpdateStats | None, UpdateStats | None]:
         """Policy and critic learn from the same experience, side by side; None for one that does not."""
@@ -122,8 +139,11 @@ class Coordinator:
         if self.evaluator is None:
             return
         self.progress.note(f"evaluating on {self.evaluator.rows} held-out prompts")
-        evaluation = await self.evaluator.measure()
-        self.on_evaluation(self.state.step, evaluation)
+        work = self.evaluator.measure()
+        finishing = self.state.step == self.config.run.steps  # then the run ends well, whoever asks meanwhile
+        evaluation = await (work if finishing else self.stop.unless_asked(work))
+        if evaluation is not None:
+            self.on_evaluation(self.state.step, evaluation)
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many steps (0: at the end alone) happens after this one."""

@@ -1,7 +1,8 @@
 """From prompt keys to committed experience: admission, and the way of one chunk through the roles.
 
 Every chunk travels on its own: it is scored as soon as it is generated, while others are still being generated. What is
-in a chunk and in which order chunks form a batch is fixed at admission, so timing changes nothing about the result.
+in a chunk and in which order chunks form a batch is fixed at admission, so at max_staleness 0 timing changes nothing
+about the result.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.team import Rotation, Team
+from rlhf_ray.errors import BufferError
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import CommitOutcome, Eviction, Lease, Reservation
@@ -37,6 +39,7 @@ class Pipeline:
         self._generators, self._reference = Rotation(team.generators), Rotation(team.reference)
         self._reward, self._assembler = Rotation(team.reward), Rotation(team.assembler)
         self._running: dict[asyncio.Task[None], Reservation] = {}
+        self._with_texts: set[int] = set()
         self.summaries: dict[int, ExperienceSummary] = {}
         """What is known of committed chunks, by admission number; the loop takes them out."""
 
@@ -48,6 +51,9 @@ class Pipeline:
             lease = self.buffer.lease(self.config.samples_per_step, self.state.step)
             if lease is not None:
                 return lease
+            if not self._running:
+                raise BufferError(f"at step {self.state.step} {self.buffer.stats()} is no batch of "
+                                  f"{self.config.samples_per_step} samples, and nothing is under way to fill it")
             done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 self._running.pop(task, None)
@@ -55,6 +61,7 @@ class Pipeline:
 
     def start_again(self, reservations: list[Reservation]) -> None:
         """Make the chunks of these places, which were under way when the run was saved."""
+        self._with_texts.update(r.order for r in reservations[:1])
         for reservation in reservations:
             self._start(reservation, self.state.in_flight[reservation.order])
 
@@ -62,7 +69,7 @@ class Pipeline:
         """Generate the samples of dropped entries anew; no prompt is lost because its experience grew too old."""
         for eviction in evictions:
             self.summaries.pop(eviction.entry.order, None)
-            self._start(self._reserve_freed(eviction.entry.samples), list(eviction.entry.keys))
+            self._start(self.buffer.reserve_again(eviction.entry.samples), list(eviction.entry.keys))
 
     async def close(self) -> None:
         """Drop what is under way."""
@@ -77,18 +84,21 @@ class Pipeline:
         allowance = self._rule.allowance(self.state.step, self.buffer.accepted, self.buffer.running)
         allowance = min(allowance, self.config.run.steps * self.config.samples_per_step - admitted)
         while allowance > 0:
-            size = self._next_chunk()
+            size, position = self._next_chunk()
             reservation = self.buffer.reserve(size)
             if reservation is None:
                 return
+            if position == 0:  # of each batch the first chunk gives the texts that are kept
+                self._with_texts.add(reservation.order)
             self._start(reservation, self._next_keys(size))
             allowance -= size
 
-    def _next_chunk(self) -> int:
-        """Samples of the next chunk: full ones, and a smaller last one so that chunks add up to whole batches."""
+    def _next_chunk(self) -> tuple[int, int]:
+        """Samples of the next chunk and its place in its batch: full chunks, and a smaller last one, so that chunks add
+        up to whole batches."""
         batch = self.config.samples_per_step
-        left = batch - (self.buffer.accepted + self.buffer.running) % batch
-        return min(self.config.generator.chunk, left)
+        position = (self.buffer.accepted + self.buffer.running) % batch
+        return min(self.config.generator.chunk, batch - position), position
 
     def _next_keys(self, samples: int) -> list[SampleKey]:
         per_prompt = self.config.coordinator.samples_per_prompt
@@ -104,22 +114,17 @@ class Pipeline:
         """One chunk from prompt to committed experience; made again when it came out too old for the bound."""
         while True:
             scored = await self.score(keys, self.config.run.seed, self._prompts)
-            ref, summary = await self._assemble(scored)
+            texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
+            ref, summary = await self._assemble(scored, texts)
             outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
             if outcome is CommitOutcome.READY:
                 self.summaries[reservation.order] = summary
+                self._with_texts.discard(reservation.order)
                 del self.state.in_flight[reservation.order]
                 return
-            again = self._reserve_freed(reservation.samples)
+            again = self.buffer.reserve_again(reservation.samples)
             self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
             reservation = again
-
-    def _reserve_freed(self, samples: int) -> Reservation:
-        """A place for samples that gave one back a moment ago: this is one thread, nobody can have taken it."""
-        reservation = self.buffer.reserve(samples)
-        if reservation is None:
-            raise RuntimeError(f"no room for {samples} samples that were just dropped")
-        return reservation
 
     async def score(self, keys: list[SampleKey], seed: int, prompts: Any) -> Scored:
         """Generate a chunk and have it scored by the frozen models, side by side."""
@@ -136,7 +141,7 @@ class Pipeline:
         )
         return Scored(rollout, reference, reward)
 
-    async def _assemble(self, scored: Scored) -> tuple[Any, ExperienceSummary]:
+    async def _assemble(self, scored: Scored, texts: int) -> tuple[Any, ExperienceSummary]:
         team, rollout = self.team, scored.rollout.ref
         logprobs = team.policy.call_all("logprobs", rollout)
         values = team.critic.call_all("values", rollout) if team.critic else []
@@ -144,9 +149,9 @@ class Pipeline:
         rank = self._assembler.take(1)
         try:
             call = team.assembler.call(
-                rank, "assemble", self.state.reward_terms(self.config.algorithm.reward_normalisation),
-                self.config.logging.samples_per_step, len(logprobs), rollout,
-                scored.reward.ref, scored.reference.ref, *(c.ref for c in (*logprobs, *values)), outputs=2,
+                rank, "assemble", self.state.reward_terms(self.config.algorithm.reward_normalisation), texts,
+                len(logprobs), rollout, scored.reward.ref, scored.reference.ref,
+                *(c.ref for c in (*logprobs, *values)), outputs=2,
             )
             summary = await team.value(call, "assemble", 1)
         finally:

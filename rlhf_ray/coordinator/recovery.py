@@ -1,12 +1,14 @@
 """Checkpoints of a whole run: every learner rank's part, the coordinator's state, experience waiting in the buffer."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import load_state, save_state
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
+from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import ExperienceSummary
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import Reservation
@@ -16,8 +18,13 @@ class Recovery:
     """Saves a run between two steps and brings it back."""
 
     def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer,
-                 summaries: dict[int, ExperienceSummary]) -> None:
-        """`summaries` is what the pipeline knows of the entries in the buffer, by admission number."""
+                 summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int]) -> None:
+        """
+        Args:
+            summaries: what the pipeline knows of the entries in the buffer, by admission number.
+            geometry: numbers of the configuration (by field) that must be the same when the run goes on.
+        """
+        self.geometry = geometry
         self.store, self.team, self.state, self.buffer = store, team, state, buffer
         self.summaries = summaries
 
@@ -29,7 +36,7 @@ class Recovery:
         """
         waiting = self.buffer.ready_entries()
         snapshot = {
-            "run": self.state.state_dict(), "buffer": self.buffer.state_dict(),
+            "geometry": dict(self.geometry), "run": self.state.state_dict(), "buffer": self.buffer.state_dict(),
             "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
         }
         with self.store.writing(self.state.step) as directory:
@@ -48,6 +55,7 @@ class Recovery:
             Places in the buffer whose chunks were under way and must be started again.
         """
         saved = load_state(directory / "coordinator.json")
+        self._check_geometry(directory, saved["geometry"])
         await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
                                for group in self.team.learners()))
         self.state.load_state_dict(saved["run"])
@@ -59,3 +67,11 @@ class Recovery:
             refs[entry["order"]] = call.ref
         self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
         return self.buffer.load_state_dict(saved["buffer"], refs)
+
+    def _check_geometry(self, directory: Path, saved: Mapping[str, int]) -> None:
+        """Places in the buffer and shards of learners mean something only for the numbers they were made with."""
+        other = [f"{name} was {saved.get(name)} and is {value}" for name, value in self.geometry.items()
+                 if saved.get(name) != value]
+        if other:
+            raise CheckpointError(f"{directory} cannot go on with another configuration: {'; '.join(other)}. Set these "
+                                  "back, or begin a new run.")

@@ -30,6 +30,8 @@ class StepOutcome:
     kl_coef: float
     """Coefficient that the batch's token rewards were made with."""
     publish_seconds: float
+    bytes_received: int
+    """What workers sent to this process during the step."""
     began: float
     ended: float
     """Seconds of the step clock."""
@@ -50,6 +52,7 @@ def step_metrics(
         "buffer/mb": depth.bytes / 2**20,
         "throughput/samples_per_second": samples / seconds,
         "throughput/tokens_per_second": sum(s.tokens for s in outcome.summaries) / seconds,
+        "coordinator/bytes_per_sample": outcome.bytes_received / samples,
         "time/step": seconds,
     }
     for name, stats in (("policy", outcome.policy), ("critic", outcome.critic)):

@@ -1,9 +1,15 @@
-"""Being asked to stop: the first Ctrl-C or SIGTERM ends the run after the present step, the second ends it at once."""
+"""Being asked to stop: the first Ctrl-C or SIGTERM ends the run as soon as it can be saved, the second ends it at once.
+While there is nothing to save yet (workers are starting), the first one ends it at once too."""
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rlhf_ray.errors import RunInterrupted
+
+T = TypeVar("T")
 
 
 class StopRequest:
@@ -12,25 +18,55 @@ class StopRequest:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.requested: str | None = None
         """Name of the signal that asked."""
+        self.can_save = False
+        """Whether there is something to save, which the first signal leaves time for."""
         self._say = say
+        self._asked = asyncio.Event()
+
+    def ask(self, name: str) -> None:
+        """Ask the run to stop, in the name of a signal."""
+        self.requested = name
+        self._asked.set()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM for the enclosed work; must be entered inside the event loop's main thread."""
+        """Take SIGINT and SIGTERM for the enclosed work; must be entered inside the event loop's main thread.
+
+        Raises:
+            RunInterrupted: stopped at once. What the last checkpoint holds is safe.
+        """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def asked(name: str) -> None:
-            if self.requested is not None and task is not None:
-                task.cancel(f"second {name}")
-                return
-            self.requested = name
-            self._say(f"{name}: finishing this step, then saving; once more stops at once")
+            hurry = self.requested is not None or not self.can_save
+            self.ask(name)
+            if hurry and task is not None:
+                task.cancel()
+            else:
+                self._say(f"{name}: saving as soon as an update under way is done; once more stops at once")
 
         names = ("SIGINT", "SIGTERM")
         for name in names:
             loop.add_signal_handler(getattr(signal, name), asked, name)
         try:
             yield
+        except asyncio.CancelledError:
+            if self.requested is None:
+                raise
+            raise RunInterrupted(f"stopped at once by {self.requested}; --resume goes on from the last checkpoint, or "
+                                 "begins anew where there is none yet") from None
         finally:
             for name in names:
                 loop.remove_signal_handler(getattr(signal, name))
+
+    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None when asked to stop before it is there: `work` is cancelled then."""
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        try:
+            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            asked.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)

@@ -8,21 +8,25 @@ import torch
 import torch.distributed as dist
 
 
-def free_address() -> str:
-    """`tcp://host:port` of a free port on this machine, for rank 0 to be found at."""
-    host = socket.gethostbyname(socket.gethostname())
+def free_address(host: str) -> str:
+    """`tcp://host:port` of a free port on this machine, which other nodes know as `host`."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
 def accelerator_environment(gpus: float) -> dict[str, str]:
-    """Variables a learner's process needs before it imports DeepSpeed."""
-    return {} if gpus else {"DS_ACCELERATOR": "cpu"}
+    """Variables a process needs before it imports torch or DeepSpeed. Without GPUs of its own it must not see any: Ray
+    hides GPUs only from workers that ask for some."""
+    return {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def join(address: str, rank: int, world: int, timeout_s: float = 300.0) -> None:
-    """Join the process group at `address` as `rank` of `world`, for torch and DeepSpeed alike."""
+def join(address: str, rank: int, world: int, timeout_s: float) -> None:
+    """Join the process group at `address` as `rank` of `world`, for torch and DeepSpeed alike.
+
+    Args:
+        timeout_s: longest wait for the other ranks, now and in every later collective call.
+    """
     import deepspeed
 
     cuda = torch.cuda.is_available()
@@ -54,6 +58,9 @@ def all_finite(value: torch.Tensor) -> bool:
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum of a small float64 vector over all ranks; a collective call."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values)
-    return values
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # NCCL reduces nothing that lies on the CPU
+    total = values.to(device)
+    dist.all_reduce(total)
+    return total.cpu()

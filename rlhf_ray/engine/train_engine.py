@@ -83,16 +83,26 @@ class TrainEngine:
             raise TrainingError(f"the loss of optimizer step {self.optimizer_steps} is not finite on some rank "
                                 f"(here {float(total)}); the weights were left as they are. Lower the learning rate, "
                                 "or look at the rewards of this step.")
+        if self.config.zero_stage == 0 and not self._gradients_finite():
+            self.engine.zero_grad()  # DeepSpeed looks for this itself from stage 1 on, and not here
+            raise self._bad_gradient()
         rate = learning_rate(self.config.optimizer, self.optimizer_steps, self.total_steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
         if not self.engine.was_step_applied():
-            raise TrainingError(f"the gradient of optimizer step {self.optimizer_steps} is not finite; "
-                                "the weights were left as they are. Lower the learning rate.")
+            raise self._bad_gradient()
         self.optimizer_steps += 1
         norm = self.engine.get_global_grad_norm()
         return StepResult(float(norm) if norm is not None else 0.0, rate)
+
+    def _gradients_finite(self) -> bool:
+        gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        return all_finite(torch.stack([g.abs().max() for g in gradients]))
+
+    def _bad_gradient(self) -> TrainingError:
+        return TrainingError(f"the gradient of optimizer step {self.optimizer_steps} is not finite; "
+                             "the weights were left as they are. Lower the learning rate.")
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer and progress of this rank under `directory`, each rank its part."""

@@ -47,6 +47,7 @@ METRICS: dict[str, Metric] = {
     "weights/version": Metric("Weight version"),
     "buffer/samples": Metric("Samples in the replay buffer", "samples"),
     "buffer/mb": Metric("Experience in the object store", "MiB"),
+    "coordinator/bytes_per_sample": Metric("Bytes that the coordinator handles per sample", "bytes"),
     "throughput/samples_per_second": Metric("Samples trained on", "samples per second"),
     "throughput/tokens_per_second": Metric("Tokens trained on", "tokens per second"),
     "time/step": Metric("Whole step", "seconds"),

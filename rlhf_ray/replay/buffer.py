@@ -91,6 +91,18 @@ class ReplayBuffer:
             raise BufferError(f"cannot reserve {samples} samples; reserve at least one")
         return None if self._bytes_full() else self._places.open(samples)
 
+    def reserve_again(self, samples: int) -> Reservation:
+        """A new place for samples whose entry was refused or evicted a moment ago, although bytes may be full: what was
+        admitted once is finished.
+
+        Raises:
+            BufferError: the capacity in samples does not hold them, so they cannot have been here.
+        """
+        reservation = self._places.open(samples)
+        if reservation is None:
+            raise BufferError(f"no room for {samples} samples made again: {self.stats()}")
+        return reservation
+
     def cancel(self, reservation: Reservation) -> None:
         """Give a place back unused. What is admitted instead gets a later place; a retry should keep its own.
 

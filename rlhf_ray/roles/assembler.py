@@ -1,6 +1,5 @@
 """Rollouts and what was said about them, made into experience: KL, token rewards, advantages, returns."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from rlhf_ray.records import (
     Scores,
     TokenScores,
 )
+from rlhf_ray.roles.held_out import bigram_codes, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import MicroBatch
 from rlhf_ray.roles.texts import finished, rollout_texts
 
@@ -83,6 +83,10 @@ class Assembler:
                                     for i in range(len(rollout))]),
             texts=[{"prompt": prompts[i], "response": responses[i]} for i in range(min(keep_texts, len(rollout)))],
         )
+
+    def sum_up(self, *parts: EvaluationPart) -> tuple[dict[str, float], list[dict[str, str]]]:
+        """Metrics over all chunks of an evaluation, and the texts that were kept."""
+        return summarise(list(parts)), [text for part in parts for text in part.texts]
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
         a, micro, values = self.algorithm, MicroBatch(rollout, "cpu"), scores.values
@@ -152,14 +156,3 @@ def prompt_groups(keys: Sequence[SampleKey]) -> torch.Tensor:
     """[N] equal numbers for samples of the same prompt in the same epoch. A chunk holds all samples of its prompts."""
     numbers: dict[tuple[int, int], int] = {}
     return torch.tensor([numbers.setdefault((key.epoch, key.row), len(numbers)) for key in keys])
-
-
-def stable_hash(text: str) -> int:
-    """63-bit digest of a text, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def bigram_codes(tokens: np.ndarray) -> np.ndarray:
-    """One int64 per pair of neighbouring tokens, equal for equal pairs."""
-    wide = tokens.astype(np.int64)
-    return wide[:-1] * 2**31 + wide[1:]

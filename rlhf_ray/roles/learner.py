@@ -47,14 +47,21 @@ class Learner:
         self.rank, self.world, self.seed = rank, world, seed
         self.total_steps = total_steps
 
-    def rendezvous(self) -> str:
-        """An address at which the ranks can meet; asked of rank 0."""
-        return distributed.free_address()
+    def rendezvous(self, host: str) -> str:
+        """An address at which the ranks can meet; asked of rank 0, whose node others know as `host`."""
+        return distributed.free_address(host)
 
-    def start(self, address: str) -> dict[str, float]:
-        """Meet the other ranks, build the module, hand it to DeepSpeed. Raises ModelError when it cannot be loaded."""
+    def start(self, address: str, timeout_s: float) -> dict[str, float]:
+        """Meet the other ranks, build the module, hand it to DeepSpeed.
+
+        Args:
+            timeout_s: longest wait of any collective call for the other ranks.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+        """
         began = time.perf_counter()
-        distributed.join(address, self.rank, self.world)
+        distributed.join(address, self.rank, self.world, timeout_s)
         torch.manual_seed(self.seed)
         self.engine = TrainEngine(self.build(), self.config, self.total_steps)
         return {"pid": os.getpid(), "seconds": time.perf_counter() - began}

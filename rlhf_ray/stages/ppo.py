@@ -118,10 +118,22 @@ def _coordinator(
     return Coordinator(
         config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
         weights=WeightSync(config.weights, team), evaluator=evaluator,
-        recovery=Recovery(store, team, state, buffer, pipeline.summaries),
+        recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config)),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
         on_evaluation=note_evaluation,
     )
+
+
+def _geometry(config: PPOConfig) -> dict[str, int]:
+    """What a resumed run must have in common with the run that saved."""
+    numbers = {
+        "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
+        "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
+        "policy.workers": config.policy.workers, "policy.zero_stage": config.policy.zero_stage,
+    }
+    if config.algorithm.has_critic:
+        numbers |= {"critic.workers": config.critic.workers, "critic.zero_stage": config.critic.zero_stage}
+    return numbers
 
 
 async def _resume(coordinator: Coordinator, store: CheckpointStore, resume_at: int | None) -> None:

@@ -89,10 +89,12 @@ async def start_team(
                          lambda _: {"model": config.model})
     workers = sum(map(len, team.groups()))
     progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in team.groups()))
+    limit = config.cluster.start_timeout_s
     frozen = (team.generators, team.reference, team.reward, team.assembler)
     tables, _ = await asyncio.gather(
         _read_prompts(config, reader, progress),
-        asyncio.gather(*(group.values("start") for group in frozen), *map(start_learners, team.learners())),
+        asyncio.gather(*(group.values("start", timeout_s=limit) for group in frozen),
+                       *(start_learners(group, limit) for group in team.learners())),
     )
     reader.kill()
     return tables
@@ -112,5 +114,7 @@ async def _read_prompts(
     evaluation, training = config.evaluation, await read(config.prompts)
     if evaluation is None:
         return training, None
-    return training, await read(PromptsConfig(path=evaluation.prompts, column=evaluation.column,
-                                              max_tokens=config.prompts.max_tokens, limit=evaluation.limit))
+    return training, await read(PromptsConfig(
+        path=evaluation.prompts, split=evaluation.split, column=evaluation.column,
+        max_tokens=config.prompts.max_tokens, limit=evaluation.limit,
+    ))

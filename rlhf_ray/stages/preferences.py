@@ -3,11 +3,11 @@
 import asyncio
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PreferencesStageConfig
+from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Rotation
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
@@ -38,16 +38,22 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
 
 async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[str, Any]:
     began = time.perf_counter()
+    with StopRequest(print).listening():
+        pairs, left_out = await _sample_pairs(config)
+    output = directory.path / config.pairs.output
+    write_atomically(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode())
+    return {"stage": "preferences", "pairs": len(pairs), "left_out": left_out, "output": str(output),
+            "seconds": time.perf_counter() - began}
+
+
+async def _sample_pairs(config: PreferencesStageConfig) -> tuple[list[dict[str, Any]], int]:
     async with workplace(config) as place:
         sampler = await _Sampler.start(config, place)
         with StageProgress("preferences", sampler.rows) as progress:
             progress.note(sampler.report)
             pairs, left_out = await sampler.sample_all(progress)
             progress.note(f"{len(pairs)} pairs, {left_out} left out with a margin under {config.pairs.min_margin}")
-    output = directory.path / config.pairs.output
-    write_atomically(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode())
-    return {"stage": "preferences", "pairs": len(pairs), "left_out": left_out, "output": str(output),
-            "seconds": time.perf_counter() - began}
+    return pairs, left_out
 
 
 class _Sampler:
@@ -111,8 +117,3 @@ class _Sampler:
         finally:
             self._rotation.give_back(rank, len(keys))
         return await self._ranker.call(0, "rank", call.ref).value()
-
-
-def output_path(config: PreferencesStageConfig) -> Path:
-    """Where the pairs are written."""
-    return Path(config.run.dir) / config.pairs.output

@@ -44,6 +44,9 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
     """
     began = time.perf_counter()
     home = RunDirectory(directory)
+    if is_finished(home):
+        print(f"finished before, in {directory}; --fresh begins anew")
+        return _verdict(home, json.loads(home.summary.read_text())["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = _config("ppo", directory, seed, overrides)
     _refuse_other_seed(directory, seed)
@@ -59,6 +62,11 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
         seconds["ppo"] = _stage("ppo", lambda: ppo.run(ppo_config, True), directory)
     seconds["total"] = max(time.perf_counter() - began, sum(seconds.values()))
     return _verdict(home, seconds)
+
+
+def is_finished(home: RunDirectory) -> bool:
+    """Whether a whole quickstart has come to its end there (its PPO stage alone writes a summary too)."""
+    return home.summary.is_file() and json.loads(home.summary.read_text()).get("stage") == "quickstart"
 
 
 def _refuse_other_seed(directory: Path, seed: int) -> None:

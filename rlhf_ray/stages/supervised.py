@@ -44,6 +44,7 @@ class SupervisedRun:
             RunInterrupted: asked to stop; a checkpoint of the last finished step exists.
         """
         evaluation: dict[str, float] = {}
+        self.stop.can_save = True
         while self.step < self.config.run.steps:
             until = self._next_pause()
             await self._train_until(until)

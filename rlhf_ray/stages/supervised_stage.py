@@ -87,7 +87,7 @@ async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProg
         progress.note(report)
         return call, rows
 
-    (call, rows), _ = await asyncio.gather(read(), start_learners(learners))
+    (call, rows), _ = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
     await asyncio.gather(*(c.done() for c in learners.call_all("take", *call.refs[:2])))
     reader.kill()
     return learners, rows

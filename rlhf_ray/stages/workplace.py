@@ -43,11 +43,13 @@ class Workplace:
     async def dismiss(self, patience_s: float) -> None:
         """End all workers: politely where that is possible in time, then for certain."""
         polite = [group.values(goodbye) for group, goodbye in self._groups if goodbye]
-        with suppress(TimeoutError, RLHFError):
-            await asyncio.wait_for(asyncio.gather(*polite, return_exceptions=True), patience_s)
-        for group, _ in self._groups:
-            group.kill()
-        self._groups.clear()
+        try:
+            with suppress(TimeoutError, RLHFError):
+                await asyncio.wait_for(asyncio.gather(*polite, return_exceptions=True), patience_s)
+        finally:  # also when a person is in a hurry and cancels the farewell
+            for group, _ in self._groups:
+                group.kill()
+            self._groups.clear()
 
 
 @asynccontextmanager
@@ -61,14 +63,17 @@ async def workplace(config: StageConfig) -> AsyncIterator[Workplace]:
         yield place
         patience_s = GOODBYE_S
     finally:
-        await place.dismiss(patience_s)
-        pools.close()
+        try:
+            await place.dismiss(patience_s)
+        finally:
+            pools.close()
 
 
-async def start_learners(group: WorkerGroup) -> list[Any]:
-    """Let the ranks of a learner meet and build their engines."""
-    address = await group.call(0, "rendezvous").value()
-    return await group.values("start", address)
+async def start_learners(group: WorkerGroup, timeout_s: float) -> list[Any]:
+    """Let the ranks of a learner meet and build their engines, within `timeout_s`."""
+    host = await group.call(0, "node_host", timeout_s=timeout_s).value()
+    address = await group.call(0, "rendezvous", host, timeout_s=timeout_s).value()
+    return await group.values("start", address, group.call_timeout_s, timeout_s=timeout_s)
 
 
 def run_stage(

@@ -21,19 +21,19 @@ class LearnerBench:
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
 
-    def rendezvous(self) -> str:
+    def rendezvous(self, host: str) -> str:
         """As a learner's."""
-        return distributed.free_address()
+        return distributed.free_address(host)
 
-    def start(self, address: str) -> None:
+    def start(self, address: str, timeout_s: float) -> None:
         """Join the other ranks."""
         self._address = address
-        distributed.join(address, self._rank, self._world)
+        distributed.join(address, self._rank, self._world, timeout_s)
 
     def make(self, cls: str, arguments: Mapping[str, Any]) -> None:
         """Build and start a learner in place of the previous one."""
         self._learner = CLASSES[cls](rank=self._rank, world=self._world, **arguments)
-        self._learner.start(self._address)
+        self._learner.start(self._address, 300.0)
 
     def do(self, method: str, *args: Any) -> Any:
         """Call the learner."""

@@ -227,7 +227,7 @@ def ranks(floor):
     groups = {n: floor.spawn(n, f"bench_of_{n}") for n in (1, 2)}
 
     async def start():
-        await asyncio.gather(*map(start_learners, groups.values()))
+        await asyncio.gather(*(start_learners(group, 300) for group in groups.values()))
 
     floor.loop.run_until_complete(start())
     return Ranks(floor, groups)
@@ -237,7 +237,7 @@ def ranks(floor):
 def fresh_ranks(floor):
     """Two ranks in other processes."""
     group = floor.spawn(2, "fresh_bench")
-    floor.loop.run_until_complete(start_learners(group))
+    floor.loop.run_until_complete(start_learners(group, 300))
     return Ranks(floor, {2: group})
 
 

@@ -135,7 +135,8 @@ class TestModelOrArchitecture:
 
 class TestResolve:
     def test_empty_capacities_are_settled(self, write):
-        path = write("ppo", coordinator={"prompts_per_step": 6, "samples_per_prompt": 4, "max_staleness": 2})
+        path = write("ppo", coordinator={"prompts_per_step": 6, "samples_per_prompt": 4, "max_staleness": 2},
+                     generator={"chunk": 8})
         config = load(PPOConfig, path, ["--cluster.object_store_mb=300"])
         assert config.buffer.capacity_samples == 3 * 6 * 4
         assert config.buffer.capacity_mb == 150

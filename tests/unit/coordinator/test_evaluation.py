@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.loop import EvaluationConfig
-from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator, summarise
+from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
 from rlhf_ray.records import EvaluationPart, SampleKey
+from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.roles.held_out import summarise
 from tests.unit.coordinator.stand_ins import StandInCall, team_of
 
 
@@ -54,8 +56,11 @@ class StandInPipeline:
     def __init__(self, config):
         self.config, self.asked = config, []
 
-        async def measure(rank, method, keep_texts, keys, *_):
+        async def measure(rank, method, *arguments):
+            if method == "sum_up":
+                return (Assembler.sum_up(None, *arguments),)
             assert method == "measure"
+            keep_texts, keys, *_ = arguments
             texts = [{"prompt": str(k.row), "response": ""} for k in keys][:keep_texts]
             n = len(keys)
             return part([k.row for k in keys], [1] * n, [True] * n, range(n), [], [0] * n, [0] * n, texts=texts)

@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_ray.config.loop import EvaluationConfig
 from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, TrainingError
 from rlhf_ray.records import UpdateStats
 from tests.unit.coordinator.stand_ins import StandInGroup, team_of
@@ -26,7 +27,7 @@ class Run:
         world.team = team_of(generators=world.generators, reward=world._score, reference=world._tell,
                              assembler=world._assemble, **learners)
         world.pipeline = type(world.pipeline)(config, world.team, world.state, world.buffer, "prompts")
-        self.stop = SimpleNamespace(requested=None)
+        self.stop = StopRequest(lambda _: None)
         progress = SimpleNamespace(update=lambda *a, **k: None, note=lambda text: None, warn=self.warnings.append)
         self.coordinator = Coordinator(
             config=config, team=world.team, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
@@ -53,14 +54,14 @@ class Run:
         self.events.append(f"publish {version}")
         self.world.version = version
         if version == self.stop_after:
-            self.stop.requested = "SIGTERM"
+            self.stop.ask("SIGTERM")
         return 0.1
 
     async def _save(self):
         self.events.append(f"save {self.world.state.step}")
 
     async def _measure(self):
-        return None
+        return "numbers"
 
     def _write(self, step, row):
         self.rows[step] = row
@@ -129,6 +130,21 @@ def test_a_request_to_stop_is_met_after_the_step_with_a_checkpoint(ppo_config, s
 
 def test_a_request_in_the_last_step_changes_nothing(ppo_config, summary):
     assert Run(ppo_config(prompts=4, steps=2), summary, stop_after=2).go()[-1] == "save 2"
+
+
+def test_a_request_before_the_first_step_saves_it_for_later(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=5, evaluation=EvaluationConfig(prompts="e")), summary)
+    run.stop.ask("SIGINT")
+    with pytest.raises(RunInterrupted, match="stopped by SIGINT after step 0 of 5"):
+        run.go()
+    assert run.events[-1] == "save 0" and not [e for e in run.events if e.startswith("policy")]
+
+
+def test_a_checkpoint_that_is_there_already_is_not_written_twice(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=5, checkpoint={"every": 2}), summary, stop_after=2)
+    with pytest.raises(RunInterrupted):
+        run.go()
+    assert run.events.count("save 2") == 1
 
 
 def test_a_failure_leaves_nothing_under_way(ppo_config, summary):

@@ -1,6 +1,7 @@
 """A checkpoint in the middle of a run whose buffer holds finished and unfinished chunks, with stand-in workers."""
 
 import asyncio
+from types import MappingProxyType
 
 import pytest
 
@@ -9,7 +10,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.prompts import PromptCursor
-from rlhf_ray.errors import WorkerError
+from rlhf_ray.errors import CheckpointError, WorkerError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from tests.unit.coordinator.stand_ins import team_of
@@ -47,10 +48,10 @@ class Workers:
         return self.path(path).read_text()
 
 
-def setting(tmp_path, critic=True):
+def setting(tmp_path, geometry=MappingProxyType({"policy.workers": 2}), critic=True):
     workers, summaries = Workers(critic), {}
     state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
-    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.team, state, buffer, summaries)
+    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.team, state, buffer, summaries, geometry)
     return workers, state, buffer, summaries, recovery
 
 
@@ -107,3 +108,14 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path):
     with pytest.raises(WorkerError, match="critic/0 died"):
         asyncio.run(run())
     assert CheckpointStore(tmp_path, 2).latest() is None
+
+
+def test_another_number_of_ranks_or_samples_is_refused_by_name(tmp_path):
+    async def run():
+        *_, recovery = setting(tmp_path)
+        where = await recovery.save()
+        *_, other = setting(tmp_path, {"policy.workers": 1})
+        await other.restore(where)
+
+    with pytest.raises(CheckpointError, match=r"policy\.workers was 2 and is 1"):
+        asyncio.run(run())

@@ -39,7 +39,7 @@ def row(summary, clock):
                          kl=np.array([2.0], dtype=np.float32), response_lengths=np.array([10], dtype=np.int32),
                          finished=np.array([False]), behaviour_gap=0.75, tokens=12,
                          gold=columns.get("gold") if "gold" not in columns else columns["gold"][:1])
-        outcome = StepOutcome([first, second], policy, stats(loss=2.0, explained_variance=0.5), 5, 0.07, 0.4,
+        outcome = StepOutcome([first, second], policy, stats(loss=2.0, explained_variance=0.5), 5, 0.07, 0.4, 1500,
                               began=100.0, ended=110.0)
         return step_metrics(outcome, BUFFER, clock, WORKERS)
 
@@ -58,6 +58,7 @@ def test_numbers_about_the_samples(row):
 
 def test_numbers_about_the_step(row):
     found = row()
+    assert found["coordinator/bytes_per_sample"] == 500.0  # 1500 bytes for three samples
     assert (found["kl/coef"], found["weights/publish_seconds"], found["weights/version"]) == (0.07, 0.4, 6.0)
     assert (found["buffer/samples"], found["buffer/mb"]) == (6.0, 3.0)
     assert found["throughput/samples_per_second"] == pytest.approx(0.3)

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.errors import RunInterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +31,61 @@ def test_the_first_signal_is_a_request(name):
 
     async def run():
         stop = StopRequest(said.append)
+        stop.can_save = True
         with stop.listening():
             assert stop.requested is None
             await kill_and_look(getattr(signal, name))
             return stop.requested
 
     assert asyncio.run(run()) == name
-    assert said == [f"{name}: finishing this step, then saving; once more stops at once"]
+    assert said == [f"{name}: saving as soon as an update under way is done; once more stops at once"]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_while_there_is_nothing_to_save_the_first_signal_ends_the_work(name):
+    said, reached = [], []
+
+    async def run():
+        with StopRequest(said.append).listening():
+            await kill_and_look(getattr(signal, name))
+            reached.append("after the first")
+
+    with pytest.raises(RunInterrupted, match=f"stopped at once by {name}"):
+        asyncio.run(run())
+    assert not reached and not said
+
+
+def test_work_is_given_up_when_asked_and_finished_when_not():
+    given_up = []
+
+    async def long_work():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            given_up.append(True)
+            raise
+
+    async def run():
+        stop = StopRequest(lambda _: None)
+        stop.can_save = True
+        with stop.listening():
+            quick = await stop.unless_asked(asyncio.sleep(0, "done"))
+            asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGTERM)
+            return quick, await stop.unless_asked(long_work())
+
+    assert asyncio.run(run()) == ("done", None)
+    assert given_up == [True]
+
+
+def test_work_that_fails_is_told():
+    async def fail():
+        raise ValueError("broken")
+
+    async def run():
+        await StopRequest(lambda _: None).unless_asked(fail())
+
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(run())
 
 
 def test_the_second_signal_ends_the_work():
@@ -44,13 +93,14 @@ def test_the_second_signal_ends_the_work():
 
     async def run():
         stop = StopRequest(said.append)
+        stop.can_save = True
         with stop.listening():
             await kill_and_look(signal.SIGTERM)
             reached.append("after the first")
             await kill_and_look(signal.SIGINT)
             reached.append("after the second")
 
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(RunInterrupted, match="stopped at once by SIGINT"):
         asyncio.run(run())
     assert reached == ["after the first"] and len(said) == 1
 

@@ -39,17 +39,17 @@ class NaNGradient(torch.autograd.Function):
         return grad * float("nan")
 
 
-def engine() -> TrainEngine:
+def engine(zero_stage: int = 1) -> TrainEngine:
     optimizer = OptimizerConfig(learning_rate=0.1, warmup_steps=2, betas=(0.9, 0.99))
-    return TrainEngine(TwoWeights(), LearnerConfig(optimizer=optimizer), total_steps=10)
+    return TrainEngine(TwoWeights(), LearnerConfig(optimizer=optimizer, zero_stage=zero_stage), total_steps=10)
 
 
 def weights(it: TrainEngine) -> list[float]:
     return it.gather(["weight"])["weight"].flatten().tolist()
 
 
-def failing_step(spoil: Any) -> dict[str, Any]:
-    it = engine()
+def failing_step(spoil: Any, zero_stage: int = 1) -> dict[str, Any]:
+    it = engine(zero_stage)
     before = weights(it)
     try:
         it.step([spoil(it.forward(X)).sum()])
@@ -60,7 +60,7 @@ def failing_step(spoil: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    distributed.join(distributed.free_address(), 0, 1)
+    distributed.join(distributed.free_address("127.0.0.1"), 0, 1, 60.0)
     whole, parts = engine(), engine()
     results = [vars(whole.step([whole.forward(X).sum()]))]
     first = weights(whole)
@@ -79,6 +79,7 @@ def main(folder: Path) -> dict[str, Any]:
         "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
         "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
         "nan_loss": failing_step(lambda y: y * float("nan")), "nan_gradient": failing_step(NaNGradient.apply),
+        "nan_gradient_unsharded": failing_step(NaNGradient.apply, zero_stage=0),
     }
 
 

@@ -9,17 +9,17 @@ from rlhf_ray.engine.distributed import accelerator_environment, all_finite, fre
 
 
 def test_a_free_address_can_be_listened_at():
-    host, port = free_address().removeprefix("tcp://").rsplit(":", 1)
+    host, port = free_address("127.0.0.1").removeprefix("tcp://").rsplit(":", 1)
     with socket.socket() as listener:
         listener.bind((host, int(port)))
 
 
-def test_free_addresses_name_a_protocol_and_this_machine():
-    assert free_address().startswith(f"tcp://{socket.gethostbyname(socket.gethostname())}:")
+def test_addresses_name_a_protocol_and_the_host_that_others_know():
+    assert free_address("10.1.2.3").startswith("tcp://10.1.2.3:")
 
 
-def test_only_workers_without_gpus_are_told_to_compute_on_cpus():
-    assert accelerator_environment(0) == {"DS_ACCELERATOR": "cpu"}
+def test_workers_without_gpus_compute_on_cpus_and_see_no_gpu():
+    assert accelerator_environment(0) == {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     assert accelerator_environment(1) == {}
 
 

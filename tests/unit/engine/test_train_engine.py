@@ -48,7 +48,8 @@ def test_inference_builds_no_graph(told):
 
 
 @pytest.mark.parametrize("kind, said", [("nan_loss", "the loss of optimizer step 0 is not finite"),
-                                        ("nan_gradient", "the gradient of optimizer step 0 is not finite")])
+                                        ("nan_gradient", "the gradient of optimizer step 0 is not finite"),
+                                        ("nan_gradient_unsharded", "the gradient of optimizer step 0 is not finite")])
 def test_what_is_not_finite_stops_the_step_and_leaves_the_weights(told, kind, said):
     failed = told[kind]
     assert failed["said"].startswith(f"TrainingError: {said}") and "weights were left as they are" in failed["said"]

@@ -49,4 +49,4 @@ def test_the_critic_starts_from_what_is_configured(init, path):
 
 
 def test_a_policy_that_never_learns_still_has_a_schedule():
-    assert _learner(config(algorithm={"critic_warmup_steps": 99}), "policy", 0)["total_steps"] == 8
+    assert _learner(config(algorithm={"critic_warmup_steps": 9}), "policy", 0)["total_steps"] == 8

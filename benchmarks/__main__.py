@@ -1,0 +1,80 @@
+"""`python -m benchmarks [--only NAME] [--repeats N]`: run the benchmarks, print a table, write summary.json."""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+NAMES = ("learner_vs_torch", "learner_vs_padded", "rollout_vs_raw_vllm", "publish_vs_copies_100mb")
+"""Figures; each is the module of that name in this package."""
+RESULTS = Path(__file__).parent / "results"
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME",
+                        help=f"run this one (may be given several times); one of {', '.join(NAMES)}")
+    parser.add_argument("--repeats", type=int, default=9, metavar="N",
+                        help="pairs of turns for each benchmark (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR",
+                        help="where to write summary.json (default: benchmarks/results)")
+    parsed = parser.parse_args()
+    if parsed.repeats < 1:
+        parser.error(f"--repeats {parsed.repeats}: at least one pair of turns is needed")
+    return parsed
+
+
+def one_thread_on_cpu() -> None:
+    """Environment of all sides, which inherit it: the project's own for a generator, and no accelerator."""
+    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.config.generation import GenerationConfig
+    from rlhf_ray.engine.distributed import accelerator_environment
+    from rlhf_ray.roles.engines.settings import generator_environment
+
+    quiet_libraries()
+    os.environ.update(generator_environment(GenerationConfig(engine="in_process", threads=1)))
+    os.environ.update(accelerator_environment(gpus=0), CUDA_VISIBLE_DEVICES="")
+
+
+def prepare(directory: Path) -> None:
+    """Make the workload in a process of its own, so that this one stays small."""
+    from benchmarks.workload import make_model
+
+    process = multiprocessing.get_context("spawn").Process(target=make_model, args=(directory,), daemon=True)
+    process.start()
+    process.join(300)
+    if process.exitcode != 0:
+        process.kill()
+        sys.exit(f"making the workload's model ended with {process.exitcode}; see the message above")
+
+
+def main() -> None:
+    """Run what was asked for."""
+    asked = arguments()
+    one_thread_on_cpu()
+    from benchmarks.comparison import DifferentWork, compare
+    from benchmarks.machine import describe_machine
+    from benchmarks.report import print_table, write_summary
+    from benchmarks.side_process import SideFailed
+
+    machine, results = describe_machine(), {}
+    names = [name for name in NAMES if name in (asked.only or NAMES)]
+    with tempfile.TemporaryDirectory(prefix="rlhf-ray-benchmarks-") as temporary:
+        prepare(Path(temporary))
+        for name in names:
+            print(f"{name}: a warm-up, then pairs of turns: {asked.repeats}", file=sys.stderr, flush=True)
+            try:
+                benchmark = import_module(f"benchmarks.{name}").BENCHMARK
+                results[name] = compare(name, benchmark, Path(temporary), asked.repeats)
+            except (DifferentWork, SideFailed) as error:
+                sys.exit(str(error))
+    print_table(results, machine)
+    print(f"written to {write_summary(results, machine, asked.results)}")
+
+
+if __name__ == "__main__":
+    main()
