@@ -42,8 +42,7 @@ typecheck: install-test
 	$(BIN)/mypy
 
 bench: install ## Run the benchmarks
-	@if [ -f benchmarks/__main__.py ]; then $(BIN)/python -m benchmarks $(ARGS); \
-	else echo "there are no benchmarks in this version yet"; fi
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 docs: install ## Write docs/configuration.md from the configuration's models
 	@$(BIN)/python -m rlhf_ray.config.reference docs/configuration.md

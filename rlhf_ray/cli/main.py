@@ -11,7 +11,7 @@ from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.quickstart import quickstart
 from rlhf_ray.cli.report import report
 from rlhf_ray.cli.stage import StageCommand, ppo, preferences, reward_model, sft
-from rlhf_ray.errors import RLHFError
+from rlhf_ray.errors import RLHFError, RunInterrupted
 
 TRAINING, AROUND = "Stages", "Around a run"
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -38,19 +38,19 @@ def main() -> None:
     try:
         app()
     except RLHFError as error:
-        _say(str(error))
+        _say("" if isinstance(error, RunInterrupted) else "error: ", str(error))  # to have been stopped is no error
         sys.exit(error.exit_code)
 
 
-def _say(message: str) -> None:
+def _say(outcome: str, message: str) -> None:
     """'error: message' on stderr, coloured on a terminal."""
     if not sys.stderr.isatty():
-        print(f"error: {message}", file=sys.stderr)
+        print(f"{outcome}{message}", file=sys.stderr)
         return
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    Console(stderr=True).print(Text.assemble((outcome, "bold red"), message), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ def check_model_directory(config: ModelConfig, field: str) -> None:
     path = Path(config.path)
     if not path.exists():
         if path.is_absolute() or config.path.startswith(".") or config.path.count("/") != 1 or path.parent.is_dir():
-            raise ModelError(f"{field}.path={config.path!r}: no such directory. Give a model directory in Hugging Face "
-                             "format, or a Hub name such as 'Qwen/Qwen3-0.6B'.")
+            raise ModelError(f"{field}.path={config.path!r}: no such directory (relative paths start at {Path.cwd()}). "
+                             "Give a model directory in Hugging Face format, which the stages `sft` and `reward-model` "
+                             "write to model/, or the name of one on the Hub.")
         return
     if not (path / "config.json").is_file():
         raise ModelError(f"{field}.path={config.path!r} has no config.json, so it is no model in Hugging Face format.")

@@ -112,7 +112,7 @@ class StageProgress:
         return "  ".join(filter(None, (f"{self.name}: step {self.step}/{self.total}", self._shown(), self._left())))
 
     def _shown(self) -> str:
-        return "  ".join(f"{LABELS.get(k, k.replace('_', ' '))} {v:.4g}" for k, v in self._numbers.items())
+        return "  ".join(f"{LABELS.get(k, k.replace('_', ' '))} {_short(v)}" for k, v in self._numbers.items())
 
     def _left(self) -> str:
         left = self.seconds_left()
@@ -121,6 +121,11 @@ class StageProgress:
     def _print(self, text: str) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
+
+
+def _short(value: float) -> str:
+    """A number in few characters: 11,480 and 0.1234, never 1.148e+04."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 1e-4 else f"{value:.2g}"
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -27,6 +27,7 @@ from rlhf_ray.stages import ppo, preferences, reward_model, sft
 VOCABULARY = 1024
 HOME = "runs/quickstart"
 """Where the configurations put everything; `--dir` moves it."""
+SAID = {"sft": "SFT", "reward_model": "pairs and reward model", "ppo": "PPO", "total": "in all, with Ray's start"}
 VERDICT = ("gold", "reward", "kl", "perplexity", "length", "finished", "distinct", "distinct_bigrams")
 
 
@@ -51,8 +52,8 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
     ppo_config = _config("ppo", directory, seed, overrides)
     _refuse_other_seed(directory, seed)
     seconds = {"data": _timed(lambda: _make_data(directory, seed))}
-    with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "quickstart") as session:
-        print(f"Ray dashboard: {session.dashboard_url or 'not started'}")
+    print("starting Ray")
+    with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "quickstart"):
         seconds["sft"] = _stage("sft", lambda: sft.run(_config("sft", directory, seed), True), directory / "sft")
         pairs = _stage("preferences", lambda: preferences.run(_config("preferences", directory, seed), True),
                        directory / "preferences")
@@ -151,7 +152,9 @@ def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
     print_before_after(changes(before, after))
     print_texts(evaluation["texts"][:3])
     print(f"reward model: {accuracy:.1%} of held-out pairs ranked as the judge does")
-    print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
+    print(f"verdict: the independent judge, who never met the policy, says {before['gold']:.2f} before and "
+          f"{after['gold']:.2f} after, at a KL of {after['kl']:.1f} nats")
+    print("seconds: " + ", ".join(f"{SAID.get(name, name)} {value:.0f}" for name, value in seconds.items()))
     print(f"model: {home.model}\nreport: {report}")
     return summary
 
