@@ -1,7 +1,6 @@
 """`rlhf-ray quickstart`: the whole way from a random model to a tuned policy, on one machine."""
 
 import importlib
-import json
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability.run_directory import RunDirectory
 
 
 def quickstart(
@@ -31,18 +31,13 @@ def quickstart(
     """
     if ctx.args and not ctx.args[0].startswith("--"):
         raise ConfigError(f"unexpected argument {ctx.args[0]!r}; the quickstart takes options and overrides only")
-    if is_finished(directory) if fresh is None else fresh:
+    finished = RunDirectory(directory).finished_stage() == "quickstart"  # its PPO stage alone writes a summary too
+    if finished if fresh is None else fresh:
         set_aside(directory)
     from rlhf_ray.cli.quiet import quiet_libraries
 
     quiet_libraries()
     importlib.import_module("rlhf_ray.stages.quickstart").run(directory, seed, list(ctx.args))
-
-
-def is_finished(directory: Path) -> bool:
-    """Whether a whole quickstart has come to its end there (its PPO stage alone writes a summary too)."""
-    summary = directory / "summary.json"
-    return summary.is_file() and json.loads(summary.read_text()).get("stage") == "quickstart"
 
 
 def set_aside(directory: Path) -> Path | None:

@@ -61,6 +61,10 @@ class RunDirectory:
         folders = [d for d in (self.samples, self.checkpoints, self.model) if d.is_dir() and any(d.iterdir())]
         return [f.name for f in files] + [d.name + "/" for d in folders]
 
+    def finished_stage(self) -> str | None:
+        """The stage that summary.json says came to its end here; None without a summary."""
+        return json.loads(self.summary.read_text()).get("stage") if self.summary.is_file() else None
+
     def write_json(self, name: str, value: Any) -> Path:
         """Write `value` as JSON to the file `name` of this directory; numbers that are not finite become null."""
         target = self.path / name

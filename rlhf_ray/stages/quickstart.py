@@ -45,7 +45,7 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
     """
     began = time.perf_counter()
     home = RunDirectory(directory)
-    if is_finished(home):
+    if home.finished_stage() == "quickstart":
         print(f"finished before, in {directory}; --fresh begins anew")
         return _verdict(home, json.loads(home.summary.read_text())["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
@@ -63,11 +63,6 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
         seconds["ppo"] = _stage("ppo", lambda: ppo.run(ppo_config, True), directory)
     seconds["total"] = max(time.perf_counter() - began, sum(seconds.values()))
     return _verdict(home, seconds)
-
-
-def is_finished(home: RunDirectory) -> bool:
-    """Whether a whole quickstart has come to its end there (its PPO stage alone writes a summary too)."""
-    return home.summary.is_file() and json.loads(home.summary.read_text()).get("stage") == "quickstart"
 
 
 def _refuse_other_seed(directory: Path, seed: int) -> None:
