@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 """
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -16,15 +17,34 @@ from rlhf_ray.errors import RLHFError, RunInterrupted
 TRAINING, AROUND = "Stages", "Around a run"
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
+HELP = "PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
+
 app = typer.Typer(
     name="rlhf-ray",
-    help="PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs.",
     epilog="Begin with: rlhf-ray quickstart",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"rlhf-ray {version('rlhf-ray')}")
+        raise typer.Exit
+
+
+@app.callback(help=HELP)
+def before_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
 
 app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(quickstart)
 for stage in (sft, reward_model, preferences, ppo):

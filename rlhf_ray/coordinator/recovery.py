@@ -18,11 +18,11 @@ class Recovery:
     """Saves a run between two steps and brings it back."""
 
     def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer,
-                 summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int]) -> None:
+                 summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str]) -> None:
         """
         Args:
             summaries: what the pipeline knows of the entries in the buffer, by admission number.
-            geometry: numbers of the configuration (by field) that must be the same when the run goes on.
+            geometry: values of the configuration (by field) that must be the same when the run goes on.
         """
         self.geometry = geometry
         self.store, self.team, self.state, self.buffer = store, team, state, buffer
@@ -68,8 +68,8 @@ class Recovery:
         self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
         return self.buffer.load_state_dict(saved["buffer"], refs)
 
-    def _check_geometry(self, directory: Path, saved: Mapping[str, int]) -> None:
-        """Places in the buffer and shards of learners mean something only for the numbers they were made with."""
+    def _check_geometry(self, directory: Path, saved: Mapping[str, int | str]) -> None:
+        """Places in the buffer, shards of learners and waiting advantages mean something only for what made them."""
         other = [f"{name} was {saved.get(name)} and is {value}" for name, value in self.geometry.items()
                  if saved.get(name) != value]
         if other:

@@ -9,6 +9,7 @@ import torch
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.attention import register
+from rlhf_ray.models.hub import check_on_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def check_model_directory(config: ModelConfig, field: str) -> None:
     """Refuse a local path that is no model directory, before anything expensive starts.
 
-    A name without a slash-led or dotted path and with at most one slash is taken for a Hub name and left to the Hub.
+    A name that does not begin with a slash or dot and has one slash is taken for a Hub name, and the Hub is asked.
 
     Raises:
         ModelError: naming the configuration field, the path and what is missing.
@@ -28,6 +29,7 @@ def check_model_directory(config: ModelConfig, field: str) -> None:
             raise ModelError(f"{field}.path={config.path!r}: no such directory (relative paths start at {Path.cwd()}). "
                              "Give a model directory in Hugging Face format, which the stages `sft` and `reward-model` "
                              "write to model/, or the name of one on the Hub.")
+        check_on_hub(config.path, config.revision, field)
         return
     if not (path / "config.json").is_file():
         raise ModelError(f"{field}.path={config.path!r} has no config.json, so it is no model in Hugging Face format.")

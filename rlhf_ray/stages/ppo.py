@@ -124,9 +124,10 @@ def _coordinator(
     )
 
 
-def _geometry(config: PPOConfig) -> dict[str, int]:
+def _geometry(config: PPOConfig) -> dict[str, int | str]:
     """What a resumed run must have in common with the run that saved."""
-    numbers = {
+    numbers: dict[str, int | str] = {
+        "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
         "policy.workers": config.policy.workers, "policy.zero_stage": config.policy.zero_stage,

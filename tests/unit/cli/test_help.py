@@ -49,3 +49,10 @@ def test_the_example_in_the_help_is_one_that_works(command, command_line, tmp_pa
     assert file.startswith("configs/")
     for override in overrides:
         assert override.removeprefix("--").partition("=")[0] in paths
+
+
+def test_the_version_is_printed(command_line):
+    from importlib.metadata import version
+
+    result = command_line("--version")
+    assert (result.code, result.out.strip()) == (0, f"rlhf-ray {version('rlhf-ray')}")

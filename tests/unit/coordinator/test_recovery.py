@@ -110,12 +110,12 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path):
     assert CheckpointStore(tmp_path, 2).latest() is None
 
 
-def test_another_number_of_ranks_or_samples_is_refused_by_name(tmp_path):
+def test_other_ranks_and_another_estimator_are_refused_by_name(tmp_path):
     async def run():
-        *_, recovery = setting(tmp_path)
+        *_, recovery = setting(tmp_path, {"policy.workers": 2, "algorithm.estimator": "gae"})
         where = await recovery.save()
-        *_, other = setting(tmp_path, {"policy.workers": 1})
+        *_, other = setting(tmp_path, {"policy.workers": 1, "algorithm.estimator": "grpo"})
         await other.restore(where)
 
-    with pytest.raises(CheckpointError, match=r"policy\.workers was 2 and is 1"):
+    with pytest.raises(CheckpointError, match=r"workers was 2 and is 1; algorithm\.estimator was gae and is grpo"):
         asyncio.run(run())
