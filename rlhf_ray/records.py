@@ -39,6 +39,12 @@ def offsets_of(lengths: Any) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
 
 
+def _rows_of(column: Any, rows: NDArray[np.int64]) -> Any:
+    if column is None or isinstance(column, np.ndarray):
+        return None if column is None else column[rows]
+    return [column[i] for i in rows]
+
+
 @dataclass(frozen=True)
 class Ragged:
     """Base of records with rows of different lengths. Subclasses mark fields with `per_token()` or `per_row()`."""
@@ -73,7 +79,7 @@ class Ragged:
             if f.metadata.get("axis") == "token":
                 chosen[f.name] = None if value is None else value[flat]
             elif f.metadata.get("axis") == "row":
-                chosen[f.name] = value[rows] if isinstance(value, np.ndarray) else [value[i] for i in rows]
+                chosen[f.name] = _rows_of(value, rows)
         return type(self)(**chosen)
 
     @classmethod
@@ -120,6 +126,8 @@ class Prompts(Ragged):
     """[N] prompt text as the tokenizer saw it."""
     metadata: list[dict[str, Any]] = per_row()
     """[N] the other columns of the data row (an answer to check, a domain, ...)."""
+    messages: list[list[dict[str, Any]]] | None = field(default=None, metadata={"axis": "row"})
+    """[N] the prompts as chat messages, where the data set has messages; None where it has texts."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +156,18 @@ class TokenScores(Ragged):
 
 @dataclass(frozen=True)
 class RewardScores:
-    """One finite score per row of a rollout."""
+    """One finite score per row of a rollout, and what it is made of."""
 
     scores: NDArray[np.float32]
-    """[N] float32."""
+    """[N] weighted sum of all components."""
+    components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """Name of a component -> [N] its scores, before its weight."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Name of a component -> rows that it could not judge in the ordinary way (see `rewards.protocol`)."""
+    token_rewards: NDArray[np.float32] | None = None
+    """[T] weighted rewards of single tokens, aligned with the rollout: where a part of `scores` falls. Zero where
+    response_mask is False. What the sum over a row leaves of its score falls on the response's last token; None: all
+    of it."""
 
 
 @dataclass(frozen=True)

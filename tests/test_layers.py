@@ -15,6 +15,7 @@ FLOORS = [
     {"config"},
     {"algorithms", "observability"},
     {"models", "data", "engine", "weights", "checkpoint"},
+    {"rewards"},
     {"roles"},
     {"cluster", "replay"},
     {"coordinator"},

@@ -1,0 +1,127 @@
+"""Where rewards come from: `rewards: {NAME: {type: ..., weight: ...}}`, a weighted sum of named components."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rlhf_ray.config.base import Section
+from rlhf_ray.config.model import ModelConfig
+
+
+class ModelReward(ModelConfig):
+    """A reward model: any sequence classifier with one label."""
+
+    type: Literal["model"]
+    """A local reward model."""
+    weight: float = 1.0
+    """Factor of this component in the sum; negative for a penalty."""
+
+
+class ProcessReward(ModelConfig):
+    """A process reward model, which judges each step of a response."""
+
+    type: Literal["process"]
+    """A local process reward model."""
+    weight: float = 1.0
+    """Factor of this component in the sum; negative for a penalty."""
+
+
+class HTTPReward(Section):
+    """A service that scores batches over HTTP, such as `rlhf-ray serve-reward`."""
+
+    type: Literal["http"]
+    """A reward service."""
+    weight: float = 1.0
+    """Factor of this component in the sum; negative for a penalty."""
+    urls: list[str] = Field(min_length=1)
+    """Addresses of equal servers, between which requests are balanced."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for the scores of a chunk, repetitions included."""
+
+
+class FunctionReward(Section):
+    """A Python function of your own, batch in and scores out, in a process of its own."""
+
+    type: Literal["function"]
+    """A Python function."""
+    weight: float = 1.0
+    """Factor of this component in the sum; negative for a penalty."""
+    function: str
+    """`module:name`, or `file.py:name`."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for the scores of a chunk, and for the function to be imported; the process is killed then."""
+
+
+class _Verifiable(Section):
+    weight: float = 1.0
+    """Factor of this component in the sum; negative for a penalty."""
+    right: float = 1.0
+    """Score of a response that passes."""
+    wrong: float = 0.0
+    """Score of one that does not."""
+
+
+Normalisation = Literal["case", "space", "punctuation"]
+
+
+class ExactMatchReward(_Verifiable):
+    """Whether the response is the row's answer."""
+
+    type: Literal["exact_match"]
+    """The response must equal the answer."""
+    answer: str = "answer"
+    """Column of the prompts with the answer."""
+    after: str | None = Field(None, min_length=1)
+    """Compare only what follows the last occurrence of this text, such as "####"; the whole response when empty."""
+    ignore: list[Normalisation] = ["space"]
+    """Differences that do not count: letters' case, runs of white space, punctuation."""
+
+
+class NumberReward(_Verifiable):
+    """Whether the number in the response is the row's answer."""
+
+    type: Literal["number"]
+    """The last number of the response must equal the answer."""
+    answer: str = "answer"
+    """Column of the prompts with the answer: a number, or a text whose last number counts (after `after`, if there)."""
+    after: str | None = Field(None, min_length=1)
+    """Take the first number that follows the last occurrence of this text, such as "####"; else the last one of all."""
+    tolerance: float = Field(1e-6, ge=0)
+    """Largest absolute difference that still counts as equal."""
+
+
+class RegexReward(_Verifiable):
+    """Whether a regular expression finds what it looks for."""
+
+    type: Literal["regex"]
+    """A regular expression must match."""
+    pattern: str = Field(min_length=1)
+    """Python regular expression; `.` matches line ends too, `^` and `$` each line's."""
+    match: Literal["search", "full"] = "search"
+    """Somewhere in the response, or the whole of it."""
+    group: int | str | None = None
+    """Group whose text must equal the answer, by number or name; with none, a match is enough."""
+    answer: str = "answer"
+    """Column of the prompts with the answer, read when `group` is set."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Longest wait for a chunk; patterns can take for ever on unlucky texts."""
+
+
+class JSONSchemaReward(_Verifiable):
+    """Whether the response is JSON of a given shape."""
+
+    type: Literal["json_schema"]
+    """The response must be JSON that a schema accepts."""
+    accepts: dict[str, Any] | str
+    """JSON schema, or the path of a file that holds it."""
+    answer: str | None = None
+    """Column of the prompts with a JSON value that the response must equal as well; not looked at when empty."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Longest wait for a chunk; a schema's patterns can take for ever on unlucky texts."""
+
+
+RewardConfig = Annotated[
+    ModelReward | ProcessReward | HTTPReward | FunctionReward | ExactMatchReward | NumberReward | RegexReward
+    | JSONSchemaReward,
+    Field(discriminator="type"),
+]
