@@ -56,6 +56,9 @@ class PreferencesConfig(Section):
     """Column with the preferred response."""
     rejected: str = "rejected"
     """Column with the other response."""
+    margin: str | None = None
+    """Column with how far apart the two scores should be (Touvron et al. 2023), a number of at least 0; none when
+    empty."""
     max_tokens: int = Field(512, ge=2)
     """Pairs with a longer side are left out, counted and reported; never cut."""
     limit: int | None = Field(None, ge=1)

@@ -109,6 +109,16 @@ class SFTConfig(StageConfig):
     """When to save."""
 
 
+class RewardModelTrainingConfig(SupervisedTrainingConfig):
+    """Loss, batches and evaluation of the reward model."""
+
+    batch_size: int = Field(32, ge=1)
+    """Pairs of one update, over all ranks."""
+    loss: Literal["sigmoid", "logexp"] = "sigmoid"
+    """Pairwise loss: -log sigmoid of the distance (Stiennon et al. 2020), or log(1 + exp) of it (Bai et al. 2022): one
+    function by two names. `data.margin` enters both."""
+
+
 class RewardModelConfig(StageConfig):
     """`rlhf-ray reward-model`: a scalar head trained on preference pairs (Stiennon et al. 2020)."""
 
@@ -116,8 +126,8 @@ class RewardModelConfig(StageConfig):
     """Model to start from, usually the SFT model; a scalar head is added."""
     data: PreferencesConfig
     """Preference pairs."""
-    training: SupervisedTrainingConfig = Field(default_factory=lambda: SupervisedTrainingConfig(batch_size=32))
-    """Batches and evaluation."""
+    training: RewardModelTrainingConfig = Field(default_factory=RewardModelTrainingConfig)
+    """Loss, batches and evaluation."""
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     """The model under training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -28,7 +28,7 @@ def load_preferences(config: PreferencesConfig,
 
     A side ends with the end-of-sequence token, as a finished response does when it is scored during PPO. Optional
     columns `chosen_finished` and `rejected_finished` say false of a response that was cut at the length limit: it is
-    then scored without one, so it is trained without one.
+    then scored without one, so it is trained without one. With `config.margin` each pair has its margin.
 
     Raises:
         DataError: a file or row that cannot be used (named), no pair left, or no way to hold pairs out.
@@ -47,7 +47,8 @@ def load_preferences(config: PreferencesConfig,
         rows, {SAME: same, EMPTY: shortest == prompt_lengths,
                f"a side is longer than max_tokens={config.max_tokens}": longest > config.max_tokens},
         fix="Give pairs whose sides differ, and raise max_tokens if they are too long")
-    pairs = Pairs(chosen.select(kept), rejected.select(kept))
+    margins = None if config.margin is None else _margins(rows, config.margin)[kept]
+    pairs = Pairs(chosen.select(kept), rejected.select(kept), margins)
     groups = [prompt_texts[i] or rows.text(i, config.chosen, may_be_empty=True) for i in kept]
     held = held_out_rows(groups, config.held_out)
     return pairs.select(np.flatnonzero(~held)), pairs.select(np.flatnonzero(held)), report
@@ -79,6 +80,19 @@ def held_out_rows(groups: list[str], share: float) -> NDArray[np.bool_]:
     if not count:
         held[members[min(members, key=lambda g: (len(members[g]), _digest(g)))]] = True
     return held
+
+
+def _margins(rows: Rows, column: str) -> NDArray[np.float32]:
+    """[N] the margins in a column.
+
+    Raises:
+        DataError: a row without the column, or whose value is no number of at least 0.
+    """
+    margins = np.array([rows.number(i, column) for i in range(len(rows))], dtype=np.float32)
+    if len(negative := np.flatnonzero(margins < 0)):
+        raise DataError(f"{rows.place(negative[0])}: column {column!r} is {margins[negative[0]]:g}; a margin says how "
+                        "much better the chosen response is, so exchange chosen and rejected, or give 0")
+    return margins
 
 
 def _digest(group: str) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,21 @@ class Rows:
         if not isinstance(value, bool):
             raise DataError(f"{self.place(i)}: column {column!r} must be true or false, not {value!r}")
         return value
+
+    def number(self, i: int, column: str) -> float:
+        """The finite number in a column of row i; CSV files spell it.
+
+        Raises:
+            DataError: no such column, or something else in it.
+        """
+        value = self.value(i, column)
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(f"{self.place(i)}: column {column!r} must be a finite number, not {_brief(value)}")
+        return number
 
     def others(self, i: int, column: str) -> dict[str, Any]:
         """The columns of row i but for one."""

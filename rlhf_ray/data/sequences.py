@@ -28,6 +28,8 @@ class Pairs:
 
     chosen: Sequences
     rejected: Sequences
+    margins: NDArray[np.float32] | None = None
+    """[N] how far apart the scores should be, at least 0; None where the data does not say."""
 
     def __post_init__(self) -> None:
         if len(self.chosen) != len(self.rejected):
@@ -44,11 +46,13 @@ class Pairs:
     @property
     def nbytes(self) -> int:
         """Bytes of both sides."""
-        return self.chosen.nbytes + self.rejected.nbytes
+        margins = 0 if self.margins is None else self.margins.nbytes
+        return self.chosen.nbytes + self.rejected.nbytes + margins
 
     def select(self, rows: Any) -> Self:
         """The given pairs, in the given order (copies)."""
-        return type(self)(self.chosen.select(rows), self.rejected.select(rows))
+        margins = None if self.margins is None else self.margins[np.asarray(rows, dtype=np.int64)]
+        return type(self)(self.chosen.select(rows), self.rejected.select(rows), margins)
 
 
 def join_sequences(prompts: list[list[int]], responses: list[list[int]]) -> Sequences:

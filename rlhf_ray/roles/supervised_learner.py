@@ -1,7 +1,7 @@
 """The learners of the stages before PPO: supervised fine-tuning on demonstrations, reward modelling on preferences."""
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -94,12 +94,19 @@ class RewardModelLearner(SupervisedLearner):
 
     model_config: ModelConfig
 
+    def __init__(self, config: LearnerConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
+                 batch_size: int, kind: Literal["sigmoid", "logexp"] = "sigmoid") -> None:
+        """`kind` is that of `losses.pairwise_loss`."""
+        super().__init__(config, model, rank, world, seed, total_steps, batch_size)
+        self.kind = kind
+
     def build(self) -> PackedScalarModel:
         """The backbone with a new scalar head."""
         return PackedScalarModel(load_scalar_model(self.model_config, new_head=True))
 
     def loss(self, part: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean pairwise loss, with accuracy, mean score and mean margin (chosen minus rejected)."""
+        """Mean pairwise loss, beyond the pairs' margins if they have any; with accuracy, mean score and mean margin
+        (chosen minus rejected)."""
         both = Sequences.concat([part.chosen, part.rejected])
         tokens = torch.as_tensor(both.tokens.astype(np.int64), device=self.engine.device)
         packing = Packing.of(both.lengths, self.engine.device)
@@ -108,7 +115,8 @@ class RewardModelLearner(SupervisedLearner):
         margin = (chosen - rejected).detach()
         stats = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(),
                  "score": torch.cat([chosen, rejected]).detach().mean()}
-        return pairwise_loss(chosen, rejected), stats
+        asked = None if part.margins is None else torch.as_tensor(part.margins, device=margin.device)
+        return pairwise_loss(chosen, rejected, asked, self.kind), stats
 
     def count(self, part: Pairs) -> float:
         """Pairs."""

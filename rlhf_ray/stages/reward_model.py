@@ -25,7 +25,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
                           f"rows of data.max_tokens={config.data.max_tokens}; raise it to at least twice that")
     return run_supervised(SupervisedStage(
         config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
-        method="preferences",
+        method="preferences", options={"kind": config.training.loss},
         card=lambda step, metrics: ModelCardInfo(
             stage="reward_model", step=step, base_model=config.model.path,
             trained_on=f"preference pairs in {Path(config.data.path).name}", metrics=metrics,

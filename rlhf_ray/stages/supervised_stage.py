@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
@@ -36,6 +36,8 @@ class SupervisedStage:
     method: str
     """The reader's method that gives training rows, held-out rows and (row count, report)."""
     card: Callable[[int, Mapping[str, float]], ModelCardInfo]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What this stage's learner takes besides what all take."""
 
 
 def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
@@ -75,7 +77,7 @@ async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProg
         f"{stage.name}_learner", stage.learner, config.learner,
         lambda rank: {"config": config.learner, "model": config.model, "rank": rank, "world": config.learner.workers,
                       "seed": config.run.seed, "total_steps": config.run.steps,
-                      "batch_size": config.training.batch_size},
+                      "batch_size": config.training.batch_size, **stage.options},
         goodbye="leave",
     )
     progress.note(f"starting {len(learners)} learner(s) and reading {config.data.path}")

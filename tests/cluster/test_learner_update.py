@@ -465,13 +465,13 @@ def sft_loss(model, rows):
 
 
 def pair_loss(model, pairs):
-    """-log sigmoid(chosen - rejected) (Stiennon et al. 2020)."""
+    """-log sigmoid(chosen - rejected - margin) (Stiennon et al. 2020; Touvron et al. 2023)."""
     def score(side, i):
         tokens = torch.from_numpy(side.row(i, "tokens").astype(np.int64))
         return model.score(model.model(tokens[None]).last_hidden_state[0, -1])[0]
 
-    margins = torch.stack([score(pairs.chosen, i) - score(pairs.rejected, i) for i in range(len(pairs))])
-    return -logsigmoid(margins).mean()
+    distances = torch.stack([score(pairs.chosen, i) - score(pairs.rejected, i) for i in range(len(pairs))])
+    return -logsigmoid(distances - (0 if pairs.margins is None else torch.from_numpy(pairs.margins))).mean()
 
 
 def plain_supervised(model, data, loss):
@@ -494,9 +494,10 @@ def test_supervised_updates_are_plain_torch_s(ranks, files, world, zero, budget)
     assert_same_update(expected, before, learners.weights())
 
 
+@pytest.mark.parametrize("margins", [None, np.linspace(0, 2, 9, dtype=np.float32)], ids=["plain", "margins"])
 @pytest.mark.parametrize(("world", "zero", "budget"), SUPERVISED)
-def test_reward_model_updates_are_plain_torch_s(ranks, files, world, zero, budget):
-    train = Pairs(make_sequences(3), make_sequences(4))
+def test_reward_model_updates_are_plain_torch_s(ranks, files, world, zero, budget, margins):
+    train = Pairs(make_sequences(3), make_sequences(4), margins)
     learners = ranks.make(world, "RewardModelLearner", supervised_arguments(files.reward, zero, budget))
     before = learners.weights()
     learners.do("take", train, Pairs(make_sequences(5), make_sequences(6)))

@@ -71,6 +71,27 @@ def test_bad_rows_are_named_by_line(write_jsonl, tokenizer):
         load(tokenizer, write_jsonl(good, pair("We", "a", "b", chosen_finished="perhaps")))
 
 
+def test_margins_stay_with_their_pairs(write_jsonl, tokenizer):
+    rows = [pair("We", " saw", " read", margin=0.5), pair("We", " saw", " saw", margin=1), pair("I", " ran", " sat",
+                                                                                                margin="2.5")]
+    train, _, _ = load(tokenizer, write_jsonl(*rows), margin="margin")
+    assert train.margins.dtype == np.float32 and train.margins.tolist() == [0.5, 2.5]
+    assert train.select([1, 0]).margins.tolist() == [2.5, 0.5]
+    assert train.nbytes == train.chosen.nbytes + train.rejected.nbytes + 8
+    assert load(tokenizer, write_jsonl(*rows))[0].margins is None, "a margin is used where it is asked for"
+
+
+@pytest.mark.parametrize(("value", "said"), [
+    (None, "line 2: no column 'margin'; the row has .*'prompt'"), ("much", "line 2: column 'margin' must be a finite"),
+    (True, "not True"), (float("inf"), "finite"), (-0.25, r"line 2: column 'margin' is -0.25; .*exchange chosen and"),
+])
+def test_a_margin_that_is_none_is_named(write_jsonl, tokenizer, value, said):
+    rows = [pair("We", " saw", " read", margin=1), pair("I", " ran", " sat", **({} if value is None else
+                                                                                  {"margin": value}))]
+    with pytest.raises(DataError, match=said):
+        load(tokenizer, write_jsonl(*rows), margin="margin")
+
+
 def test_held_out_pairs_share_no_prompt_with_training_pairs(write_jsonl, tokenizer):
     rows = [pair(f"We saw {i % 40}", f" chosen {i}", f" rejected {i}") for i in range(200)]
     train, held, _ = load(tokenizer, write_jsonl(*rows), held_out=0.2)

@@ -1,0 +1,79 @@
+"""The reward-model stage on pairs with margins: what it reports is the loss worked out on the model that it leaves."""
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import RewardModelConfig
+from rlhf_ray.observability.metrics import read_metrics
+
+pytestmark = pytest.mark.cluster
+MARGINS = [0.0, 0.5, 3.0, 1.25]
+
+
+@pytest.fixture(scope="module")
+def run(files, tmp_path_factory):
+    """(directory, rows, summary) of one update on pairs with margins, half of them held out."""
+    from rlhf_ray.stages import reward_model
+
+    root = tmp_path_factory.mktemp("margins")
+    rows = [{"prompt": f"w{5 + i} w9", "chosen": f"w{20 + i} w30", "rejected": f"w{40 + i}", "gap": MARGINS[i % 4]}
+            for i in range(16)]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "run": {"dir": str(root / "run"), "steps": 2},
+        "cluster": {"dashboard": False, "object_store_mb": 128},
+        "model": {"path": str(files.policy)},
+        "data": {"path": str(root / "pairs.jsonl"), "max_tokens": 16, "held_out": 0.5, "margin": "gap"},
+        "training": {"batch_size": 8, "loss": "logexp"},
+        "learner": {"micro_batch_tokens": 64, "optimizer": {"learning_rate": 0.003}},
+        "logging": {"ray_metrics": False, "tensorboard": False},
+        "checkpoint": {"every": 0},
+    }
+    (root / "rm.yaml").write_text(yaml.safe_dump(settings))
+    summary = reward_model.run(load(RewardModelConfig, root / "rm.yaml", []))
+    return root / "run", rows, summary
+
+
+def distances(directory, rows):
+    """Score of the chosen less that of the rejected response, each row on its own."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(directory / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+
+    def score(row, side):
+        tokens = tokenizer(f"{row['prompt']} {row[side]}")["input_ids"] + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            return float(model.score(model.model(torch.tensor([tokens])).last_hidden_state[0, -1]))
+
+    return [score(row, "chosen") - score(row, "rejected") for row in rows]
+
+
+def test_the_held_out_loss_is_beyond_each_pairs_margin(run):
+    directory, rows, summary = run
+    held = held_out(rows)
+    found = distances(directory, held)
+    losses = [math.log1p(math.exp(row["gap"] - distance)) for row, distance in zip(held, found, strict=True)]
+    assert summary["loss"] == pytest.approx(sum(losses) / len(held), abs=1e-5)
+    without = sum(math.log1p(math.exp(-distance)) for distance in found) / len(held)
+    assert abs(summary["loss"] - without) > 0.1, "without margins the number would be another"
+
+
+def test_accuracy_is_of_the_ranking_alone(run):
+    directory, rows, summary = run
+    found = distances(directory, held_out(rows))
+    assert summary["accuracy"] == pytest.approx(sum(distance > 0 for distance in found) / len(found))
+    assert {"reward_model/loss", "reward_model/accuracy"} <= read_metrics(directory)[0].keys()
+
+
+def held_out(rows):
+    """The rows that the loader holds out."""
+    from rlhf_ray.data.preferences import held_out_rows
+
+    kept = held_out_rows([row["prompt"] for row in rows], 0.5)
+    return [row for row, out in zip(rows, kept, strict=True) if out]
