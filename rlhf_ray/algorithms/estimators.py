@@ -23,7 +23,7 @@ class ScoredResponses:
     """What an estimator may look at."""
 
     scores: Tensor
-    """[B] one score per response, penalties and clip included."""
+    """[B] what falls on each response's last token, penalties and clip included."""
     penalties: Tensor
     """[B, T] added to every token's reward: minus coefficient times KL, or zeros where the KL is in the loss."""
     mask: Tensor
@@ -37,10 +37,23 @@ class ScoredResponses:
     """GAE's lambda, of all rows or `[B]` of each."""
     critic_lam: float | None = None
     """Lambda of the returns that the critic learns; None for that of the advantages."""
+    step_rewards: Tensor | None = None
+    """[B, T] rewards of single tokens, beside the score: those of a process reward model. None without any."""
 
-    def rewards(self, scores: Tensor | None = None) -> Tensor:
-        """[B, T] token rewards: penalties everywhere, the score (or `scores` in its place) on the last True token."""
-        return token_rewards(self.scores if scores is None else scores, -self.penalties, self.mask, 1.0)
+    @property
+    def outcomes(self) -> Tensor:
+        """[B] everything that a response was given, as one number: its score and its step rewards."""
+        scores = wide(self.scores)
+        return scores if self.step_rewards is None else scores + select(self.step_rewards, self.mask).sum(-1)
+
+    def rewards(self) -> Tensor:
+        """[B, T] token rewards: penalties and step rewards where they fall, the score on the last True token."""
+        rewards = self.outcome_rewards(self.scores)
+        return rewards if self.step_rewards is None else rewards + select(self.step_rewards, self.mask)
+
+    def outcome_rewards(self, outcomes: Tensor) -> Tensor:
+        """[B, T] token rewards with one number per response, on the last True token, in place of all but penalties."""
+        return token_rewards(outcomes, -self.penalties, self.mask, 1.0)
 
 
 def estimate(name: str, responses: ScoredResponses) -> Result:
@@ -76,8 +89,8 @@ def reinforce(responses: ScoredResponses) -> Result:
 
 
 def reinforce_baseline(responses: ScoredResponses) -> Result:
-    """Discounted returns of the score less its group's mean; token penalties are not compared with the group's."""
-    centred = responses.rewards(group_advantages(responses.scores, responses.groups, "mean"))
+    """Discounted returns of the outcome less its group's mean; token penalties are not compared with the group's."""
+    centred = responses.outcome_rewards(group_advantages(responses.outcomes, responses.groups, "mean"))
     returns = discounted_returns(responses.rewards(), responses.mask, responses.gamma)
     return discounted_returns(centred, responses.mask, responses.gamma), returns
 
@@ -98,8 +111,8 @@ def group_centred(responses: ScoredResponses) -> Result:
 
 
 def _totals(responses: ScoredResponses) -> Tensor:
-    """[B] score plus all token penalties: a sequence is one action, and its reward one number."""
-    return wide(responses.scores) + select(responses.penalties, responses.mask).sum(-1)
+    """[B] outcome plus all token penalties: a sequence is one action, and its reward one number."""
+    return responses.outcomes + select(responses.penalties, responses.mask).sum(-1)
 
 
 def _on_every_token(responses: ScoredResponses, advantages: Tensor) -> Result:

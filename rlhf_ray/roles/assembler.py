@@ -99,14 +99,16 @@ class Assembler:
             column[rollout.response_mask] = micro.responses.from_grid(cells).numpy()
             return column
 
-        lengths = micro.responses.lengths
+        lengths, rewards = micro.responses.lengths, scores.rewards
+        steps = None if rewards.token_rewards is None else grid(rewards.token_rewards)
         kl = approx_kl(grid(scores.policy.values), grid(scores.reference.values), a.kl.estimator)
         advantages, returns = estimate(a.estimator, ScoredResponses(
-            scores=self._row_scores(rollout, scores.rewards, terms, lengths),
+            scores=self._row_scores(rollout, _rest(rewards.scores, steps), terms, lengths),
             penalties=torch.zeros_like(kl) if a.kl_in_loss else -terms.kl_coef * kl,
             mask=micro.mask, groups=prompt_groups(rollout.keys),
             values=None if values is None else grid(values.values), gamma=a.gamma,
             lam=a.lam if a.lam_alpha is None else length_adaptive_lambda(lengths, a.lam_alpha), critic_lam=a.lam_critic,
+            step_rewards=None if steps is None else self._clipped(steps / terms.score_deviation),
         ))
         return Experience(
             offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=rollout.response_mask,
@@ -116,15 +118,20 @@ class Assembler:
         )
 
     def _row_scores(
-        self, rollout: Rollout, rewards: RewardScores, terms: RewardTerms, lengths: torch.Tensor
+        self, rollout: Rollout, scores: torch.Tensor, terms: RewardTerms, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """[N] the reward model's scores: normalised, less the penalties of how a response ended, clipped."""
-        a, scores = self.algorithm, (torch.tensor(rewards.scores) - terms.score_mean) / terms.score_deviation
+        """[N] what falls on the last tokens: scores normalised, less the penalties of how a response ended, clipped."""
+        a, scores = self.algorithm, (scores - terms.score_mean) / terms.score_deviation
         if a.missing_eos_penalty:
             scores -= a.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
         if a.overlong_buffer:
             scores += a.overlong_penalty * overlong_penalty(lengths, self._longest, a.overlong_buffer)
-        return scores if a.reward_clip is None else scores.clamp(-a.reward_clip, a.reward_clip)
+        return self._clipped(scores)
+
+    def _clipped(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Each reward by itself, within ± reward_clip."""
+        bound = self.algorithm.reward_clip
+        return rewards if bound is None else rewards.clamp(-bound, bound)
 
     def _summary(self, rollout: Rollout, scores: Scores, experience: Experience, keep_texts: int) -> ExperienceSummary:
         mask, offsets = rollout.response_mask, rollout.offsets[:-1]
@@ -150,6 +157,12 @@ class Assembler:
         from rlhf_ray.data.judge import judge_scores
 
         return judge_scores(list(responses))
+
+
+def _rest(scores: np.ndarray, steps: torch.Tensor | None) -> torch.Tensor:
+    """[N] what `[N, L]` rewards of single tokens leave of the scores: it falls on the last token."""
+    whole = torch.tensor(scores)
+    return whole if steps is None else whole - steps.sum(-1)
 
 
 def prompt_groups(keys: Sequence[SampleKey]) -> torch.Tensor:

@@ -88,6 +88,49 @@ def test_without_penalties_the_scores_alone_are_compared(name):
     assert advantages.tolist() == spread([1.5 * factor, -1.5 * factor, -2.0 * factor, 2.0 * factor])
 
 
+STEPS = torch.tensor([[1.0, 0.0, NAN], [2.0, NAN, -1.0], [0.0, 4.0, 0.0], [1.0, NAN, NAN]])
+# With them token rewards are [0, 2], [2.5, -0.5], [-1, 4, 3], [5]; outcomes 5, 2, 6, 7; totals 2, 2, 6, 5.
+STEP_RETURNS = [[1.0, 2.0, 0.0], [2.25, 0.0, -0.5], [1.75, 5.5, 3.0], [5.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_pp"])
+def test_step_rewards_count_from_their_token_on_backwards(name):
+    advantages, returns = estimate(name, responses(values=None, step_rewards=STEPS))
+    assert advantages.tolist() == returns.tolist() == STEP_RETURNS
+
+
+def test_gae_takes_step_rewards_where_they_fall():
+    rewards = torch.tensor([[0.0, 2.0, 0.0], [2.5, 0.0, -0.5], [-1.0, 4.0, 3.0], [5.0, 0.0, 0.0]])
+    expected = gae(rewards, VALUES, MASK, GAMMA, 0.8)
+    found = estimate("gae", responses(step_rewards=STEPS))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("name", "rows"), [
+    ("rloo", [0.0, 0.0, 1.0, -1.0]),
+    ("dr_grpo", [0.0, 0.0, 0.5, -0.5]),
+    ("grpo", [0.0, 0.0, 0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]),
+])
+def test_group_estimators_compare_sums_of_step_rewards(name, rows):
+    advantages, returns = estimate(name, responses(values=None, step_rewards=STEPS))
+    torch.testing.assert_close(advantages, torch.tensor(spread(rows)))
+    assert returns.tolist() == STEP_RETURNS
+
+
+def test_reinforce_baseline_compares_sums_of_step_rewards_too():
+    advantages, _ = estimate("reinforce_baseline", responses(values=None, step_rewards=STEPS))
+    # Outcomes less their groups' means 3.5 and 6.5: 1.5, -1.5, -0.5, 0.5.
+    assert advantages.tolist() == [[-1.25, -0.5, 0], [-0.5, 0, -2.0], [-0.875, 0.25, 0.5], [-1.5, 0, 0]]
+
+
+@pytest.mark.parametrize("name", list(ESTIMATORS))
+def test_a_step_reward_on_the_last_token_is_a_score(name):
+    last = torch.tensor([[0.0, 4.0, NAN], [0.0, NAN, 1.0], [0.0, 0.0, 2.0], [6.0, NAN, NAN]])
+    found = estimate(name, responses(scores=torch.zeros(4), step_rewards=last))
+    for one, other in zip(found, estimate(name, responses()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_a_failed_reward_stays_visible(name):
     advantages, _ = estimate(name, responses(scores=torch.tensor([NAN, 1.0, 2.0, 6.0])))
@@ -112,14 +155,15 @@ def test_padding_and_order_of_rows_change_nothing(name, seed):
     g = torch.Generator().manual_seed(seed)
     mask, groups = torch.rand(6, 4, generator=g) < 0.7, torch.tensor([0, 0, 1, 1, 1, 0])
     penalties, values = torch.randn(2, 6, 4, generator=g).unbind()
-    whole = ScoredResponses(torch.randn(6, generator=g), penalties, mask, groups, values, 0.9, 0.8)
+    steps = torch.randn(6, 4, generator=g)
+    whole = ScoredResponses(torch.randn(6, generator=g), penalties, mask, groups, values, 0.9, 0.8, step_rewards=steps)
     order = torch.randperm(6, generator=g)
 
     def changed(x, fill=NAN):
         return torch.nn.functional.pad(x[order].masked_fill(~mask[order], fill), (2, 1), value=fill)
 
     moved = ScoredResponses(whole.scores[order], changed(penalties), changed(mask, False), groups[order],
-                            changed(values), 0.9, 0.8)
+                            changed(values), 0.9, 0.8, step_rewards=changed(steps))
     for plain, other in zip(estimate(name, whole), estimate(name, moved), strict=True):
         torch.testing.assert_close(other[:, 2:-1], plain[order])
         assert (other[:, :2] == 0).all() and (plain[~mask] == 0).all()

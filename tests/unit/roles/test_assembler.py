@@ -41,28 +41,29 @@ def two_rows() -> Rollout:
 def assemble(two_rows, policy_model):
     """assemble(keep_texts, judge, **changes of the algorithm) -> (experience, summary)."""
 
-    def run(keep_texts=0, judge=None, ranks=1, terms=RewardTerms(COEF), **changes):  # noqa: B008
+    def run(keep_texts=0, judge=None, ranks=1, terms=RewardTerms(COEF), steps=None, **changes):  # noqa: B008
         algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **changes)
         assembler = Assembler(algorithm, LoggingConfig(judge=judge), policy_model, LONGEST)
         assembler.start()
         whole = [TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, VALUES)]
         parts = [part.select([i]) for part in whole for i in (0, 1)] if ranks == 2 else whole
         reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
-        return assembler.assemble(terms, keep_texts, ranks, two_rows, RewardScores(column(SCORES)), reference, *parts)
+        rewards = RewardScores(column(SCORES), token_rewards=None if steps is None else column(steps))
+        return assembler.assemble(terms, keep_texts, ranks, two_rows, rewards, reference, *parts)
 
     return run
 
 
-def expected_advantages(scores=SCORES, lams=(LAM, LAM)):
-    """Equation 16 of Schulman et al. 2016, spelled out token by token."""
+def expected_advantages(scores=SCORES, lams=(LAM, LAM), steps=(0,) * 10):
+    """Equation 16 of Schulman et al. 2016, spelled out token by token; scores fall on last tokens, beside steps."""
     # Row 0, log-ratios 0.5, -1.0 and 0.0; the score lies on the last response token, which is </s>.
-    r = [-COEF * 0.5, -COEF * -1.0, -COEF * 0.0 + scores[0]]
+    r = [-COEF * 0.5 + steps[1], -COEF * -1.0 + steps[2], -COEF * 0.0 + steps[3] + scores[0]]
     v = VALUES[1:4]
     d = [r[0] + GAMMA * v[1] - v[0], r[1] + GAMMA * v[2] - v[1], r[2] - v[2]]
     c = GAMMA * lams[0]
     first = [d[0] + c * d[1] + c * c * d[2], d[1] + c * d[2], d[2]]
     # Row 1, log-ratios 1.0 and 0.25; the gap of two inserted tokens is stepped over undiscounted.
-    r = [-COEF * 1.0, -COEF * 0.25 + scores[1]]
+    r = [-COEF * 1.0 + steps[6], -COEF * 0.25 + steps[9] + scores[1]]
     v = [VALUES[6], VALUES[9]]
     d = [r[0] + GAMMA * v[1] - v[0], r[1] - v[1]]
     second = [d[0] + GAMMA * lams[1] * d[1], d[1]]
@@ -121,6 +122,34 @@ def test_scores_are_normalised_first_then_penalised_then_clipped(assemble):
     experience, summary = assemble(terms=terms, missing_eos_penalty=1.0, reward_clip=2.25)
     assert experience.advantages == pytest.approx(expected_advantages([1.0, -2.25]), abs=1e-6)
     assert summary.scores.tolist() == SCORES
+
+
+STEPS = [0, 1.0, 0, 0.5, 0, 0, -3.0, 0, 0, 0]
+"""Rewards of single tokens: of the scores 3 and -2 they leave 1.5 and 1 to the last tokens."""
+
+
+def test_what_single_tokens_leave_of_the_score_falls_on_the_last(assemble):
+    experience, summary = assemble(steps=STEPS)
+    assert experience.advantages == pytest.approx(expected_advantages([1.5, 1.0], steps=STEPS), abs=1e-6)
+    assert summary.scores.tolist() == SCORES
+
+
+def test_token_rewards_are_scaled_like_the_scores_whose_mean_is_taken_off_once(assemble):
+    experience, _ = assemble(steps=STEPS, terms=RewardTerms(COEF, score_mean=1.0, score_deviation=2.0))
+    expected = expected_advantages([(1.5 - 1) / 2, 0.0], steps=[s / 2 for s in STEPS])
+    assert experience.advantages == pytest.approx(expected, abs=1e-6)
+
+
+def test_every_token_s_reward_is_clipped_by_itself(assemble):
+    experience, _ = assemble(steps=STEPS, reward_clip=0.75)
+    clipped = [max(-0.75, min(0.75, s)) for s in STEPS]
+    assert experience.advantages == pytest.approx(expected_advantages([0.75, 0.75], steps=clipped), abs=1e-6)
+
+
+def test_token_rewards_of_padding_and_gaps_do_not_exist(assemble):
+    loud = [9.0 if not m else s for s, m in zip(STEPS, MASK, strict=True)]
+    one, other = assemble(steps=STEPS)[0], assemble(steps=loud)[0]
+    assert one.advantages.tolist() == other.advantages.tolist()
 
 
 def test_lambda_may_follow_the_length(assemble):
