@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.workload import SEED, experience, model_config
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig
+from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
 from rlhf_ray.records import Experience
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
@@ -14,7 +14,7 @@ ROWS = 128
 LEARNING_RATE = 1e-5
 ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=4, whiten_advantages=False)
 """Four optimizer steps of 32 rows a turn. (Whitening happens once an update and is not what is compared.)"""
-LEARNER = LearnerConfig(micro_batch_tokens=1536, optimizer=OptimizerConfig(learning_rate=LEARNING_RATE))
+LEARNER = PolicyConfig(micro_batch_tokens=1536, optimizer=OptimizerConfig(learning_rate=LEARNING_RATE))
 """Micro-batches as in the quickstart."""
 
 

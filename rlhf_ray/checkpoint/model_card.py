@@ -38,6 +38,8 @@ class ModelCardInfo:
     """Final numbers by name."""
     reward_model: str | None = None
     """Path or Hub name of the reward model, for PPO."""
+    weights: str | None = None
+    """Which weights these are, where they are not the trained ones as they stand."""
     license: str | None = None
     """Hub licence id; a model inherits what its base and data allow, so none is assumed."""
     clock: Callable[[], datetime] = utc_now
@@ -59,12 +61,13 @@ def model_card(info: ModelCardInfo, name: str) -> ModelCard:
 
 def _text(info: ModelCardInfo, name: str) -> str:
     reward = f"\n- Reward model: `{info.reward_model}`" if info.reward_model else ""
+    weights = f"\n- Weights: {info.weights}" if info.weights else ""
     return f"""# {name}
 
 Made by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {info.clock().date().isoformat()}.
 
 - Base model: `{info.base_model}`{reward}
-- Trained on: {info.trained_on}
+- Trained on: {info.trained_on}{weights}
 
 ## Loading
 

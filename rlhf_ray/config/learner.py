@@ -51,3 +51,11 @@ class LearnerConfig(PlacementConfig):
             raise ValueError("offload_optimizer moves optimizer state off a GPU and needs gpus > 0 and zero_stage 1 to "
                              f"3; here gpus={self.gpus:g} and zero_stage={self.zero_stage}")
         return self
+
+
+class PolicyConfig(LearnerConfig):
+    """The policy under training."""
+
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keep an exponential moving average of the weights, updated with this decay after each optimizer step (Ouyang et
+    al. 2022, app. C.4: 0.992, as in DeepSpeed-Chat and OpenRLHF), and export it as model_ema/; off when empty."""

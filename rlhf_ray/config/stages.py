@@ -9,7 +9,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.learner import LearnerConfig, PolicyConfig
 from rlhf_ray.config.loop import (
     BufferConfig,
     CheckpointConfig,
@@ -183,7 +183,7 @@ class PPOConfig(StageConfig):
     """Frozen reward model."""
     assembler: PlacementConfig = Field(default_factory=lambda: PlacementConfig(cpus=0.05))
     """Turns rollouts and scores into experience."""
-    policy: LearnerConfig = Field(default_factory=LearnerConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
     """The policy under training."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
     """The critic under training; an `algorithm.estimator` without a critic starts none."""

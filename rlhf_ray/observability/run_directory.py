@@ -31,6 +31,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.model_ema = self.path / "model_ema"
         self.evaluation = self.path / "evaluation.json"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
@@ -58,7 +59,8 @@ class RunDirectory:
     def traces(self) -> list[str]:
         """Names of what an earlier run left here and a new one would overwrite."""
         files = [f for f in (self.metrics, self.ledger, self.summary) if f.is_file() and f.stat().st_size]
-        folders = [d for d in (self.samples, self.checkpoints, self.model) if d.is_dir() and any(d.iterdir())]
+        kept = (self.samples, self.checkpoints, self.model, self.model_ema)
+        folders = [d for d in kept if d.is_dir() and any(d.iterdir())]
         return [f.name for f in files] + [d.name + "/" for d in folders]
 
     def finished_stage(self) -> str | None:

@@ -3,7 +3,7 @@
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,7 @@ class Learner:
             path.mkdir(parents=True, exist_ok=True)
             self.engine.save(path)
             torch.save(rng_state(), path / f"rng_{self.rank}.pt")
+            self.save_more(path)
         except (OSError, RuntimeError) as error:
             if is_disk_full(error, path):
                 raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {path}") from error
@@ -127,6 +128,13 @@ class Learner:
         path = Path(directory)
         self.engine.load(path)
         set_rng_state(torch.load(path / f"rng_{self.rank}.pt", weights_only=True))
+        self.load_more(path)
+
+    def save_more(self, path: Path) -> None:
+        """Write what a subclass keeps beside the engine, into the same directory."""
+
+    def load_more(self, path: Path) -> None:
+        """Take back what `save_more` wrote."""
 
     def weight_buckets(self, bucket_bytes: int) -> int:
         """Plan publications in buckets of at most `bucket_bytes`, in the model's own precision; returns how many."""
@@ -144,12 +152,19 @@ class Learner:
         tensors = self.engine.gather(names)
         return tensors if self.rank == 0 else None
 
-    def export(self, directory: str, card: ModelCardInfo) -> None:
-        """Write the model in Hugging Face format and its own precision (rank 0; the others help gather it)."""
+    def export(
+        self, directory: str, card: ModelCardInfo,
+        gather: Callable[[list[str]], dict[str, Tensor] | None] | None = None,
+    ) -> None:
+        """Write the model in Hugging Face format and its own precision (rank 0; the others help gather it).
+
+        Args:
+            gather: gives whole tensors by name where they are not the present weights; called on every rank.
+        """
         names = [name for name, _ in self.engine.parameter_shapes()]
         state = {}
         for name in names:
-            gathered = self._gather([name]) or {}
+            gathered = (gather or self._gather)([name]) or {}
             state.update({name: t.to(getattr(torch, self.published_dtype)) for name, t in gathered.items()})
         if self.rank:
             return

@@ -1,5 +1,6 @@
 """The policy under training: old log-probabilities, clipped policy updates, and its weights for the generators."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -7,13 +8,17 @@ from torch import Tensor
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, denominator, masked_mean
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.engine.ema import WeightAverage
+from rlhf_ray.engine.train_engine import StepResult
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.meter import Meter
 from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_tokens, share_of
 from rlhf_ray.roles.updates import run_update, training_batch
 
@@ -21,11 +26,21 @@ from rlhf_ray.roles.updates import run_update, training_batch
 class PolicyLearner(Learner):
     """One rank of the policy."""
 
-    def __init__(self, config: LearnerConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
+    config: PolicyConfig
+
+    def __init__(self, config: PolicyConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
                  algorithm: AlgorithmConfig, temperature: float) -> None:
         super().__init__(config, model, rank, world, seed, total_steps)
         self.algorithm, self.temperature = algorithm, temperature
         self.kl_coef = 0.0
+        self.average: WeightAverage | None = None
+
+    def start(self, address: str, timeout_s: float) -> dict[str, float]:
+        """As `Learner.start`; the average of the weights begins with the weights."""
+        told = super().start(address, timeout_s)
+        if self.config.ema_decay is not None:
+            self.average = WeightAverage(self.engine.module, self.config.ema_decay)
+        return told
 
     def build(self) -> PackedLanguageModel:
         """The language model, answering with log-probabilities at the sampling temperature."""
@@ -50,6 +65,13 @@ class PolicyLearner(Learner):
         # Where no bonus needs the exact entropy, the sampled one is free: minus the mean log-probability.
         stats.metrics.setdefault("entropy", -float(batch.old_logprobs[batch.response_mask].mean()))
         return stats
+
+    def optimize(self, mini_batch: Batch, meter: Meter) -> StepResult:
+        """As `Learner.optimize`; the average takes the new weights in."""
+        result = super().optimize(mini_batch, meter)
+        if self.average:
+            self.average.update()
+        return result
 
     def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """PPO's clipped loss of some rows, with the KL penalty if it stands here and the entropy bonus if it weighs."""
@@ -82,3 +104,20 @@ class PolicyLearner(Learner):
     def measured(self, part: Batch) -> float:
         """Response tokens, however the loss is aggregated."""
         return float(part.response_mask.sum())
+
+    def export_average(self, directory: str, card: ModelCardInfo) -> None:
+        """Write the average of the weights as `export` writes the weights; needs `policy.ema_decay`."""
+        average = self.average
+        if average is None:
+            raise ValueError("there is no average to export without policy.ema_decay")
+        self.export(directory, card, lambda names: average.gather(names, self.engine.gather))
+
+    def save_more(self, path: Path) -> None:
+        """The average of the weights."""
+        if self.average:
+            self.average.save(path / f"average_{self.rank}.pt")
+
+    def load_more(self, path: Path) -> None:
+        """Errors as in `WeightAverage.load`."""
+        if self.average:
+            self.average.load(path / f"average_{self.rank}.pt")

@@ -1,6 +1,7 @@
 """`rlhf-ray ppo`: proximal policy optimisation against a reward model."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                     samples_before = coordinator.state.samples
                     await coordinator.run()
                     seconds = time.perf_counter() - started
-                    await team.policy.values("export", str(directory.model.absolute()), _card(config, evaluations))
+                    await _export(config, team, directory, _card(config, evaluations))
         finally:
             metrics.close()
     return {
@@ -146,6 +147,15 @@ async def _resume(coordinator: Coordinator, store: CheckpointStore, resume_at: i
     await coordinator.weights.publish(coordinator.state.step)
     coordinator.progress.note(f"resuming after step {coordinator.state.step}")
     coordinator.pipeline.start_again(open_places)
+
+
+async def _export(config: PPOConfig, team: Team, directory: RunDirectory, card: ModelCardInfo) -> None:
+    """Write model/ and, where an average is kept, model_ema/."""
+    await team.policy.values("export", str(directory.model.absolute()), card)
+    if config.policy.ema_decay is not None:
+        average = replace(card, metrics={}, weights=f"exponential moving average, decay {config.policy.ema_decay:g} an "
+                                                    "optimizer step; not evaluated by itself")
+        await team.policy.values("export_average", str(directory.model_ema.absolute()), average)
 
 
 def _card(config: PPOConfig, evaluations: EvaluationLog) -> ModelCardInfo:

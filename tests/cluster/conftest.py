@@ -112,7 +112,7 @@ def ppo_settings(files: Files, directory: Path) -> dict[str, Any]:
         "logging": {"ray_metrics": False, "tensorboard": True, "samples_per_step": 2},
         "generator": {"workers": 2, "chunk": 4, "max_sequences": 8, "kv_cache_mb": 8,
                       "sampling": {"max_tokens": RESPONSE_TOKENS}},
-        "policy": {**learner, "zero_stage": 1},
+        "policy": {**learner, "zero_stage": 1, "ema_decay": 0.9},
         "critic": {**learner, "zero_stage": 2},
         "algorithm": {"epochs": 2, "mini_batches": 2,
                       "kl": {"coef": 0.1, "kind": "adaptive", "target": 0.5, "horizon": 100}},

@@ -45,6 +45,13 @@ class LearnerBench:
         names = [shape[0] for shape in engine.parameter_shapes()]
         return {name: tensor.numpy().copy() for name, tensor in engine.gather(names).items()}
 
+    def average(self) -> dict[str, np.ndarray]:
+        """Whole averages of the policy's weights by name (collective)."""
+        engine = self._learner.engine
+        names = [shape[0] for shape in engine.parameter_shapes()]
+        found = self._learner.average.gather(names, engine.gather)
+        return {name: tensor.numpy().copy() for name, tensor in found.items()}
+
     def leave(self) -> None:
         """Leave the process group."""
         distributed.leave()

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig
+from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import CriticConfig, StageConfig
@@ -210,9 +210,9 @@ class Ranks:
         """The learners' answers, by rank."""
         return self._values("do", method, *args)
 
-    def weights(self):
+    def weights(self, which="weights"):
         """Rank 0's view of the weights; all ranks must agree."""
-        found = self._values("weights")
+        found = self._values(which)
         for other in found[1:]:
             assert all(np.array_equal(other[name], found[0][name]) for name in other)
         return found[0]
@@ -251,8 +251,8 @@ def algorithm(**changes):
 
 
 def policy_arguments(files, zero=1, budget=LARGE, checkpointing=False, algo=None, optimizer=OPTIMIZER):
-    config = LearnerConfig(workers=1, zero_stage=zero, micro_batch_tokens=budget, gradient_checkpointing=checkpointing,
-                           optimizer=optimizer)
+    config = PolicyConfig(workers=1, zero_stage=zero, micro_batch_tokens=budget, gradient_checkpointing=checkpointing,
+                          optimizer=optimizer)
     return {"config": config, "model": ModelConfig(path=str(files.tied)), "seed": SEED, "total_steps": 100,
             "algorithm": algo or algorithm(), "temperature": TEMPERATURE}
 

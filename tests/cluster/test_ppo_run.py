@@ -40,8 +40,8 @@ def model(finished):
 
 def test_the_directory_holds_what_a_run_promises(finished):
     names = {path.name for path in finished.directory.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "samples", "tensorboard", "checkpoints", "model", "report.html",
-                     "summary.json", "evaluation.json"}
+    assert names == {"config.yaml", "metrics.jsonl", "samples", "tensorboard", "checkpoints", "model", "model_ema",
+                     "report.html", "summary.json", "evaluation.json"}
     assert {path.name for path in (finished.directory / "checkpoints").iterdir()} == {"step_2", "step_4"}
     resolved = yaml.safe_load((finished.directory / "config.yaml").read_text())
     assert resolved["buffer"]["capacity_samples"] == SAMPLES and resolved["run"]["steps"] == STEPS
@@ -107,6 +107,14 @@ def test_the_exported_weights_are_the_last_checkpoint_s(finished, files):
     assert all(torch.equal(tensor, learned[f"model.{name}"]) for name, tensor in exported.items())
     first = load_file(files.policy / "model.safetensors")
     assert max(float((exported[name] - first[name]).abs().max()) for name in first) > 0.01
+
+
+def test_the_exported_average_lies_between_where_the_weights_began_and_where_they_ended(finished, files):
+    first, last, average = (load_file(directory / "model.safetensors") for directory in (
+        files.policy, finished.directory / "model", finished.directory / "model_ema"))
+    steps = [float((average[name] - last[name]).norm() / (first[name] - last[name]).norm()) for name in last]
+    assert 0.1 < np.mean(steps) < 0.9, "16 optimizer steps at a decay of 0.9"
+    assert "exponential moving average" in (finished.directory / "model_ema/README.md").read_text()
 
 
 def test_transformers_loads_the_model_and_generates_with_it(finished, model):

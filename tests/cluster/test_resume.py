@@ -24,7 +24,7 @@ def resumed(finished, configure, tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("resumed") / "run"
     shutil.copytree(finished.directory, directory)
-    for file in ("model", "summary.json", "report.html"):
+    for file in ("model", "model_ema", "summary.json", "report.html"):
         shutil.rmtree(directory / file) if (directory / file).is_dir() else (directory / file).unlink()
     flip_a_byte(directory / "checkpoints/step_4/policy_learner/engine/zero_pp_rank_1_mp_rank_00_optim_states.pt")
     warnings: list[str] = []
@@ -57,9 +57,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(resumed):
     assert any("passing over a damaged checkpoint" in w and "step_4" in w and "zero_pp_rank_1" in w for w in warnings)
 
 
-def test_the_resumed_run_ends_with_the_same_weights_bit_for_bit(finished, resumed):
+@pytest.mark.parametrize("model", ["model", "model_ema"])
+def test_the_resumed_run_ends_with_the_same_weights_bit_for_bit(finished, resumed, model):
     directory, _ = resumed
-    first, second = ((d / "model/model.safetensors").read_bytes() for d in (finished.directory, directory))
+    first, second = ((d / model / "model.safetensors").read_bytes() for d in (finished.directory, directory))
     assert first == second
 
 

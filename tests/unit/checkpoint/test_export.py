@@ -202,6 +202,11 @@ def test_the_model_card_links_a_hub_base_model_only(tmp_path, monkeypatch):
     assert "AutoModelForSequenceClassification" in model_card(hub, "model").text
 
 
+def test_the_model_card_says_which_weights_these_are_where_they_are_others():
+    assert "- Weights: an average" in model_card(card(weights="an average"), "model").text
+    assert "Weights:" not in model_card(card(), "model").text
+
+
 def test_the_code_in_the_model_card_runs(trained, tmp_path):
     """The card's own lines load the export and give a number or a text."""
     model, tokenizer, auto = trained

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.records import Batch, offsets_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -36,7 +36,7 @@ def loss_of():
     """loss_of(batch, kl_coef, **algorithm) -> (loss, stats, gradient at the three response tokens)."""
 
     def run(part, kl_coef=0.0, **changes):
-        learner = PolicyLearner(LearnerConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(**changes), 1.0)
+        learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(**changes), 1.0)
         new = torch.tensor(NEW, requires_grad=True)
         learner.engine = SimpleNamespace(device="cpu", forward=lambda *_: (new, None))
         learner.kl_coef = kl_coef
@@ -99,7 +99,7 @@ def test_the_ratio_is_the_configured_one(loss_of):
 
 
 def test_an_update_remembers_its_coefficient(monkeypatch):
-    learner = PolicyLearner(LearnerConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
+    learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
     whole = batch()
     monkeypatch.setattr("rlhf_ray.roles.policy_learner.training_batch", lambda parts, whiten: parts[0])
     monkeypatch.setattr("rlhf_ray.roles.policy_learner.run_update", lambda *_: SimpleNamespace(metrics={}))
