@@ -63,7 +63,7 @@ def prompts(directory: Path, count: int) -> Prompts:
     texts = make_openings(count, SEED)
     tokens = load_tokenizer(model_config(directory))(texts, add_special_tokens=False)["input_ids"]
     return Prompts(offsets=offsets_of([len(t) for t in tokens]), tokens=flat_tokens(tokens), texts=texts,
-                   metadata=[{} for _ in texts])
+                   metadata=[{} for _ in texts], rows=np.arange(count))
 
 
 def rows(directory: Path, count: int, seed: int) -> Sequences:

@@ -119,13 +119,16 @@ class SampleKey:
 
 @dataclass(frozen=True)
 class Prompts(Ragged):
-    """A table of tokenised prompts. Lives in the object store; the coordinator speaks of its row numbers only."""
+    """Tokenised prompts: some rows of a data set. The coordinator passes on references to them and speaks of their
+    numbers only."""
 
     tokens: NDArray[np.int32] = per_token()
     texts: list[str] = per_row()
     """[N] prompt text as the tokenizer saw it."""
     metadata: list[dict[str, Any]] = per_row()
     """[N] the other columns of the data row (an answer to check, a domain, ...)."""
+    rows: NDArray[np.int64] = per_row()
+    """[N] int64 row numbers in the data set: what `SampleKey.row` names."""
     messages: list[list[dict[str, Any]]] | None = field(default=None, metadata={"axis": "row"})
     """[N] the prompts as chat messages, where the data set has messages; None where it has texts."""
 

@@ -2,11 +2,11 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.loop import EvaluationConfig
 from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.records import SampleKey
 
 TEXTS = 8
@@ -24,12 +24,12 @@ class Evaluation:
 class Evaluator:
     """Generates a response to every held-out prompt and sums up what the scorers and the judge say."""
 
-    def __init__(self, config: EvaluationConfig, pipeline: Pipeline, prompts: Any, rows: int) -> None:
+    def __init__(self, config: EvaluationConfig, pipeline: Pipeline, prompts: PromptSource) -> None:
         self.config, self._pipeline, self._prompts = config, pipeline, prompts
-        self.rows = rows
+        self.rows = prompts.rows
         generator = pipeline.config.generator
         self._room = asyncio.Semaphore(generator.workers * max(2, 2 * generator.max_sequences // generator.chunk))
-        self._keys = [SampleKey(0, row, 0) for row in range(rows)]
+        self._keys = [SampleKey(0, row, 0) for row in range(prompts.rows)]
 
     async def measure(self) -> Evaluation:
         """Evaluate the policy that the generators hold now."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.team import Rotation, Team
 from rlhf_ray.errors import BufferError
@@ -32,7 +33,8 @@ class Scored:
 class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and hands out batches."""
 
-    def __init__(self, config: PPOConfig, team: Team, state: RunState, buffer: ReplayBuffer, prompts: Any) -> None:
+    def __init__(self, config: PPOConfig, team: Team, state: RunState, buffer: ReplayBuffer,
+                 prompts: PromptSource) -> None:
         self.config, self.team, self.state, self.buffer = config, team, state, buffer
         self._prompts = prompts
         self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness)
@@ -126,8 +128,9 @@ class Pipeline:
             self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
             reservation = again
 
-    async def score(self, keys: list[SampleKey], seed: int, prompts: Any) -> Scored:
+    async def score(self, keys: list[SampleKey], seed: int, source: PromptSource) -> Scored:
         """Generate a chunk and have it scored by the frozen models, side by side."""
+        prompts = (await source.of(keys)).ref
         rank = self._generators.take(len(keys))
         try:
             rollout = await self.team.done(
@@ -136,8 +139,8 @@ class Pipeline:
         finally:
             self._generators.give_back(rank, len(keys))
         reference, reward = await asyncio.gather(
-            self._ask(self._reference, "logprobs", rollout.ref, "reference"),
-            self._ask(self._reward, "score", rollout.ref, "reward"),
+            self._ask(self._reference, "reference", "logprobs", rollout.ref),
+            self._ask(self._reward, "reward", "score", rollout.ref, prompts),
         )
         return Scored(rollout, reference, reward)
 
@@ -158,9 +161,9 @@ class Pipeline:
             self._assembler.give_back(rank, 1)
         return call.ref, summary
 
-    async def _ask(self, rotation: Rotation, method: str, ref: Any, phase: str) -> Call:
+    async def _ask(self, rotation: Rotation, phase: str, method: str, *refs: Any) -> Call:
         rank = rotation.take(1)
         try:
-            return await self.team.done(rotation.group.call(rank, method, ref), phase)
+            return await self.team.done(rotation.group.call(rank, method, *refs), phase)
         finally:
             rotation.give_back(rank, 1)

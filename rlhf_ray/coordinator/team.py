@@ -1,4 +1,4 @@
-"""The workers of a PPO run by role, and the one prompt table they all read."""
+"""The workers of a PPO run by role, and whose turn it is."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -53,17 +53,20 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, leading: boo
 
 
 def encode_prompts(rows: Rows, column: str, tokenizer: PreTrainedTokenizerBase, *,
-                   may_be_empty: bool = False) -> tuple[list[str], list[list[int]]]:
+                   may_be_empty: bool = False, chat: bool | None = None) -> tuple[list[str], list[list[int]]]:
     """([N] prompt texts as the tokenizer saw them, [N] token ids) of a column of texts or of chat messages.
 
     Messages `[{"role": ..., "content": ...}, ...]` go through the tokenizer's chat template, which then asks for the
-    assistant's turn; the first row decides which of the two kinds all rows must be.
+    assistant's turn; the first row of the data set decides which of the two kinds all rows must be.
+
+    Args:
+        chat: whether the first row of the data set held messages; None when it is among these.
 
     Raises:
         DataError: a row that is neither a text nor messages, or not of the first row's kind.
         ModelError: messages, but the tokenizer has no chat template or the template refuses them.
     """
-    if not isinstance(rows.value(0, column), list):
+    if not (holds_messages(rows, column) if chat is None else chat):
         texts = [rows.text(i, column, may_be_empty=may_be_empty) for i in range(len(rows))]
         return texts, encode(tokenizer, texts, leading=True)
     if not tokenizer.chat_template:
@@ -72,6 +75,11 @@ def encode_prompts(rows: Rows, column: str, tokenizer: PreTrainedTokenizerBase, 
                          "with one")
     texts = [_render(tokenizer, _messages(rows, i, column), rows.place(i)) for i in range(len(rows))]
     return texts, encode(tokenizer, texts, leading=False)  # templates write the leading tokens themselves
+
+
+def holds_messages(rows: Rows, column: str) -> bool:
+    """Whether the first row holds chat messages in `column`; otherwise it should be a text."""
+    return isinstance(rows.value(0, column), list)
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], place: str) -> str:

@@ -1,17 +1,18 @@
-"""Prompts for PPO and for evaluation: the table of them, the order in which a run visits it, and each sample's seed."""
+"""Prompts for PPO and for evaluation: how they are read, the order in which a run visits them, each sample's seed."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.data.encoding import encode_prompts, flat_tokens
-from rlhf_ray.data.report import LoadReport, keep_rows
-from rlhf_ray.data.rows import read_rows
+from rlhf_ray.data.encoding import encode_prompts, flat_tokens, holds_messages
+from rlhf_ray.data.report import LoadReport
+from rlhf_ray.data.rows import stream_rows
 from rlhf_ray.errors import CheckpointError, DataError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 
@@ -19,29 +20,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, LoadReport]:
-    """The prompts a run trains on; see `read_prompts`."""
-    return read_prompts(config.path, config.column, tokenizer, max_tokens=config.max_tokens, split=config.split,
-                        limit=config.limit)
-
-
-def read_prompts(path: str, column: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, split: str = "train",
-                 limit: int | None = None) -> tuple[Prompts, LoadReport]:
-    """A table of tokenised prompts in file order, and what was left out (prompts of more than `max_tokens` tokens).
+def stream_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, report: LoadReport) -> Iterator[Prompts]:
+    """Blocks of tokenised prompts in file order, numbered from 0; `report` says afterwards what was left out (prompts
+    of more than `max_tokens` tokens).
 
     Raises:
         DataError: a file or row that cannot be used (named), or no prompt left.
         ModelError: chat messages that the tokenizer has no template for.
     """
-    rows = read_rows(path, split, limit)
-    texts, tokens = encode_prompts(rows, column, tokenizer)
-    lengths = np.array([len(t) for t in tokens], dtype=np.int64)
-    kept, report = keep_rows(
-        rows, {"no tokens": lengths == 0, f"longer than max_tokens={max_tokens}": lengths > max_tokens},
-        fix=f"The shortest prompt has {lengths.min()} tokens; raise max_tokens or shorten the prompts")
-    return Prompts(
-        offsets=offsets_of(lengths[kept]), tokens=flat_tokens([tokens[i] for i in kept]),
-        texts=[texts[i] for i in kept], metadata=[rows.others(i, column) for i in kept]), report
+    chat, shortest = None, np.inf
+    for rows in stream_rows(config.path, config.split, config.limit):
+        chat = holds_messages(rows, config.column) if chat is None else chat
+        texts, tokens = encode_prompts(rows, config.column, tokenizer, chat=chat)
+        lengths = np.array([len(t) for t in tokens], dtype=np.int64)
+        shortest, first = min(shortest, lengths.min()), report.kept
+        kept = report.keep(rows, {
+            "no tokens": lengths == 0, f"longer than max_tokens={config.max_tokens}": lengths > config.max_tokens})
+        yield Prompts(
+            offsets=offsets_of(lengths[kept]), tokens=flat_tokens([tokens[i] for i in kept]),
+            texts=[texts[i] for i in kept], metadata=[rows.others(i, config.column) for i in kept],
+            rows=np.arange(first, report.kept))
+    report.require_rows(f"The shortest prompt has {shortest} tokens; raise max_tokens or shorten the prompts")
 
 
 def sample_seed(run_seed: int, key: SampleKey) -> int:

@@ -1,8 +1,8 @@
-"""What became of the rows of a data set while it was loaded: every row is kept or named here."""
+"""What became of the rows of a data set while it was loaded: every row is kept, or counted here under a reason."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,46 +11,74 @@ from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import DataError
 
 NAMED_LINES = 5
-"""Line numbers spelled out per reason; the others are counted."""
+"""Line numbers that the sentence spells out per reason."""
+REMEMBERED_LINES = 100
+"""Line numbers kept per reason; the others are counted, so that a report of millions of rows stays small."""
 
 
-@dataclass(frozen=True)
+@dataclass
+class LeftOut:
+    """Rows left out for one reason."""
+
+    count: int = 0
+    lines: list[int] = field(default_factory=list)
+    """Line numbers of the first of them, in file order."""
+
+    def __str__(self) -> str:
+        named = ", ".join(map(str, self.lines[:NAMED_LINES])) + (", ..." if self.count > NAMED_LINES else "")
+        return f"line{'s' if self.count > 1 else ''} {named}"
+
+
+@dataclass
 class LoadReport:
-    """Rows read, rows kept, and the lines of the rows left out by reason."""
+    """Rows read, rows kept, and the lines of rows left out by reason. Grows block by block while rows are read."""
 
     source: str
-    rows: int
-    kept: int
-    left_out: dict[str, list[int]]
-    """Reason to line numbers (all of them), in file order. Reasons that left nothing out are absent."""
+    rows: int = 0
+    kept: int = 0
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
+    """By reason, in the order in which reasons were first met. Reasons that left nothing out are absent."""
 
     def __str__(self) -> str:
         parts = [f"{self.source}: {self.kept} of {self.rows} rows used"]
-        for reason, lines in self.left_out.items():
-            named = ", ".join(map(str, lines[:NAMED_LINES])) + (", ..." if len(lines) > NAMED_LINES else "")
-            parts.append(f"{len(lines)} left out: {reason} (line{'s' if len(lines) > 1 else ''} {named})")
+        parts += [f"{found.count} left out: {reason} ({found})" for reason, found in self.left_out.items()]
         return "; ".join(parts)
+
+    def keep(self, rows: Rows, reasons: dict[str, NDArray[np.bool_]]) -> NDArray[np.int64]:
+        """The numbers `[K]` of the rows of a block that no reason leaves out; a row counts for its first reason.
+
+        Args:
+            reasons: what is wrong, to `[N]` True where it is.
+        """
+        out = np.zeros(len(rows), dtype=bool)
+        for reason, wrong in reasons.items():
+            if (fresh := np.flatnonzero(wrong & ~out)).size:
+                found = self.left_out.setdefault(reason, LeftOut())
+                found.count += len(fresh)
+                found.lines += [rows.lines[i] for i in fresh[: REMEMBERED_LINES - len(found.lines)]]
+            out |= wrong
+        self.rows += len(rows)
+        self.kept += int((~out).sum())
+        return np.flatnonzero(~out)
+
+    def require_rows(self, fix: str) -> None:
+        """Check that something is left to train on.
+
+        Args:
+            fix: what to do when nothing is left.
+
+        Raises:
+            DataError: no row is left.
+        """
+        if not self.kept:
+            raise DataError(f"no row is left. {self}. {fix}")
 
 
 def keep_rows(rows: Rows, reasons: dict[str, NDArray[np.bool_]], fix: str) -> tuple[NDArray[np.int64], LoadReport]:
-    """The numbers `[K]` of the rows that no reason leaves out, and the report; a row counts for its first reason.
-
-    Args:
-        reasons: what is wrong, to `[N]` True where it is.
-        fix: what to do when nothing is left.
-
-    Raises:
-        DataError: no row is left.
-    """
-    out = np.zeros(len(rows), dtype=bool)
-    left_out: dict[str, list[int]] = {}
-    for reason, wrong in reasons.items():
-        if (fresh := np.flatnonzero(wrong & ~out)).size:
-            left_out[reason] = [rows.lines[i] for i in fresh]
-        out |= wrong
-    report = LoadReport(rows.source, len(rows), int((~out).sum()), left_out)
-    if not report.kept:
-        raise DataError(f"no row is left. {report}. {fix}")
-    return np.flatnonzero(~out), report
+    """`LoadReport.keep` and `require_rows` for rows that were read at once."""
+    report = LoadReport(rows.source)
+    kept = report.keep(rows, reasons)
+    report.require_rows(fix)
+    return kept, report
 
 

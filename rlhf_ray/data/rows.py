@@ -20,6 +20,8 @@ from rlhf_ray.errors import DataError
 
 Numbered = Iterator[tuple[int, dict[str, Any]]]
 """(line number from 1, row)."""
+BLOCK = 1000
+"""Rows that are read, tokenised and written together."""
 
 
 @dataclass(frozen=True)
@@ -113,28 +115,39 @@ def checked_text(value: Any, place: str, column: str, *, may_be_empty: bool = Fa
 
 
 def read_rows(path: str, split: str = "train", limit: int | None = None) -> Rows:
-    """All rows, or the first `limit`, of a local .jsonl/.json (JSON lines), .csv or .parquet file or a Hub data set.
+    """All rows, or the first `limit`, at once; otherwise as `stream_rows`."""
+    blocks = list(stream_rows(path, split, limit))
+    return Rows(path, [r for block in blocks for r in block.records], [n for block in blocks for n in block.lines])
+
+
+def stream_rows(path: str, split: str = "train", limit: int | None = None) -> Iterator[Rows]:
+    """Blocks of rows, all or the first `limit`, of a local .jsonl/.json (JSON lines), .csv or .parquet file or a Hub
+    data set. No more than a block is in memory at a time.
 
     Raises:
         DataError: nothing there, not readable, a malformed row (named by line), or no rows at all.
     """
+    numbered, found = islice(_open(path, split), limit), False
+    while block := list(islice(numbered, BLOCK)):
+        found = True
+        yield Rows(path, [record for _, record in block], [line for line, _ in block])
+    if not found:
+        raise DataError(f"{path}: no rows; give a file with at least one")
+
+
+def _open(path: str, split: str) -> Numbered:
     readers = {".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet}
     file = Path(path).expanduser()
     if file.is_file():
         if file.suffix.lower() not in readers:
             raise DataError(f"{path}: unknown format {file.suffix!r}; name the file .jsonl, .csv or .parquet")
-        numbered = readers[file.suffix.lower()](file)
-    elif file.is_dir():
+        return readers[file.suffix.lower()](file)
+    if file.is_dir():
         raise DataError(f"{path} is a directory; name one .jsonl, .csv or .parquet file")
-    elif file.suffix.lower() in readers or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+    if file.suffix.lower() in readers or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise DataError(f"no such file: {path} (looked from {Path.cwd()}); write it first (`rlhf-ray quickstart` makes "
                         "a set of its own) or correct the path in the configuration")
-    else:
-        numbered = _read_hub(path, split)
-    kept = list(islice(numbered, limit))
-    if not kept:
-        raise DataError(f"{path}: no rows; give a file with at least one")
-    return Rows(path, [record for _, record in kept], [line for line, _ in kept])
+    return _read_hub(path, split)
 
 
 def _read_json_lines(file: Path) -> Numbered:

@@ -1,18 +1,16 @@
-"""Reads data sets beside the tokenizer, so that the driver never holds them: tables go straight to the object store."""
+"""Reads what supervised stages train on, so that the driver never holds it: rows go straight to the object store."""
 
 from typing import Any
 
 import numpy as np
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.preferences import load_preferences
-from rlhf_ray.data.prompts import load_prompts
 from rlhf_ray.data.sequences import Pairs, Sequences
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.records import Prompts
 
 
 class DataReader:
@@ -25,11 +23,6 @@ class DataReader:
         """Load the tokenizer."""
         self._tokenizer = load_tokenizer(self._model)
         return {"vocabulary": len(self._tokenizer), "digest": tokenizer_digest(self._tokenizer)}
-
-    def prompts(self, config: PromptsConfig) -> tuple[Prompts, tuple[int, str]]:
-        """The prompt table, its row count and the loader's report."""
-        table, report = load_prompts(config, self._tokenizer)
-        return table, (len(table), str(report))
 
     def demonstrations(self, config: DemonstrationsConfig) -> tuple[Sequences, Sequences, tuple[int, str]]:
         """Training rows, held-out rows (the last ones), the number of training rows and the loader's report."""

@@ -98,7 +98,7 @@ class Generator:
         """Draw one response per key, in the order of `keys`. Calls may overlap and are batched together.
 
         Args:
-            prompts: the whole table; `key.row` names a row of it.
+            prompts: the rows of the data set that the keys name (each once), found by `prompts.rows`.
             sampling: instead of the configured one, as for evaluation.
 
         Raises:
@@ -109,7 +109,9 @@ class Generator:
         engine, receiver = self._running()
         receiver.require_ready()
         chosen = sampling or self._generation.sampling
-        requests = [self._request(prompts, key, run_seed, chosen) for key in keys]
+        places = {row: i for i, row in enumerate(prompts.rows.tolist())}
+        requests = [self._request(prompts.row(places[key.row], "tokens").tolist(), key, run_seed, chosen)
+                    for key in keys]
         return as_rollout(keys, requests, await engine.sample(requests))
 
     async def score(self, rollout: Rollout) -> TokenScores:
@@ -172,8 +174,7 @@ class Generator:
             raise WorkerError(f"{self.name} is not running; call start first")
         return self._engine, self._receiver
 
-    def _request(self, prompts: Prompts, key: SampleKey, run_seed: int, sampling: SamplingConfig) -> SampleRequest:
-        prompt = prompts.row(key.row, "tokens").tolist()
+    def _request(self, prompt: list[int], key: SampleKey, run_seed: int, sampling: SamplingConfig) -> SampleRequest:
         room = self._max_context - len(prompt)
         if not prompt or room < 1:
             raise DataError(

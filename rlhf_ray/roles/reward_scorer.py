@@ -10,7 +10,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import RewardError
 from rlhf_ray.models.loading import load_scalar_model
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
-from rlhf_ray.records import RewardScores, Rollout
+from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan
 
 
@@ -30,8 +30,11 @@ class RewardScorer:
         return {"pid": os.getpid(), "seconds": time.perf_counter() - began}
 
     @torch.no_grad()
-    def score(self, rollout: Rollout) -> RewardScores:
+    def score(self, rollout: Rollout, prompts: Prompts | None = None) -> RewardScores:
         """One float32 score per row.
+
+        Args:
+            prompts: the rows that the rollout's keys name, with their metadata; a reward model needs neither.
 
         Raises:
             RewardError: a score is NaN or infinite; names the samples.

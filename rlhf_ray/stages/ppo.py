@@ -13,6 +13,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState, kl_controller
 from rlhf_ray.coordinator.stop import StopRequest
@@ -25,7 +26,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.ppo_team import PromptTable, spawn_team, start_team
+from rlhf_ray.stages.ppo_team import spawn_team, start_team
 from rlhf_ray.stages.preflight import check_context, check_data_file, check_model, check_same_tokens
 from rlhf_ray.stages.supervised import newest_step
 from rlhf_ray.stages.workplace import run_stage, workplace
@@ -73,8 +74,8 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
             with stop.listening():
                 async with workplace(config) as place:
                     team = spawn_team(config, place)
-                    tables = await start_team(config, place, team, progress)
-                    coordinator = _coordinator(config, team, tables, directory, store, metrics, progress, stop,
+                    prompts = await start_team(config, place, team, progress)
+                    coordinator = _coordinator(config, team, prompts, directory, store, metrics, progress, stop,
                                                evaluations, resume_at)
                     await _resume(coordinator, store, resume_at)
                     started = time.perf_counter()
@@ -92,11 +93,11 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
 
 
 def _coordinator(
-    config: PPOConfig, team: Team, tables: tuple[PromptTable, PromptTable | None], directory: RunDirectory,
+    config: PPOConfig, team: Team, prompts: tuple[PromptSource, PromptSource | None], directory: RunDirectory,
     store: CheckpointStore, metrics: MetricsWriter, progress: StageProgress, stop: StopRequest,
     evaluations: EvaluationLog, resume_at: int | None,
 ) -> Coordinator:
-    training, held_out = tables
+    training, held_out = prompts
     buffer_config = config.buffer
     state = RunState(kl_controller(config.algorithm.kl),
                      PromptCursor(training.rows, config.run.seed, config.prompts.shuffle))
@@ -105,10 +106,10 @@ def _coordinator(
         buffer_config.capacity_mb * 2**20 if buffer_config.capacity_mb else None,
         config.coordinator.max_staleness, buffer_config.lease_timeout_s,
     )
-    pipeline = Pipeline(config, team, state, buffer, training.ref)
+    pipeline = Pipeline(config, team, state, buffer, training)
     evaluator = None
     if config.evaluation and held_out:
-        evaluator = Evaluator(config.evaluation, pipeline, held_out.ref, held_out.rows)
+        evaluator = Evaluator(config.evaluation, pipeline, held_out)
 
     def note_evaluation(step: int, evaluation: Evaluation) -> None:
         metrics.write(step, {f"eval/{name}": value for name, value in evaluation.metrics.items()})

@@ -2,32 +2,25 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
-from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.workplace import Workplace, start_learners
-
-
-@dataclass(frozen=True)
-class PromptTable:
-    """Prompts in the object store."""
-
-    ref: Any
-    rows: int
 
 
 def spawn_team(config: PPOConfig, place: Workplace) -> Team:
@@ -79,42 +72,37 @@ def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
 
 async def start_team(
     config: PPOConfig, place: Workplace, team: Team, progress: StageProgress
-) -> tuple[PromptTable, PromptTable | None]:
+) -> tuple[PromptSource, PromptSource | None]:
     """Load all models and read the prompts, everything at the same time.
 
     Returns:
         training prompts, and evaluation prompts if configured.
     """
-    reader = place.spawn("data_reader", DataReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
-                         lambda _: {"model": config.model})
+    reader = place.spawn("prompt_reader", PromptReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
+                         lambda _: {"model": config.model, "directory": Path(config.run.dir).absolute()})
     workers = sum(map(len, team.groups()))
     progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in team.groups()))
     limit = config.cluster.start_timeout_s
     frozen = (team.generators, team.reference, team.reward, team.assembler)
-    tables, _ = await asyncio.gather(
+    sources, _ = await asyncio.gather(
         _read_prompts(config, reader, progress),
         asyncio.gather(*(group.values("start", timeout_s=limit) for group in frozen),
                        *(start_learners(group, limit) for group in team.learners())),
     )
-    reader.kill()
-    return tables
+    return sources
 
 
 async def _read_prompts(
     config: PPOConfig, reader: WorkerGroup, progress: StageProgress
-) -> tuple[PromptTable, PromptTable | None]:
+) -> tuple[PromptSource, PromptSource | None]:
     await reader.values("start")
-
-    async def read(prompts: PromptsConfig) -> PromptTable:
-        call = reader.call(0, "prompts", prompts, outputs=2)
-        rows, report = await call.value(1)
-        progress.note(report)
-        return PromptTable(call.ref, rows)
-
-    evaluation, training = config.evaluation, await read(config.prompts)
+    evaluation, training = config.evaluation, await PromptSource.open(reader, "training", config.prompts)
+    progress.note(training.report)
     if evaluation is None:
         return training, None
-    return training, await read(PromptsConfig(
+    held_out = await PromptSource.open(reader, "evaluation", PromptsConfig(
         path=evaluation.prompts, split=evaluation.split, column=evaluation.column,
         max_tokens=config.prompts.max_tokens, limit=evaluation.limit,
     ))
+    progress.note(held_out.report)
+    return training, held_out

@@ -3,18 +3,20 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PreferencesStageConfig
+from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Rotation
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 from rlhf_ray.records import SampleKey
-from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
+from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.stages.preflight import check_context, check_data_file, check_model
 from rlhf_ray.stages.workplace import Workplace, run_stage, workplace
 
@@ -49,8 +51,8 @@ async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[
 async def _sample_pairs(config: PreferencesStageConfig) -> tuple[list[dict[str, Any]], int]:
     async with workplace(config) as place:
         sampler = await _Sampler.start(config, place)
-        with StageProgress("preferences", sampler.rows) as progress:
-            progress.note(sampler.report)
+        with StageProgress("preferences", sampler.prompts.rows) as progress:
+            progress.note(sampler.prompts.report)
             pairs, left_out = await sampler.sample_all(progress)
             progress.note(f"{len(pairs)} pairs, {left_out} left out with a margin under {config.pairs.min_margin}")
     return pairs, left_out
@@ -71,27 +73,24 @@ class _Sampler:
         )
         self._ranker = place.spawn("pair_ranker", PairRanker, pool,
                                    lambda _: {"model": model, "min_margin": config.pairs.min_margin})
-        self._reader = place.spawn("data_reader", DataReader, pool, lambda _: {"model": model})
+        self._reader = place.spawn("prompt_reader", PromptReader, pool,
+                                   lambda _: {"model": model, "directory": Path(config.run.dir).absolute()})
         self._rotation = Rotation(self._generators)
-        self._prompts: Any = None
-        self.rows = 0
-        self.report = ""
-        """What the loader says about the prompts."""
+        self.prompts: PromptSource
 
     @classmethod
     async def start(cls, config: PreferencesStageConfig, place: Workplace) -> "_Sampler":
         """All workers ready and the prompts read."""
         self = cls(config, place)
         await asyncio.gather(*(g.values("start") for g in (self._generators, self._ranker, self._reader)))
-        call = self._reader.call(0, "prompts", config.prompts, outputs=2)
-        self.rows, self.report = await call.value(1)
-        self._prompts = call.ref
+        self.prompts = await PromptSource.open(self._reader, "training", config.prompts)
         return self
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
         """All pairs in the order of their prompts, and how many were left out."""
         per_chunk = max(1, self._config.generator.chunk // 2)
-        chunks = [range(i, min(i + per_chunk, self.rows)) for i in range(0, self.rows, per_chunk)]
+        count = self.prompts.rows
+        chunks = [range(i, min(i + per_chunk, count)) for i in range(0, count, per_chunk)]
         room = asyncio.Semaphore(len(self._generators) * max(2, 2 * self._config.generator.max_sequences
                                                              // self._config.generator.chunk))
         finished = 0
@@ -110,9 +109,10 @@ class _Sampler:
 
     async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
+        prompts = await self.prompts.of(keys)
         rank = self._rotation.take(len(keys))
         try:
-            call = self._generators.call(rank, "generate", self._prompts, keys, self._config.run.seed)
+            call = self._generators.call(rank, "generate", prompts.ref, keys, self._config.run.seed)
             await call.done()
         finally:
             self._rotation.give_back(rank, len(keys))

@@ -140,7 +140,7 @@ def look_at_the_end(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Ask every generator, after the run's last step, for its version, its number of tokens made, and some samples."""
     from rlhf_ray.coordinator.loop import Coordinator
 
-    prompts = Prompts(offsets_of([3]), np.array([5, 6, 7], np.int32), [""], [{}])
+    prompts = Prompts(offsets_of([3]), np.array([5, 6, 7], np.int32), [""], [{}], np.arange(1))
     keys = [SampleKey(9, 0, sample) for sample in range(4)]
 
     found: dict[str, list[Any]] = {}

@@ -37,7 +37,7 @@ def make_prompts():
     rng = np.random.default_rng(5)
     lengths = rng.integers(3, 15, ROWS)
     tokens = rng.integers(2, VOCAB, lengths.sum()).astype(np.int32)
-    return Prompts(offsets_of(lengths), tokens, [""] * ROWS, [{} for _ in range(ROWS)])
+    return Prompts(offsets_of(lengths), tokens, [""] * ROWS, [{} for _ in range(ROWS)], np.arange(ROWS))
 
 
 PROMPTS = make_prompts()
@@ -236,12 +236,21 @@ def test_samples_of_one_prompt_differ_and_so_do_runs_and_epochs(loop, running):
     assert len(rows) == 6
 
 
+def test_a_key_finds_its_prompt_by_row_number(loop, running):
+    _, generator, _ = running
+    keys = [SampleKey(0, row, 0) for row in (7, 2, 7)]
+    few = PROMPTS.select([2, 7])
+    rollout, other = (loop.run_until_complete(generator.generate(p, keys, 1)) for p in (few, PROMPTS))
+    assert_same(rollout, other)
+    assert rollout.row(0, "tokens")[: PROMPTS.lengths[7]].tolist() == PROMPTS.row(7, "tokens").tolist()
+
+
 def test_a_prompt_without_room_for_a_response_is_named(loop, running):
     _, generator, _ = running
-    long = Prompts(offsets_of([CONTEXT]), np.full(CONTEXT, 5, np.int32), [""], [{}])
+    long = Prompts(offsets_of([CONTEXT]), np.full(CONTEXT, 5, np.int32), [""], [{}], np.arange(1))
     with pytest.raises(DataError, match=f"row 0 has {CONTEXT} tokens; responses need 1 to {CONTEXT - 1}"):
         loop.run_until_complete(generator.generate(long, [SampleKey(0, 0, 0)], 1))
-    nearly = Prompts(offsets_of([CONTEXT - 2]), np.full(CONTEXT - 2, 5, np.int32), [""], [{}])
+    nearly = Prompts(offsets_of([CONTEXT - 2]), np.full(CONTEXT - 2, 5, np.int32), [""], [{}], np.arange(1))
     rollout = loop.run_until_complete(generator.generate(nearly, [SampleKey(0, 0, 0)], 1))
     assert rollout.response_mask.sum() <= 2
 

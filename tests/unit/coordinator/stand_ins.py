@@ -6,6 +6,7 @@ at once, waits for the results that it was given by reference, and answers when 
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 from rlhf_ray.cluster.calls import Timing
@@ -59,6 +60,16 @@ class StandInGroup:
 
     async def values(self, method: str, *args: Any) -> list[Any]:
         return list(await asyncio.gather(*(call.value() for call in self.call_all(method, *args))))
+
+
+class StandInPrompts:
+    """A prompt source whose answer about a chunk is a name and the chunk's rows, each once."""
+
+    def __init__(self, name: str, rows: int = 0) -> None:
+        self.name, self.rows = name, rows
+
+    async def of(self, keys: list[Any]) -> Any:
+        return SimpleNamespace(ref=(self.name, tuple(sorted({key.row for key in keys}))))
 
 
 async def silent(rank: int, method: str, *args: Any) -> None:

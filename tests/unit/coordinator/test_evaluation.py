@@ -11,7 +11,7 @@ from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
 from rlhf_ray.records import EvaluationPart, SampleKey
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.held_out import summarise
-from tests.unit.coordinator.stand_ins import StandInCall, team_of
+from tests.unit.coordinator.stand_ins import StandInCall, StandInPrompts, team_of
 
 
 def part(scores, lengths, finished, digests, bigrams, kl, reference, gold=None, texts=()):
@@ -68,7 +68,7 @@ class StandInPipeline:
         self.team = team_of(assembler=measure)
 
     async def score(self, keys, seed, prompts):
-        self.asked.append((keys, seed, prompts))
+        self.asked.append((keys, seed, prompts.name))
         await asyncio.sleep(0.01 / len(self.asked))
 
         async def answer(rank, method):
@@ -81,7 +81,7 @@ class StandInPipeline:
 def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):
     async def run():
         pipeline = StandInPipeline(ppo_config(chunk=4))
-        evaluator = Evaluator(EvaluationConfig(prompts="e", seed=99), pipeline, "held out", rows=10)
+        evaluator = Evaluator(EvaluationConfig(prompts="e", seed=99), pipeline, StandInPrompts("held out", rows=10))
         return await evaluator.measure(), await evaluator.measure(), pipeline.asked
 
     one, two, asked = asyncio.run(run())

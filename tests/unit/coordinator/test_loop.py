@@ -10,7 +10,7 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, TrainingError
 from rlhf_ray.records import UpdateStats
-from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, team_of
 from tests.unit.coordinator.test_pipeline import World
 
 
@@ -26,7 +26,8 @@ class Run:
             learners["critic"] = None
         world.team = team_of(generators=world.generators, reward=world._score, reference=world._tell,
                              assembler=world._assemble, **learners)
-        world.pipeline = type(world.pipeline)(config, world.team, world.state, world.buffer, "prompts")
+        world.pipeline = type(world.pipeline)(config, world.team, world.state, world.buffer,
+                                             StandInPrompts("prompts"))
         self.stop = StopRequest(lambda _: None)
         progress = SimpleNamespace(update=lambda *a, **k: None, note=lambda text: None, warn=self.warnings.append)
         self.coordinator = Coordinator(

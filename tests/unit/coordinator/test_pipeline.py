@@ -12,7 +12,7 @@ from rlhf_ray.data.prompts import PromptCursor
 from rlhf_ray.errors import RewardError
 from rlhf_ray.records import RewardTerms
 from rlhf_ray.replay.buffer import ReplayBuffer
-from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, team_of
 
 ROWS = 50
 
@@ -29,13 +29,13 @@ class World:
         self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=True))
         capacity = (config.coordinator.max_staleness + 1) * config.samples_per_step
         self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness, 60.0)
-        self.pipeline = Pipeline(config, self.team, self.state, self.buffer, "prompts")
+        self.pipeline = Pipeline(config, self.team, self.state, self.buffer, StandInPrompts("prompts"))
 
     async def _wait(self):
         await asyncio.sleep(self._random.random() * 0.005)
 
     async def _generate(self, rank, method, prompts, keys, seed):
-        assert (method, prompts) == ("generate", "prompts")
+        assert (method, prompts) == ("generate", ("prompts", tuple(sorted({key.row for key in keys}))))
         self.seeds.append((tuple(keys), seed))
         made = {"keys": keys, "version": self.version}
         await self._wait()
@@ -45,7 +45,8 @@ class World:
         await self._wait()
         return (method, rank)
 
-    async def _score(self, rank, method, rollout):
+    async def _score(self, rank, method, rollout, prompts):
+        assert prompts == ("prompts", tuple(sorted({key.row for key in rollout["keys"]})))
         await self._wait()
         return (method, rank)
 
@@ -123,7 +124,7 @@ def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config,
         world = World(config, summary, ranks=2)
         team = team_of(generators=world.generators, policy=world.policy, reward=world._score, reference=world._tell,
                        critic=None, assembler=world._assemble)
-        world.pipeline = Pipeline(config, team, world.state, world.buffer, "prompts")
+        world.pipeline = Pipeline(config, team, world.state, world.buffer, StandInPrompts("prompts"))
         await world.train()
         return world.parts
 
@@ -215,12 +216,12 @@ def test_the_first_failing_chunk_is_raised(ppo_config, summary):
     async def run():
         world = World(ppo_config(), summary)
 
-        async def refuse(rank, method, rollout):
+        async def refuse(rank, method, rollout, prompts):
             raise RewardError(f"no score for row {rollout['keys'][0].row}")
 
         world.team = team_of(generators=world.generators, policy=world.policy, reward=refuse, reference=world._tell,
                              critic=world._tell, assembler=world._assemble)
-        world.pipeline = Pipeline(ppo_config(), world.team, world.state, world.buffer, "prompts")
+        world.pipeline = Pipeline(ppo_config(), world.team, world.state, world.buffer, StandInPrompts("prompts"))
         try:
             await world.pipeline.next_batch()
         finally:

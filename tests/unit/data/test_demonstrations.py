@@ -6,6 +6,7 @@ import pytest
 
 from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
+from rlhf_ray.data.report import LeftOut
 from rlhf_ray.data.reviews import ReviewFiles
 from rlhf_ray.errors import DataError, ModelError
 
@@ -35,7 +36,7 @@ def test_longer_rows_are_left_out_and_named_counting_the_end_token(write_jsonl, 
     path = write_jsonl({"text": "We saw"}, {"text": "We saw the"})
     sequences, report = load_demonstrations(DemonstrationsConfig(path=path, max_tokens=3), tokenizer)
     assert tokenizer.decode(sequences.tokens) == "We saw<|eos|>"
-    assert report.left_out == {"longer than max_tokens=3": [2]}
+    assert report.left_out == {"longer than max_tokens=3": LeftOut(1, [2])}
     with pytest.raises(DataError, match=r"no row is left.*shortest row has 3 tokens"):
         load_demonstrations(DemonstrationsConfig(path=path, max_tokens=2), tokenizer)
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rlhf_ray.data.report import LoadReport, keep_rows
+from rlhf_ray.data.report import REMEMBERED_LINES, LeftOut, LoadReport, keep_rows
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import DataError
 
@@ -15,13 +15,23 @@ def where(*rows: int) -> np.ndarray:
 def test_each_row_is_kept_or_named_once_under_its_first_reason():
     kept, report = keep_rows(ROWS, {"empty": where(1), "long": where(1, 3), "odd": where()}, fix="")
     assert kept.tolist() == [0, 2]
-    assert report == LoadReport("rows.jsonl", rows=4, kept=2, left_out={"empty": [3], "long": [8]})
+    left_out = {"empty": LeftOut(1, [3]), "long": LeftOut(1, [8])}
+    assert report == LoadReport("rows.jsonl", rows=4, kept=2, left_out=left_out)
 
 
 def test_the_report_reads_as_a_sentence_and_names_the_first_lines():
-    report = LoadReport("rows.jsonl", 10, 3, {"long": [1, 2, 3, 4, 5, 6], "empty": [9]})
+    report = LoadReport("rows.jsonl", 10, 3, {"long": LeftOut(6, [1, 2, 3, 4, 5, 6]), "empty": LeftOut(1, [9])})
     assert str(report) == ("rows.jsonl: 3 of 10 rows used; 6 left out: long (lines 1, 2, 3, 4, 5, ...); "
                            "1 left out: empty (line 9)")
+
+
+def test_a_report_counts_on_over_blocks_and_remembers_the_first_lines_only():
+    report = LoadReport("rows.jsonl")
+    for start in range(1, 4 * REMEMBERED_LINES, 4):
+        block = Rows("rows.jsonl", [{}] * 4, list(range(start, start + 4)))
+        assert report.keep(block, {"long": where(0, 2)}).tolist() == [1, 3]
+    assert (report.rows, report.kept, report.left_out["long"].count) == (4 * REMEMBERED_LINES, 200, 200)
+    assert report.left_out["long"].lines == list(range(1, 2 * REMEMBERED_LINES, 2))
 
 
 def test_no_row_left_is_an_error_with_reasons_and_fix():

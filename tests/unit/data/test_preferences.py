@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rlhf_ray.config.data import PreferencesConfig
 from rlhf_ray.data.preferences import held_out_rows, load_preferences
+from rlhf_ray.data.report import LeftOut
 from rlhf_ray.data.sequences import Pairs
 from rlhf_ray.errors import DataError
 
@@ -44,14 +45,14 @@ def test_an_empty_prompt_is_allowed(write_jsonl, tokenizer):
 def test_equal_sides_are_left_out_counted_and_named(write_jsonl, tokenizer):
     rows = [pair("We", " saw", " saw"), pair("We", " saw", " read"), pair("We", " saw", " saw", chosen_finished=False)]
     train, _, report = load(tokenizer, write_jsonl(*rows))
-    assert report.left_out == {"chosen and rejected are the same": [1]}
+    assert report.left_out == {"chosen and rejected are the same": LeftOut(1, [1])}
     assert len(train) == 2
 
 
 def test_pairs_with_one_longer_side_are_left_out_whole(write_jsonl, tokenizer):
     rows = [pair("We", " saw", " read"), pair("We", " saw", " saw the film"), pair("We", " saw the film", " saw")]
     train, _, report = load(tokenizer, write_jsonl(*rows), max_tokens=3)
-    assert (len(train), report.left_out) == (1, {"a side is longer than max_tokens=3": [2, 3]})
+    assert (len(train), report.left_out) == (1, {"a side is longer than max_tokens=3": LeftOut(2, [2, 3])})
 
 
 def test_an_empty_response_needs_a_row_that_says_how_it_ended(write_jsonl, tokenizer):
@@ -60,7 +61,7 @@ def test_an_empty_response_needs_a_row_that_says_how_it_ended(write_jsonl, token
     rows = [pair("We", " saw", "", rejected_finished=True), pair("We", " saw", "", rejected_finished=False)]
     train, _, report = load(tokenizer, write_jsonl(*rows))
     assert train.rejected.tokens.tolist() == [*tokenizer("We")["input_ids"], END]
-    assert report.left_out == {"a side is neither a text nor finished": [2]}
+    assert report.left_out == {"a side is neither a text nor finished": LeftOut(1, [2])}
 
 
 def test_bad_rows_are_named_by_line(write_jsonl, tokenizer):

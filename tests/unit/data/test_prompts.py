@@ -4,13 +4,21 @@ from typing import Any
 import pytest
 
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.data.prompts import load_prompts, read_prompts, sample_seed
+from rlhf_ray.data.prompt_table import open_prompts
+from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.data.report import LeftOut, LoadReport
 from rlhf_ray.data.reviews import ReviewFiles
 from rlhf_ray.errors import DataError, ModelError
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import Prompts, SampleKey
 
 CHAT = ("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[bot]{% endif %}")
+
+
+def load_prompts(config: PromptsConfig, tokenizer: Any) -> tuple[Prompts, LoadReport]:
+    """The whole table and its report."""
+    table, report = open_prompts(config, tokenizer)
+    return table.rows(range(len(table))), report
 
 
 @pytest.fixture
@@ -38,7 +46,7 @@ def test_longer_prompts_are_left_out_counted_and_named_never_cut(write_jsonl, to
     prompts, report = load_prompts(PromptsConfig(path=path, max_tokens=2), tokenizer)
     assert prompts.texts == ["We saw", "I read"]
     assert prompts.metadata == [{"n": 1}, {"n": 3}]
-    assert report.left_out == {"longer than max_tokens=2": [3]}
+    assert report.left_out == {"longer than max_tokens=2": LeftOut(1, [3])}
 
 
 def test_all_prompts_too_long_is_an_error_that_says_how_long(write_jsonl, tokenizer):
@@ -50,7 +58,7 @@ def test_all_prompts_too_long_is_an_error_that_says_how_long(write_jsonl, tokeni
 
 def test_limit_and_column_are_obeyed(write_jsonl, tokenizer):
     path = write_jsonl({"q": "We saw"}, {"q": "I read"}, {"q": 3})
-    prompts, _ = read_prompts(path, "q", tokenizer, max_tokens=9, limit=2)
+    prompts, _ = load_prompts(PromptsConfig(path=path, column="q", limit=2), tokenizer)
     assert prompts.texts == ["We saw", "I read"]
 
 

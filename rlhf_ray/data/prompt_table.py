@@ -1,0 +1,125 @@
+"""Tokenised prompts on disk, read through a memory map: a million of them take no more memory than a chunk does.
+
+The table is an Arrow file without a name: written once to a temporary file that is unlinked at once, so that it is gone
+with the process that holds it, however that ends. What was read is given back to the page cache after each answer.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.data.encoding import flat_tokens
+from rlhf_ray.data.prompts import stream_prompts
+from rlhf_ray.data.report import LoadReport
+from rlhf_ray.errors import DataError
+from rlhf_ray.records import Prompts, offsets_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptTable:
+    """Rows by number, as many at a time as are asked for."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """
+        Args:
+            file: an Arrow file as `write_blocks` leaves it; may be closed afterwards.
+        """
+        import pyarrow as pa
+
+        self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self._blocks = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
+        counts = [self._blocks.get_batch(i).num_rows for i in range(self._blocks.num_record_batches)]
+        self._starts = offsets_of(counts)
+        self._let_go()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Size on disk."""
+        return len(self._map)
+
+    def rows(self, numbers: Sequence[int]) -> Prompts:
+        """The rows of these numbers, in this order (copies).
+
+        Raises:
+            DataError: no such row.
+        """
+        tokens, texts, metadata = [], [], []
+        for number in numbers:
+            ids, text, other = self._row(number)
+            tokens.append(ids)
+            texts.append(text)
+            metadata.append(other)
+        self._let_go()
+        return Prompts(offsets=offsets_of([len(t) for t in tokens]), tokens=flat_tokens(tokens), texts=texts,
+                       metadata=metadata, rows=np.array(numbers, dtype=np.int64))
+
+    def _let_go(self) -> None:
+        """Take the pages that were read out of the process; they stay in the page cache while there is room."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _row(self, number: int) -> tuple[list[int], str, dict[str, Any]]:
+        if not 0 <= number < len(self):
+            raise DataError(f"no prompt {number}: the table has rows 0 to {len(self) - 1}")
+        block = int(np.searchsorted(self._starts, number, side="right")) - 1
+        batch, i = self._blocks.get_batch(block), number - int(self._starts[block])
+        tokens, text, metadata = (column[i].as_py() for column in batch.columns)
+        return tokens, text, json.loads(metadata)
+
+
+def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
+                 directory: Path | None = None) -> tuple[PromptTable, LoadReport]:
+    """Tokenise a data set into a table, block by block, and say what was left out.
+
+    Args:
+        directory: where the table's bytes lie, for as long as it is open; the system's place for temporary files when
+            None (which on some machines is memory).
+
+    Raises:
+        DataError: a file or row that cannot be used (named), no prompt left, or the disk is full.
+        ModelError: chat messages that the tokenizer has no template for.
+    """
+    report = LoadReport(config.path)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        try:
+            write_blocks(file, stream_prompts(config, tokenizer, report))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DataError(f"{config.path}: the table of tokenised prompts does not fit on the disk of "
+                            f"{directory or tempfile.gettempdir()}; free some space there") from error
+        return PromptTable(file), report
+
+
+def write_blocks(file: BinaryIO, blocks: Iterable[Prompts]) -> None:
+    """Write prompts as an Arrow file, a record batch a block.
+
+    Metadata is kept as JSON, since rows may differ in their columns and types: what JSON has no words for (dates,
+    decimals) becomes text, bytes (pictures, say) become null.
+    """
+    import pyarrow as pa
+
+    schema = pa.schema([("tokens", pa.list_(pa.int32())), ("text", pa.string()), ("metadata", pa.string())])
+    with pa.ipc.new_file(file, schema) as writer:
+        for block in blocks:
+            tokens = pa.ListArray.from_arrays(pa.array(block.offsets.astype(np.int32)), pa.array(block.tokens))
+            metadata = [json.dumps(row, default=_plain) for row in block.metadata]
+            writer.write_batch(pa.record_batch([tokens, pa.array(block.texts), pa.array(metadata)], schema=schema))
+    file.flush()
+
+
+def _plain(value: Any) -> str | None:
+    return None if isinstance(value, (bytes, bytearray, memoryview)) else str(value)
