@@ -57,27 +57,25 @@ class PromptTable:
         Raises:
             DataError: no such row.
         """
-        tokens, texts, metadata = [], [], []
-        for number in numbers:
-            ids, text, other = self._row(number)
-            tokens.append(ids)
-            texts.append(text)
-            metadata.append(other)
+        found = [self._row(number) for number in numbers]
         self._let_go()
-        return Prompts(offsets=offsets_of([len(t) for t in tokens]), tokens=flat_tokens(tokens), texts=texts,
-                       metadata=metadata, rows=np.array(numbers, dtype=np.int64))
+        tokens = [row["tokens"] for row in found]
+        chats = [json.loads(row["messages"]) for row in found if row["messages"] is not None]
+        return Prompts(
+            offsets=offsets_of([len(t) for t in tokens]), tokens=flat_tokens(tokens),
+            texts=[row["text"] for row in found], metadata=[json.loads(row["metadata"]) for row in found],
+            rows=np.array(numbers, dtype=np.int64), messages=chats if len(chats) == len(found) else None)
 
     def _let_go(self) -> None:
         """Take the pages that were read out of the process; they stay in the page cache while there is room."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    def _row(self, number: int) -> tuple[list[int], str, dict[str, Any]]:
+    def _row(self, number: int) -> dict[str, Any]:
         if not 0 <= number < len(self):
             raise DataError(f"no prompt {number}: the table has rows 0 to {len(self) - 1}")
         block = int(np.searchsorted(self._starts, number, side="right")) - 1
         batch, i = self._blocks.get_batch(block), number - int(self._starts[block])
-        tokens, text, metadata = (column[i].as_py() for column in batch.columns)
-        return tokens, text, json.loads(metadata)
+        return {name: column[i].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
 def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
@@ -112,12 +110,15 @@ def write_blocks(file: BinaryIO, blocks: Iterable[Prompts]) -> None:
     """
     import pyarrow as pa
 
-    schema = pa.schema([("tokens", pa.list_(pa.int32())), ("text", pa.string()), ("metadata", pa.string())])
+    texts = ("text", "metadata", "messages")
+    schema = pa.schema([("tokens", pa.list_(pa.int32())), *((name, pa.string()) for name in texts)])
     with pa.ipc.new_file(file, schema) as writer:
         for block in blocks:
             tokens = pa.ListArray.from_arrays(pa.array(block.offsets.astype(np.int32)), pa.array(block.tokens))
             metadata = [json.dumps(row, default=_plain) for row in block.metadata]
-            writer.write_batch(pa.record_batch([tokens, pa.array(block.texts), pa.array(metadata)], schema=schema))
+            chats = [None] * len(block) if block.messages is None else [json.dumps(chat) for chat in block.messages]
+            columns = (pa.array(values, pa.string()) for values in (block.texts, metadata, chats))
+            writer.write_batch(pa.record_batch([tokens, *columns], schema=schema))
     file.flush()
 
 

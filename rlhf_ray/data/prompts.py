@@ -39,7 +39,8 @@ def stream_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, re
         yield Prompts(
             offsets=offsets_of(lengths[kept]), tokens=flat_tokens([tokens[i] for i in kept]),
             texts=[texts[i] for i in kept], metadata=[rows.others(i, config.column) for i in kept],
-            rows=np.arange(first, report.kept))
+            rows=np.arange(first, report.kept),
+            messages=[rows.value(i, config.column) for i in kept] if chat else None)
     report.require_rows(f"The shortest prompt has {shortest} tokens; raise max_tokens or shorten the prompts")
 
 

@@ -33,7 +33,7 @@ def chat_tokenizer(tokenizer_directory) -> Any:
 def test_prompts_keep_order_tokens_texts_and_other_columns(write_jsonl, tokenizer):
     path = write_jsonl({"prompt": "We saw the film and", "answer": 7}, {"prompt": "I read", "answer": None})
     prompts, report = load_prompts(PromptsConfig(path=path), tokenizer)
-    assert prompts.texts == ["We saw the film and", "I read"]
+    assert prompts.texts == ["We saw the film and", "I read"] and prompts.messages is None
     assert prompts.metadata == [{"answer": 7}, {"answer": None}]
     assert [tokenizer.decode(prompts.row(i, "tokens")) for i in range(2)] == prompts.texts
     assert prompts.tokens.dtype.name == "int32" and prompts.offsets[-1] == len(prompts.tokens)
@@ -76,6 +76,7 @@ def test_chat_messages_go_through_the_template_and_ask_for_an_answer(write_jsonl
     assert prompts.texts == ["[system] \n[user] We saw\n[bot]", "[user] I read\n[bot]"]
     assert [chat_tokenizer.decode(prompts.row(i, "tokens")) for i in range(2)] == prompts.texts
     assert prompts.metadata == [{"n": 1}, {}]
+    assert prompts.messages == [messages, [{"role": "user", "content": "I read"}]]
 
 
 @pytest.mark.parametrize(("row", "wrong"), [
