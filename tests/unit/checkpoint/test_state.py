@@ -1,6 +1,7 @@
 """Small state and records come back exactly, without pickle."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def prompts():
         tokens=np.arange(3, dtype=np.int32),
         texts=["ä", "two words"],
         metadata=[{"answer": 4}, {"answer": [1.5, None]}],
+        rows=np.array([7, 3]),
     )
 
 
@@ -125,7 +127,7 @@ def test_records_are_stored_without_pickle(tmp_path):
 
 def test_a_column_of_objects_is_refused(tmp_path):
     record = prompts()
-    broken = Prompts(record.offsets, np.array([1, None, 2]), record.texts, record.metadata)
+    broken = replace(record, tokens=np.array([1, None, 2]))
     with pytest.raises(CheckpointError, match=r"Prompts\.tokens holds Python objects"):
         save_records(tmp_path / "records.npz", broken)
 
@@ -144,7 +146,7 @@ def test_records_of_another_type_are_refused(tmp_path):
 
 def test_columns_that_do_not_fit_the_offsets_are_refused(tmp_path):
     record = prompts()
-    save_records(tmp_path / "records.npz", Prompts(record.offsets, record.tokens[:2], record.texts, record.metadata))
+    save_records(tmp_path / "records.npz", replace(record, tokens=record.tokens[:2]))
     with pytest.raises(CheckpointError, match="tokens has 2 entries instead of one per token, 3"):
         load_records(tmp_path / "records.npz", Prompts)
 
