@@ -15,10 +15,10 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart test test-slow lint typecheck bench docs requirements clean
+.PHONY: help install install-test quickstart test test-slow lint typecheck bench bench-estimators docs requirements clean
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install: ## Make .venv and install the package (nothing when done already)
 	@$(SETUP) $(EXTRA)
@@ -43,6 +43,9 @@ typecheck: install-test
 
 bench: install ## Run the benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-estimators: install ## Run every estimator on the quickstart's task, three seeds each
+	@$(BIN)/python -m benchmarks.estimators $(ARGS)
 
 docs: install ## Write docs/configuration.md from the configuration's models
 	@$(BIN)/python -m rlhf_ray.config.reference docs/configuration.md

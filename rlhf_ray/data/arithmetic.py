@@ -86,7 +86,7 @@ def make_sums(count: int, seed: int) -> Iterator[Sum]:
         yield Sum(low + index // numbers, low + index % numbers)
 
 
-def write_arithmetic(directory: Path, seed: int, *, sft: int = 30_000, prompts: int = 8_000,
+def write_arithmetic(directory: Path, seed: int, *, sft: int = 40_000, prompts: int = 8_000,
                      eval_prompts: int = 1_024) -> ArithmeticFiles:
     """Write the example's data into `directory` (made if missing); counts are lines per file.
 

@@ -5,16 +5,13 @@ learns the ranking; PPO moves the policy towards the reward; the judge, which th
 """
 
 import json
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlhf_ray.cluster.session import ray_session
-from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.reviews import write_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
@@ -23,10 +20,10 @@ from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, preferences, reward_model, sft
+from rlhf_ray.stages.recipes import Recipe, run_once, timed
 
 VOCABULARY = 1024
-HOME = "runs/quickstart"
-"""Where the configurations put everything; `--dir` moves it."""
+RECIPE = Recipe("quickstart", home="runs/quickstart")
 SAID = {"sft": "SFT", "reward_model": "pairs and reward model", "ppo": "PPO", "total": "in all, with Ray's start"}
 VERDICT = ("gold", "reward", "kl", "perplexity", "length", "finished", "distinct", "distinct_bigrams")
 
@@ -51,18 +48,31 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = _config("ppo", directory, seed, overrides)
     _refuse_other_seed(directory, seed)
-    seconds = {"data": _timed(lambda: _make_data(directory, seed))}
+    seconds = {"data": timed(lambda: _make_data(directory, seed))}
     print("starting Ray")
     with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "quickstart"):
-        seconds["sft"] = _stage("sft", lambda: sft.run(_config("sft", directory, seed), True), directory / "sft")
-        pairs = _stage("preferences", lambda: preferences.run(_config("preferences", directory, seed), True),
-                       directory / "preferences")
-        model = _stage("reward_model", lambda: reward_model.run(_config("reward-model", directory, seed), True),
-                       directory / "reward_model")
-        seconds["reward_model"] = pairs + model
-        seconds["ppo"] = _stage("ppo", lambda: ppo.run(ppo_config, True), directory)
+        seconds |= make_models(directory, seed)
+        seconds["ppo"] = run_once("ppo", lambda: ppo.run(ppo_config, True), directory)
     seconds["total"] = max(time.perf_counter() - began, sum(seconds.values()))
     return _verdict(home, seconds)
+
+
+def make_models(directory: Path, seed: int) -> dict[str, float]:
+    """Data, SFT model and reward model below `directory`; what is finished already is kept.
+
+    Returns:
+        Seconds of the stages "sft" and "reward_model" (with its pairs), now or then.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    _make_data(directory, seed)
+    seconds = {"sft": run_once("sft", lambda: sft.run(_config("sft", directory, seed), True), directory / "sft")}
+    pairs = run_once("preferences", lambda: preferences.run(_config("preferences", directory, seed), True),
+                     directory / "preferences")
+    model = run_once("reward_model", lambda: reward_model.run(_config("reward-model", directory, seed), True),
+                     directory / "reward_model")
+    return seconds | {"reward_model": pairs + model}
 
 
 def _refuse_other_seed(directory: Path, seed: int) -> None:
@@ -75,35 +85,7 @@ def _refuse_other_seed(directory: Path, seed: int) -> None:
 
 def _config(stage: str, directory: Path, seed: int, overrides: list[str] | None = None) -> Any:
     """A stage's configuration from configs/quickstart, with paths below `directory`."""
-    path = recipes() / f"{stage.replace('-', '_')}.yaml"
-    moved = [f"--{field}={str(value).replace(HOME, str(directory), 1)}"
-             for field, value in _paths(load(STAGES[stage], path, []).model_dump())]
-    return load(STAGES[stage], path, [*moved, f"--run.seed={seed}", *(overrides or [])])
-
-
-def _paths(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Fields, as dotted names, whose value is a path below runs/quickstart."""
-    found = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found += _paths(value, f"{prefix}{name}.")
-        elif isinstance(value, str) and value.startswith(HOME):
-            found.append((prefix + name, value))
-    return found
-
-
-def recipes() -> Path:
-    """The folder configs/quickstart: beside the package in a checkout, below share/ in an installation.
-
-    Raises:
-        ConfigError: it is in neither place.
-    """
-    below = Path("configs") / "quickstart"
-    places = (Path(__file__).parents[2] / below, Path(sys.prefix) / "share" / "rlhf-ray" / below)
-    for place in places:
-        if place.is_dir():
-            return place
-    raise ConfigError(f"the quickstart's configurations are missing; looked in {places[0]} and {places[1]}")
+    return RECIPE.config(stage, directory, seed, overrides)
 
 
 def _make_data(directory: Path, seed: int) -> None:
@@ -115,23 +97,6 @@ def _make_data(directory: Path, seed: int) -> None:
     files = write_reviews(data, seed)
     with files.sft.open() as rows:
         train_tokenizer((json.loads(row)["text"] for row in rows), VOCABULARY, data / "tokenizer")
-
-
-def _stage(name: str, work: Callable[[], Any], directory: Path) -> float:
-    """Run a stage unless its summary says that it is done; returns the seconds it took, now or then.
-
-    A stage that was interrupted goes on from its checkpoint.
-    """
-    if (directory / "summary.json").is_file():
-        print(f"{name}: finished before, in {directory}")
-        return float(json.loads((directory / "summary.json").read_text())["seconds"])
-    return _timed(work)
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_ray.config.stages import StageConfig
-from rlhf_ray.errors import ConfigError
 from rlhf_ray.stages import quickstart
 
 STAGES = ("sft", "preferences", "reward-model", "ppo")
@@ -16,21 +15,6 @@ def texts(value):
     if isinstance(value, dict):
         return [text for v in value.values() for text in texts(v)]
     return [value] if isinstance(value, str) else []
-
-
-def test_the_recipes_are_found():
-    names = {path.name for path in quickstart.recipes().glob("*.yaml")}
-    assert {f"{stage.replace('-', '_')}.yaml" for stage in STAGES} <= names
-
-
-def test_missing_recipes_are_told_with_where_was_looked(monkeypatch, tmp_path):
-    monkeypatch.setattr(quickstart, "__file__", str(tmp_path / "a" / "b" / "quickstart.py"))
-    monkeypatch.setattr(quickstart.sys, "prefix", str(tmp_path / "prefix"))
-    with pytest.raises(ConfigError, match=rf"missing; looked in {tmp_path}.* and {tmp_path}/prefix/share"):
-        quickstart.recipes()
-    installed = tmp_path / "prefix" / "share" / "rlhf-ray" / "configs" / "quickstart"
-    installed.mkdir(parents=True)
-    assert quickstart.recipes() == installed
 
 
 @pytest.mark.parametrize("place", ["/srv/other place", "here/runs/quickstart2"])

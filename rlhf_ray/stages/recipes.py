@@ -1,0 +1,79 @@
+"""Configurations that come with the package, below configs/: found, and moved to another directory.
+
+A recipe is a folder of ordinary stage configurations whose paths all lie below one home directory, `runs/NAME`.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.config.load import STAGES, load
+from rlhf_ray.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One folder of configurations."""
+
+    name: str
+    """Below configs/, such as "quickstart"."""
+    home: str
+    """Where the configurations put everything."""
+
+    def folder(self) -> Path:
+        """The folder: beside the package in a checkout, below share/ in an installation.
+
+        Raises:
+            ConfigError: it is in neither place.
+        """
+        below = Path("configs") / self.name
+        places = (Path(__file__).parents[2] / below, Path(sys.prefix) / "share" / "rlhf-ray" / below)
+        for place in places:
+            if place.is_dir():
+                return place
+        raise ConfigError(f"the configurations of {self.name} are missing; looked in {places[0]} and {places[1]}")
+
+    def config(self, stage: str, directory: Path, seed: int, overrides: list[str] | None = None,
+               file: str | None = None) -> Any:
+        """A stage's configuration with its paths below `directory` in place of `home`; `overrides` come last.
+
+        Args:
+            file: name of the YAML file when it is not that of the stage.
+        """
+        path = self.folder() / f"{file or stage.replace('-', '_')}.yaml"
+        moved = [f"--{field}={str(value).replace(self.home, str(directory), 1)}"
+                 for field, value in self._paths(load(STAGES[stage], path, []).model_dump())]
+        return load(STAGES[stage], path, [*moved, f"--run.seed={seed}", *(overrides or [])])
+
+    def _paths(self, values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+        """Fields, as dotted names, whose value is a path below `home`."""
+        found = []
+        for name, value in values.items():
+            if isinstance(value, dict):
+                found += self._paths(value, f"{prefix}{name}.")
+            elif isinstance(value, str) and value.startswith(self.home):
+                found.append((prefix + name, value))
+        return found
+
+
+def run_once(name: str, work: Callable[[], Any], directory: Path) -> float:
+    """Run a stage unless its summary says that it is done; returns the seconds it took, now or then.
+
+    A stage that was interrupted goes on from its checkpoint, if `work` resumes.
+    """
+    summary = directory / "summary.json"
+    if summary.is_file():
+        print(f"{name}: finished before, in {directory}")
+        return float(json.loads(summary.read_text())["seconds"])
+    return timed(work)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that `work` takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
