@@ -2,8 +2,8 @@
 
 A prompt is a sum, `358+467=`; a response adds the columns, units first, and ends with the answer: `8+7+0=15
 5+6+1=12 3+4+1=08 825`. The demonstrations come from pupils who usually forget the carry (`5+6+0=11`), so a model that
-imitates them is right now and then, and its likeliest answer is wrong wherever a carry is due. Rewards for right answers alone must
-teach it what few demonstrations show. Everything follows from the seed.
+imitates them is right now and then, and its likeliest answer is wrong wherever a carry is due.
+Rewards for right answers alone must teach it what few demonstrations show. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def work_out(problem: Sum, forgets: Iterable[bool]) -> str:
     Args:
         forgets: whether the carry into the second, third, ... column is forgotten if one is due.
     """
-    columns, digits, carry = [], "", 0
-    lapses = iter(forgets)
+    columns: list[str] = []
+    digits, carry, lapses = "", 0, iter(forgets)
     for x, y in zip(reversed(str(problem.a)), reversed(str(problem.b)), strict=True):
         carry = carry if columns and not next(lapses) else 0
         total = int(x) + int(y) + carry

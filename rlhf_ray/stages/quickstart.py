@@ -9,18 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.reviews import write_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
-from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, preferences, reward_model, sft
-from rlhf_ray.stages.recipes import Recipe, run_once, timed
+from rlhf_ray.stages.recipes import Recipe, refuse_other_seed, run_once, timed
 
 VOCABULARY = 1024
 RECIPE = Recipe("quickstart", home="runs/quickstart")
@@ -47,7 +44,7 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
         return _verdict(home, json.loads(home.summary.read_text())["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = _config("ppo", directory, seed, overrides)
-    _refuse_other_seed(directory, seed)
+    refuse_other_seed(directory, seed)
     seconds = {"data": timed(lambda: _make_data(directory, seed))}
     print("starting Ray")
     with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "quickstart"):
@@ -73,14 +70,6 @@ def make_models(directory: Path, seed: int) -> dict[str, float]:
     model = run_once("reward_model", lambda: reward_model.run(_config("reward-model", directory, seed), True),
                      directory / "reward_model")
     return seconds | {"reward_model": pairs + model}
-
-
-def _refuse_other_seed(directory: Path, seed: int) -> None:
-    """An unfinished quickstart goes on with the seed it began with, or not at all."""
-    begun = directory / "sft" / "config.yaml"
-    if begun.is_file() and (other := yaml.safe_load(begun.read_text())["run"]["seed"]) != seed:
-        raise ConfigError(f"{directory} was begun with --seed {other}, not {seed}; pass --seed {other} to go on with "
-                          "it, --fresh to begin anew, or another --dir")
 
 
 def _config(stage: str, directory: Path, seed: int, overrides: list[str] | None = None) -> Any:

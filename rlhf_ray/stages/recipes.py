@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.errors import ConfigError
 
@@ -58,6 +60,18 @@ class Recipe:
             elif isinstance(value, str) and value.startswith(self.home):
                 found.append((prefix + name, value))
         return found
+
+
+def refuse_other_seed(directory: Path, seed: int) -> None:
+    """What was begun goes on with the seed it began with, or not at all.
+
+    Raises:
+        ConfigError: the SFT stage below `directory` has another seed.
+    """
+    begun = directory / "sft" / "config.yaml"
+    if begun.is_file() and (other := yaml.safe_load(begun.read_text())["run"]["seed"]) != seed:
+        raise ConfigError(f"{directory} was begun with --seed {other}, not {seed}; pass --seed {other} to go on with "
+                          "it, or another --dir to begin anew")
 
 
 def run_once(name: str, work: Callable[[], Any], directory: Path) -> float:

@@ -1,14 +1,13 @@
 """Configurations that come with the package: found, and loaded from any directory."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from rlhf_ray.config.load import STAGES
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.stages import quickstart, recipes
-from rlhf_ray.stages.recipes import Recipe, run_once
+from rlhf_ray.stages.recipes import run_once
 
 
 def test_the_quickstarts_recipes_are_found():
@@ -26,11 +25,13 @@ def test_missing_recipes_are_told_with_where_was_looked(monkeypatch, tmp_path):
     assert quickstart.RECIPE.folder() == installed
 
 
-def test_a_file_may_have_another_name_than_its_stage():
-    arithmetic = Recipe("examples/arithmetic", home="runs/arithmetic")
-    grpo = arithmetic.config("ppo", Path("/elsewhere"), 3, ["--run.steps=2"], file="grpo")
-    assert (grpo.algorithm.estimator, grpo.run.seed, grpo.run.steps) == ("grpo", 3, 2)
-    assert grpo.run.dir == "/elsewhere/grpo" and grpo.model.path == "/elsewhere/sft/model"
+def test_another_seed_than_the_one_begun_with_is_refused(tmp_path):
+    recipes.refuse_other_seed(tmp_path, 1)
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.yaml").write_text("run: {seed: 1}\n")
+    recipes.refuse_other_seed(tmp_path, 1)
+    with pytest.raises(ConfigError, match="begun with --seed 1, not 2; pass --seed 1"):
+        recipes.refuse_other_seed(tmp_path, 2)
 
 
 def test_a_finished_stage_is_not_run_again(tmp_path, capsys):
