@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _STAGES = {
     "sft": "supervised fine-tuning on demonstrations",
     "reward_model": "reward modelling on preferences",
+    "process_reward": "process reward modelling on labelled steps",
     "ppo": "PPO from human feedback",
 }
 
@@ -27,7 +28,7 @@ def utc_now() -> datetime:
 class ModelCardInfo:
     """What a model card says."""
 
-    stage: Literal["sft", "reward_model", "ppo"]
+    stage: Literal["sft", "reward_model", "process_reward", "ppo"]
     step: int
     """Updates made."""
     base_model: str
@@ -85,6 +86,9 @@ def _loading(info: ModelCardInfo) -> str:
     head = "AutoModelForSequenceClassification" if info.stage == "reward_model" else "AutoModelForCausalLM"
     if info.stage == "reward_model":
         use = 'score = model(**tokenizer("a prompt and its response", return_tensors="pt")).logits[0, 0]'
+    elif info.stage == "process_reward":
+        use = """# A step's judgement is the softmax over the good and the bad token, at the placeholder after the step;
+# process_reward.json, beside the weights, names the three."""
     else:
         use = 'text = tokenizer.decode(model.generate(**tokenizer("a prompt", return_tensors="pt"))[0])'
     return f"""from transformers import AutoTokenizer, {head}

@@ -21,6 +21,11 @@ COMMON: dict[str, list[str]] = {
         "run.dir", "run.steps", "run.seed", "model.path", "data.path", "data.held_out", "training.batch_size",
         "learner.workers", "learner.zero_stage", "learner.optimizer.learning_rate", "checkpoint.every",
     ],
+    "process-reward": [
+        "run.dir", "run.steps", "run.seed", "model.path", "data.path", "data.max_tokens", "data.held_out",
+        "steps.placeholder", "steps.good", "steps.bad", "steps.separator", "training.batch_size", "learner.workers",
+        "learner.optimizer.learning_rate", "checkpoint.every",
+    ],
     "preferences": [
         "run.dir", "run.seed", "model.path", "prompts.path", "prompts.limit", "generator.workers",
         "generator.sampling.max_tokens", "generator.sampling.temperature", "pairs.judge", "pairs.min_margin",
@@ -39,6 +44,7 @@ COMMON: dict[str, list[str]] = {
 _EXAMPLES = {
     "sft": "rlhf-ray sft configs/quickstart/sft.yaml --run.steps=200 --learner.optimizer.learning_rate=3e-4",
     "reward-model": "rlhf-ray reward-model configs/quickstart/reward_model.yaml --data.held_out=0.2",
+    "process-reward": "rlhf-ray process-reward configs/examples/steps/process_reward.yaml --training.batch_size=128",
     "preferences": "rlhf-ray preferences configs/quickstart/preferences.yaml --pairs.min_margin=0.3",
     "ppo": "rlhf-ray ppo configs/quickstart/ppo.yaml --run.steps=20 --algorithm.kl.coef=0.1",
 }

@@ -11,7 +11,7 @@ import typer
 from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.quickstart import quickstart
 from rlhf_ray.cli.report import report
-from rlhf_ray.cli.stage import StageCommand, ppo, preferences, reward_model, sft
+from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
 from rlhf_ray.errors import RLHFError, RunInterrupted
 
 TRAINING, AROUND = "Stages", "Around a run"
@@ -47,7 +47,7 @@ def before_command(
 
 
 app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(quickstart)
-for stage in (sft, reward_model, preferences, ppo):
+for stage in (sft, reward_model, process_reward, preferences, ppo):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
 for command in (report, doctor):
     app.command(rich_help_panel=AROUND)(command)

@@ -1,4 +1,4 @@
-"""The commands that run one stage each: `sft`, `reward-model`, `preferences`, `ppo`."""
+"""The commands that run one stage each: `sft`, `reward-model`, `process-reward`, `preferences`, `ppo`."""
 
 import importlib
 from typing import Annotated, Any
@@ -38,6 +38,11 @@ def sft(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll =
 def reward_model(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
     """Train a scalar reward model on preference pairs."""
     _run("reward-model", arguments, resume, help_all)
+
+
+def process_reward(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+    """Train a process reward model, which judges each step of a solution."""
+    _run("process-reward", arguments, resume, help_all)
 
 
 def preferences(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:

@@ -1,4 +1,4 @@
-"""Data sets: prompts for PPO, demonstrations for SFT, preferences for reward models."""
+"""Data sets: prompts for PPO, demonstrations for SFT, preferences and judged steps for reward models."""
 
 from pydantic import Field
 
@@ -41,6 +41,28 @@ class DemonstrationsConfig(Section):
     """Use the first rows only."""
     held_out: float = Field(0.01, ge=0, lt=1)
     """Share of rows, the last ones, kept aside to measure the loss."""
+
+
+class ProcessRowsConfig(Section):
+    """Solutions in steps, each step judged."""
+
+    path: str
+    """jsonl or parquet file, or a Hub data set name."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    prompt: str = "prompt"
+    """Column with the problem: text, or chat messages for the tokenizer's template."""
+    steps: str = "steps"
+    """Column with the list of steps, each a text."""
+    labels: str = "labels"
+    """Column with a label for each step: true or 1, false or 0, a probability of being right in between (soft labels;
+    Wang et al. 2024), the text of the good or bad token, or null for none."""
+    max_tokens: int = Field(512, ge=2)
+    """Longer rows are left out, counted and reported; never cut."""
+    limit: int | None = Field(None, ge=1)
+    """Use the first rows only."""
+    held_out: float = Field(0.1, ge=0, lt=1)
+    """Share of rows kept aside to measure accuracy; rows of one prompt stay together."""
 
 
 class PreferencesConfig(Section):

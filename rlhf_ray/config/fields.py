@@ -3,6 +3,7 @@
 Owns the walk over sections that `--help`, `docs/configuration.md` and error messages share. It says nothing of values.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
@@ -101,6 +102,8 @@ def format_value(value: Any) -> str:
         return "[" + ", ".join(format_value(v) for v in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {format_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, str) and value != value.strip():
+        return json.dumps(value, ensure_ascii=False)  # white space that counts, as YAML quotes it
     return str(value)
 
 

@@ -15,7 +15,14 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from rlhf_ray.config.explain import explain, suggestion
 from rlhf_ray.config.fields import FieldDescription, describe_fields
 from rlhf_ray.config.sources import Layer, merge, read_environment, read_overrides, read_yaml
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, RewardModelConfig, SFTConfig, StageConfig
+from rlhf_ray.config.stages import (
+    PPOConfig,
+    PreferencesStageConfig,
+    ProcessRewardConfig,
+    RewardModelConfig,
+    SFTConfig,
+    StageConfig,
+)
 from rlhf_ray.errors import ConfigError
 
 __all__ = ["STAGES", "FieldDescription", "describe_fields", "load", "resolve", "save"]
@@ -26,6 +33,7 @@ STAGES: dict[str, type[StageConfig]] = {
     "sft": SFTConfig,
     "reward-model": RewardModelConfig,
     "preferences": PreferencesStageConfig,
+    "process-reward": ProcessRewardConfig,
     "ppo": PPOConfig,
 }
 """Command -> configuration of its stage."""

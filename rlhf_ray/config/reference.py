@@ -30,10 +30,11 @@ Values come from four places; each wins over those after it:
 3. the file;
 4. the defaults below.
 
-On the command line and in the environment, lists and mappings are written as in YAML, `[0.9, 0.95]`, and `null` (or
-nothing) stands for empty. Unknown keys, wrong types and combinations that cannot work are refused before anything
-starts. Relative paths are relative to the working directory of the command, whichever file they stand in. The whole
-configuration as it was used, with every derived value filled in, is saved as `config.yaml` in the run's directory.
+On the command line and in the environment, lists, mappings and texts in double quotes are written as in YAML,
+`[0.9, 0.95]` or `"\\n"`, and `null` (or nothing) stands for empty. Unknown keys, wrong types and combinations that
+cannot work are refused before anything starts. Relative paths are relative to the working directory of the command,
+whichever file they stand in. The whole configuration as it was used, with every derived value filled in, is saved as
+`config.yaml` in the run's directory.
 
 `rlhf-ray STAGE --help` shows the most used fields, `--help-all` all of them.
 """

@@ -156,19 +156,21 @@ def _pairs(overrides: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _parsed(value: Any, origin: str) -> Any:
-    """A value given as text: lists and mappings as YAML, `null` and nothing as empty, all else as it stands."""
+    """A value given as text: lists, mappings and "quoted texts" as YAML, `null` and nothing as empty, all else as it
+    stands."""
     if isinstance(value, dict):
         return {key: _parsed(v, origin) for key, v in value.items()}
     if not isinstance(value, str):
         return value
     if value.strip() in ("", "null"):
         return None
-    if value.lstrip()[0] not in "[{":
+    if value.lstrip()[0] not in '[{"':
         return value
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError:
-        raise ConfigError(f"{origin}: {value!r} is not the list or mapping it begins as; check its brackets") from None
+        raise ConfigError(f"{origin}: {value!r} is not the list, mapping or text in quotes it begins as; check its "
+                          "brackets or quotes") from None
 
 
 def _leaves(values: dict[str, Any], prefix: Path_) -> Iterator[Path_]:

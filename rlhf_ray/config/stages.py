@@ -7,7 +7,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.base import Section
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import LearnerConfig, PolicyConfig
 from rlhf_ray.config.loop import (
@@ -19,6 +19,7 @@ from rlhf_ray.config.loop import (
 )
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
+from rlhf_ray.config.steps import StepsConfig
 
 
 def _default_pools() -> dict[str, PoolConfig]:
@@ -128,6 +129,23 @@ class RewardModelConfig(StageConfig):
     """Preference pairs."""
     training: RewardModelTrainingConfig = Field(default_factory=RewardModelTrainingConfig)
     """Loss, batches and evaluation."""
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    """The model under training."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When to save."""
+
+
+class ProcessRewardConfig(StageConfig):
+    """`rlhf-ray process-reward`: a language model that judges each step of a solution (Lightman et al. 2023)."""
+
+    model: ModelConfig | NewModelConfig
+    """Model to start from: a `path`, or an `architecture` and `tokenizer` to make one."""
+    data: ProcessRowsConfig
+    """Solutions whose steps are labelled."""
+    steps: StepsConfig
+    """Tokens at which steps are judged, and those that judge."""
+    training: SupervisedTrainingConfig = Field(default_factory=SupervisedTrainingConfig)
+    """Batches and evaluation."""
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     """The model under training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -299,5 +317,5 @@ class ScorerConfig(PlacementConfig):
 
 
 PPOConfig.model_rebuild()
-__all__ = ["PPOConfig", "PreferencesStageConfig", "RewardModelConfig", "SFTConfig", "ScorerConfig", "StageConfig",
-           "SamplingConfig"]
+__all__ = ["PPOConfig", "PreferencesStageConfig", "ProcessRewardConfig", "RewardModelConfig", "SFTConfig",
+           "ScorerConfig", "StageConfig", "SamplingConfig"]

@@ -66,7 +66,12 @@ METRICS: dict[str, Metric] = {
     "reward_model/accuracy": Metric("Training pairs ranked right", "share"),
     "reward_model/learning_rate": Metric("Learning rate"),
     "eval/loss": Metric("Held-out loss", "nats"),
-    "eval/accuracy": Metric("Held-out pairs ranked right", "share"),
+    "process_reward/loss": Metric("Loss of step labels", "nats per step"),
+    "process_reward/accuracy": Metric("Training steps judged right", "share"),
+    "process_reward/probability": Metric("Probability of a good step, mean"),
+    "process_reward/learning_rate": Metric("Learning rate"),
+    "eval/accuracy": Metric("Held-out accuracy", "share"),
+    "eval/probability": Metric("Probability of a good held-out step, mean"),
 }
 
 _PREFIXES = {

@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.preferences import load_preferences
+from rlhf_ray.data.process_rows import StepRows, load_process_rows
 from rlhf_ray.data.sequences import Pairs, Sequences
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.models.loading import load_tokenizer
@@ -33,4 +35,11 @@ class DataReader:
     def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, tuple[int, str]]:
         """Training pairs, held-out pairs, the number of training pairs and the loader's report."""
         train, held_out, report = load_preferences(config, self._tokenizer)
+        return train, held_out, (len(train), str(report))
+
+    def process_rows(
+        self, config: ProcessRowsConfig, steps: StepsConfig
+    ) -> tuple[StepRows, StepRows, tuple[int, str]]:
+        """Training rows, held-out rows, the number of training rows and the loader's report."""
+        train, held_out, report = load_process_rows(config, steps, self._tokenizer)
         return train, held_out, (len(train), str(report))

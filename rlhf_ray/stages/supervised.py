@@ -1,4 +1,4 @@
-"""The course of a supervised stage: updates, evaluations, checkpoints, export. `sft` and `reward_model` fill it in."""
+"""The course of a supervised stage: updates, evaluations, checkpoints, export. The stages fill it in."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,12 +11,14 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state import load_state, save_state
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.config.stages import RewardModelConfig, SFTConfig
+from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
+
+SupervisedConfig = SFTConfig | RewardModelConfig | ProcessRewardConfig
 
 AHEAD = 2
 """Updates submitted before the first is answered, so that no learner waits for the driver."""
@@ -26,9 +28,9 @@ AHEAD = 2
 class SupervisedRun:
     """One supervised run."""
 
-    config: SFTConfig | RewardModelConfig
+    config: SupervisedConfig
     name: str
-    """Prefix of its metrics: "sft" or "reward_model"."""
+    """Prefix of its metrics: "sft", "reward_model" or "process_reward"."""
     learners: WorkerGroup
     directory: RunDirectory
     store: CheckpointStore

@@ -1,4 +1,4 @@
-"""What `sft` and `reward-model` have in common: workers, data, training, export, report."""
+"""What `sft`, `reward-model` and `process-reward` have in common: workers, data, training, export, report."""
 
 import asyncio
 import time
@@ -11,14 +11,13 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import RewardModelConfig, SFTConfig
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
-from rlhf_ray.stages.supervised import SupervisedRun, newest_step
+from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_step
 from rlhf_ray.stages.workplace import Workplace, run_stage, start_learners, workplace
 
 
@@ -26,7 +25,7 @@ from rlhf_ray.stages.workplace import Workplace, run_stage, start_learners, work
 class SupervisedStage:
     """What tells one supervised stage from another."""
 
-    config: SFTConfig | RewardModelConfig
+    config: SupervisedConfig
     name: str
     """Prefix of its metrics."""
     title: str
@@ -36,6 +35,8 @@ class SupervisedStage:
     method: str
     """The reader's method that gives training rows, held-out rows and (row count, report)."""
     card: Callable[[int, Mapping[str, float]], ModelCardInfo]
+    reading: tuple[Any, ...] = ()
+    """What the reader's method takes besides the section `data`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What this stage's learner takes besides what all take."""
 
@@ -84,7 +85,7 @@ async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProg
 
     async def read() -> tuple[Any, int]:
         await reader.values("start")
-        call = reader.call(0, stage.method, config.data, outputs=3)
+        call = reader.call(0, stage.method, config.data, *stage.reading, outputs=3)
         rows, report = await call.value(2)
         progress.note(report)
         return call, rows

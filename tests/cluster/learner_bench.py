@@ -10,9 +10,11 @@ import numpy as np
 from rlhf_ray.engine import distributed
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.process_learner import ProcessRewardLearner
 from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner
 
-CLASSES = {cls.__name__: cls for cls in (PolicyLearner, CriticLearner, SFTLearner, RewardModelLearner)}
+CLASSES = {cls.__name__: cls
+           for cls in (PolicyLearner, CriticLearner, SFTLearner, RewardModelLearner, ProcessRewardLearner)}
 
 
 class LearnerBench:

@@ -17,6 +17,8 @@ from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import CriticConfig, StageConfig
+from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.data.process_rows import IGNORE, StepRows
 from rlhf_ray.data.sequences import Pairs, Sequences
 from rlhf_ray.records import Experience, Rollout, SampleKey, TokenScores, offsets_of
 from rlhf_ray.roles.updates import mini_batches, training_batch
@@ -508,6 +510,53 @@ def test_reward_model_updates_are_plain_torch_s(ranks, files, world, zero, budge
         model.score.weight.copy_(torch.from_numpy(before["score.weight"].copy()))  # the learner's head is new
     expected = plain_supervised(model, train, pair_loss)
     assert_same_update(expected, before, learners.weights())
+
+
+STEPS = StepsConfig(placeholder="w9", good="w2", bad="w3", separator="w4")
+
+
+def make_step_rows(seed, soft, rows=9):
+    """Random rows of two to four steps, the placeholder after each; one step has no label."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(8, 14, rows)
+    placeholders = np.zeros(lengths.sum(), dtype=bool)
+    for start, length in zip(offsets_of(lengths), lengths, strict=False):
+        placeholders[start + rng.choice(np.arange(2, length), rng.integers(2, 5), replace=False)] = True
+    tokens = np.where(placeholders, 9, rng.integers(10, VOCAB, len(placeholders))).astype(np.int32)
+    labels = rng.random(len(tokens)).astype(np.float32) if soft else rng.integers(2, 4, len(tokens))
+    labels = np.where(placeholders, labels, IGNORE).astype(labels.dtype)
+    labels[np.flatnonzero(placeholders)[1]] = IGNORE
+    return StepRows(offsets_of(lengths), tokens, placeholders, labels)
+
+
+def step_loss(model, rows):
+    """Cross-entropy of each label between the good and the bad token, at the placeholder (Lightman et al. 2023)."""
+    terms = []
+    for i in range(len(rows)):
+        logits = model(torch.from_numpy(rows.row(i, "tokens").astype(np.int64))[None]).logits[0]
+        for place in np.flatnonzero(rows.row(i, "placeholders")):
+            label = rows.row(i, "labels")[place]
+            if label != IGNORE:
+                good = float(label) if rows.labels.dtype == np.float32 else float(label == 2)
+                margin = logits[place, 2] - logits[place, 3]
+                terms.append(-good * logsigmoid(margin) - (1 - good) * logsigmoid(-margin))
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
+@pytest.mark.parametrize(("world", "zero", "budget"), SUPERVISED)
+def test_process_reward_updates_are_plain_torch_s(ranks, files, world, zero, budget, soft):
+    train, held_out = make_step_rows(3, soft), make_step_rows(4, soft)
+    arguments = {**supervised_arguments(files.tied, zero, budget), "steps": STEPS}
+    learners = ranks.make(world, "ProcessRewardLearner", arguments)
+    before = learners.weights()
+    learners.do("take", train, held_out)
+    with torch.no_grad():
+        expected = float(step_loss(load_policy(files.tied), held_out))
+    assert learners.do("evaluate")[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    for step in (1, 2):
+        learners.do("update", step)
+    assert_same_update(plain_supervised(load_policy(files.tied), train, step_loss), before, learners.weights())
 
 
 def test_held_out_numbers_do_not_depend_on_the_ranks(ranks, files):

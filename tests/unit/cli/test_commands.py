@@ -10,13 +10,14 @@ import pytest
 
 from rlhf_ray.cli.arguments import split_arguments
 from rlhf_ray.cli.quickstart import set_aside
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, RunInterrupted, WorkerError
 
 MODEL_AND_DATA = "model: {path: m}\ndata: {path: d}\n"
 FILES = {
     "sft": ("sft", SFTConfig, MODEL_AND_DATA),
     "reward-model": ("reward_model", RewardModelConfig, MODEL_AND_DATA),
+    "process-reward": ("process_reward", ProcessRewardConfig, MODEL_AND_DATA + "steps: {placeholder: x}\n"),
     "preferences": ("preferences", PreferencesStageConfig, "model: {path: m}\nprompts: {path: p}\n"),
     "ppo": ("ppo", PPOConfig, "model: {path: m}\nreward_model: {path: r}\nprompts: {path: p}\n"),
 }

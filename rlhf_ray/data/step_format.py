@@ -1,0 +1,115 @@
+"""How a solution in steps becomes tokens: the same for training a process reward model and for asking it.
+
+A row is the prompt, then each step with the placeholder after it, with the separator between one placeholder and the
+next step. Steps are tokenised one by one, so a step's tokens never depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.data.encoding import encode
+from rlhf_ray.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FILE = "process_reward.json"
+"""Stands beside the weights of a process reward model and holds its `StepsConfig`."""
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """A `StepsConfig` in the ids of one tokenizer."""
+
+    placeholder: int
+    good: int
+    bad: int
+    separator: list[int]
+
+    @classmethod
+    def of(cls, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase) -> StepTokens:
+        """Look the texts up.
+
+        Raises:
+            ModelError: the placeholder, the good or the bad one is no single token, or two are the same.
+        """
+        ids = {name: _single_token(tokenizer, name, getattr(steps, name)) for name in ("placeholder", "good", "bad")}
+        if len(set(ids.values())) < 3:
+            raise ModelError(f"steps.placeholder, good and bad are the tokens {ids}; they must be three different ones")
+        return cls(**ids, separator=encode(tokenizer, [steps.separator], leading=False)[0])
+
+    def rows(
+        self, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], solutions: list[list[str]]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """([N] token ids, [N] positions in them of the placeholders, one per step).
+
+        Args:
+            prompts: [N] token ids.
+            solutions: [N] texts of the steps, without separators.
+        """
+        encoded = iter(encode(tokenizer, list(chain.from_iterable(solutions)), leading=False))
+        rows, places = [], []
+        for prompt, solution in zip(prompts, solutions, strict=True):
+            row, marks = list(prompt), []
+            for number in range(len(solution)):
+                row += [*(self.separator if number else []), *next(encoded), self.placeholder]
+                marks.append(len(row) - 1)
+            rows.append(row)
+            places.append(marks)
+        return rows, places
+
+
+def save_steps(steps: StepsConfig, directory: Path) -> None:
+    """Write the format beside a model's weights."""
+    (directory / FILE).write_text(json.dumps(steps.model_dump(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load_steps(model: ModelConfig, field: str) -> StepsConfig:
+    """The format that `save_steps` left in a model's directory, or that lies beside the weights on the Hub.
+
+    Raises:
+        ModelError: there is none, or it is damaged; names the configuration field.
+    """
+    file = Path(model.path) / FILE if Path(model.path).is_dir() else _from_hub(model)
+    if file is None or not file.is_file():
+        raise ModelError(f"{field}.path={model.path!r} has no {FILE}, which says at which token the model judges a "
+                         "step. Train one with `rlhf-ray process-reward`; for a process reward model from elsewhere, "
+                         'write it yourself: {"placeholder": ..., "good": ..., "bad": ..., "separator": ...}')
+    try:
+        return StepsConfig(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, ValidationError) as error:
+        raise ModelError(f"{file} is no step format of a process reward model: {error}") from None
+
+
+def _from_hub(model: ModelConfig) -> Path | None:
+    """The file of a model on the Hub; None when it has none or cannot be reached."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(model.path, FILE, revision=model.revision))
+    except (HfHubHTTPError, OSError, ValueError):
+        return None
+
+
+def _single_token(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> int:
+    """The id of a text that is one token.
+
+    Raises:
+        ModelError: it is none, or several.
+    """
+    known = tokenizer.get_vocab().get(text)
+    ids = [known] if known is not None else encode(tokenizer, [text], leading=False)[0]
+    if len(ids) != 1 or tokenizer.decode(ids).strip() != text.strip():
+        raise ModelError(f"steps.{name}={text!r} is no single token of {tokenizer.name_or_path or 'the tokenizer'} (it "
+                         f"becomes {ids}); choose a text that is one, such as a special token or a rare character")
+    return int(ids[0])

@@ -1,0 +1,38 @@
+"""`rlhf-ray process-reward`: a process reward model trained on solutions whose steps are labelled."""
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.config.model import NewModelConfig
+from rlhf_ray.config.stages import ProcessRewardConfig
+from rlhf_ray.data.step_format import StepTokens
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.roles.process_learner import ProcessRewardLearner
+from rlhf_ray.stages.preflight import check_data_file, check_model
+from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
+
+
+def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
+    """Run the stage to its end; returns what it wrote to summary.json.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    check_data_file(config.data.path, "data.path")
+    check_model(config.model, "model")
+    StepTokens.of(config.steps, load_tokenizer(config.model))
+    if config.learner.micro_batch_tokens < config.data.max_tokens:
+        raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than "
+                          f"data.max_tokens={config.data.max_tokens}; raise it to at least that")
+    return run_supervised(SupervisedStage(
+        config=config, name="process_reward", title="process reward model", learner=ProcessRewardLearner,
+        reader=DataReader, method="process_rows", reading=(config.steps,), options={"steps": config.steps},
+        card=lambda step, metrics: ModelCardInfo(
+            stage="process_reward", step=step, metrics=metrics,
+            trained_on=f"steps labelled in {Path(config.data.path).name}",
+            base_model="scratch" if isinstance(config.model, NewModelConfig) else config.model.path,
+        ),
+    ), resume)
