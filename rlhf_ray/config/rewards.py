@@ -18,12 +18,21 @@ class ModelReward(ModelConfig):
 
 
 class ProcessReward(ModelConfig):
-    """A process reward model, which judges each step of a response."""
+    """A process reward model, which judges each step of a response (made by `rlhf-ray process-reward`)."""
 
     type: Literal["process"]
     """A local process reward model."""
     weight: float = 1.0
     """Factor of this component in the sum; negative for a penalty."""
+    placement: Literal["tokens", "outcome"] = "tokens"
+    """Each step's reward on the last token of the step (Wang et al. 2024, section 3.4), or one number for the whole
+    response on its last token."""
+    value: Literal["probability", "centred"] = "probability"
+    """Reward of a step: the probability p that it is good (Wang et al. 2024), or 2p - 1, so that a bad step costs and
+    more steps are not more reward by themselves."""
+    aggregate: Literal["min", "prod", "mean", "last"] = "min"
+    """The response's probability out of its steps', for `placement: outcome`: the least (Wang et al. 2024), the product
+    (Lightman et al. 2023), the mean, or the last step's."""
 
 
 class HTTPReward(Section):

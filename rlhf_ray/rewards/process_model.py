@@ -1,0 +1,140 @@
+"""A process reward model as a source: every step of a response is judged, and credited where it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.rewards import ProcessReward
+from rlhf_ray.data.batching import micro_batches
+from rlhf_ray.data.encoding import encode
+from rlhf_ray.data.step_format import StepTokens, load_steps
+from rlhf_ray.errors import RewardError
+from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
+from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
+from rlhf_ray.rewards.steps import steps_of
+
+
+class ProcessModelSource:
+    """Asks a model that `rlhf-ray process-reward` made for the probability that each step is good."""
+
+    def __init__(self, name: str, config: ProcessReward, policy: ModelConfig, micro_batch_tokens: int) -> None:
+        """
+        Args:
+            policy: whose tokenizer made the requests' token ids.
+            micro_batch_tokens: most tokens of one forward pass; a longer row goes alone.
+        """
+        self._name, self._config, self._policy, self._budget = name, config, policy, micro_batch_tokens
+        self._busy = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError when there is none, or it has no step format or not its tokens."""
+        await asyncio.to_thread(self._load)
+
+    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        """Judge every step. A response without any has taken no good one: it gets the probability 0, and is counted.
+
+        Raises:
+            RewardError: a probability is not finite, or a row is over the model's context; names the samples.
+        """
+        async with self._busy:
+            return await asyncio.to_thread(self._score, requests)
+
+    async def stop(self) -> None:
+        """Nothing to let go of: the model ends with the process."""
+
+    def _load(self) -> None:
+        self._steps = load_steps(self._config, f"rewards.{self._name}")
+        self._tokenizer, self._policy_tokenizer = load_tokenizer(self._config), load_tokenizer(self._policy)
+        self._ids = StepTokens.of(self._steps, self._tokenizer)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = load_causal_lm(self._config)
+        self._longest = getattr(model.config, "max_position_embeddings", None)
+        self._model = PackedStepModel(model).to(self._device).eval().requires_grad_(False)
+
+    def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        steps = [steps_of(request, self._steps.separator, self._policy_tokenizer) for request in requests]
+        judged = self.judge([r.prompt for r in requests], [s.texts for s in steps], requests)
+        ends = [s.tokens if len(s.texts) else np.flatnonzero(r.response_mask)[-1:]
+                for s, r in zip(steps, requests, strict=True)]
+        probabilities = [p if len(p) else np.zeros(1) for p in judged]
+        failures = sum(not s.texts for s in steps)
+        if self._config.placement == "outcome":
+            scores = [self._value(aggregate(p, self._config.aggregate)) for p in probabilities]
+            return RewardAnswer(np.array(scores, dtype=np.float32), failures=failures)
+        rows = [placed(self._value(p), at, len(r.tokens)) for p, at, r in zip(probabilities, ends, requests, strict=True)]
+        sums = np.array([row.sum(dtype=np.float64) for row in rows], dtype=np.float32)
+        return RewardAnswer(sums, np.concatenate(rows), failures)
+
+    def _value(self, probability: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What a probability is worth."""
+        return 2 * probability - 1 if self._config.value == "centred" else probability
+
+    @torch.no_grad()
+    def judge(
+        self, prompts: list[str], solutions: list[list[str]], requests: Sequence[RewardRequest]
+    ) -> list[NDArray[np.float64]]:
+        """[N] arrays with the probability of each step of a solution's being good.
+
+        Raises:
+            RewardError: one is not finite, or a row is over the model's context; names the samples.
+        """
+        rows, places = self._ids.rows(self._tokenizer, encode(self._tokenizer, prompts, leading=True), solutions)
+        lengths = np.array([len(row) for row in rows])
+        self._check_context(lengths, requests)
+        found: list[NDArray[np.float64]] = [np.zeros(0)] * len(rows)
+        asked = np.flatnonzero([len(marks) > 0 for marks in places])
+        for part in micro_batches(lengths[asked], max(self._budget, int(lengths.max()))):
+            batch = asked[part]
+            starts = np.cumsum(lengths[batch]) - lengths[batch]
+            marks = [start + np.array(places[i]) for start, i in zip(starts, batch, strict=True)]
+            logits = self._model(*self._tensors([rows[i] for i in batch], lengths[batch], np.concatenate(marks)))
+            good = good_probabilities(logits, self._ids.good, self._ids.bad).double().cpu().numpy()
+            for i, values in zip(batch, np.split(good, np.cumsum([len(m) for m in marks])[:-1]), strict=True):
+                found[i] = values
+        self._check_finite(found, requests)
+        return found
+
+    def _tensors(
+        self, rows: list[list[int]], lengths: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, Packing, torch.Tensor]:
+        tokens = torch.tensor([token for row in rows for token in row], device=self._device)
+        return tokens, Packing.of(lengths, self._device), torch.as_tensor(places, device=self._device)
+
+    def _check_context(self, lengths: NDArray[np.int64], requests: Sequence[RewardRequest]) -> None:
+        over = np.flatnonzero(lengths > self._longest) if self._longest is not None else []
+        if len(over):
+            raise RewardError(
+                f"{len(over)} samples ({sample_names([requests[i].key for i in over])}) have up to {lengths.max()} "
+                f"tokens, placeholders included, by the tokenizer of the process reward model {self._config.path!r} "
+                f"(rewards.{self._name}), over its context of {self._longest}: lower prompts.max_tokens or "
+                "generator.sampling.max_tokens, or use a model of longer context")
+
+    def _check_finite(self, found: list[NDArray[np.float64]], requests: Sequence[RewardRequest]) -> None:
+        wrong = [i for i, values in enumerate(found) if not np.isfinite(values).all()]
+        if wrong:
+            raise RewardError(
+                f"the process reward model {self._config.path!r} (rewards.{self._name}) gave a step of {len(wrong)} of "
+                f"{len(found)} samples ({sample_names([requests[i].key for i in wrong])}) no finite probability. None is "
+                "made up in its place: mend the model (its weights are damaged or its precision is too low)")
+
+
+def placed(values: NDArray[np.float64], tokens: NDArray[np.int64], length: int) -> NDArray[np.float32]:
+    """[length] float32: each value on its token; values of one token add up."""
+    row = np.zeros(length)
+    np.add.at(row, tokens, values)
+    return row.astype(np.float32)
+
+
+def aggregate(probabilities: NDArray[np.float64], kind: str) -> float:
+    """One number for a solution's steps: their least, product (Lightman et al. 2023), mean, or the last one's."""
+    if kind == "last":
+        return float(probabilities[-1])
+    return float({"min": np.min, "prod": np.prod, "mean": np.mean}[kind](probabilities))
