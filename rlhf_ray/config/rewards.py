@@ -8,6 +8,9 @@ from rlhf_ray.config.base import Section
 from rlhf_ray.config.model import ModelConfig
 
 
+Aggregate = Literal["min", "prod", "mean", "last"]
+
+
 class ModelReward(ModelConfig):
     """A reward model: any sequence classifier with one label."""
 
@@ -30,7 +33,7 @@ class ProcessReward(ModelConfig):
     value: Literal["probability", "centred"] = "probability"
     """Reward of a step: the probability p that it is good (Wang et al. 2024), or 2p - 1, so that a bad step costs and
     more steps are not more reward by themselves."""
-    aggregate: Literal["min", "prod", "mean", "last"] = "min"
+    aggregate: Aggregate = "min"
     """The response's probability out of its steps', for `placement: outcome`: the least (Wang et al. 2024), the product
     (Lightman et al. 2023), the mean, or the last step's."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import ProcessReward
+from rlhf_ray.config.rewards import Aggregate, ProcessReward
 from rlhf_ray.data.batching import micro_batches
 from rlhf_ray.data.encoding import encode
 from rlhf_ray.data.step_format import StepTokens, load_steps
@@ -67,9 +68,10 @@ class ProcessModelSource:
         probabilities = [p if len(p) else np.zeros(1) for p in judged]
         failures = sum(not s.texts for s in steps)
         if self._config.placement == "outcome":
-            scores = [self._value(aggregate(p, self._config.aggregate)) for p in probabilities]
-            return RewardAnswer(np.array(scores, dtype=np.float32), failures=failures)
-        rows = [placed(self._value(p), at, len(r.tokens)) for p, at, r in zip(probabilities, ends, requests, strict=True)]
+            outcomes = self._value(np.array([aggregate(p, self._config.aggregate) for p in probabilities]))
+            return RewardAnswer(outcomes.astype(np.float32), failures=failures)
+        rows = [placed(self._value(p), at, len(r.tokens))
+                for p, at, r in zip(probabilities, ends, requests, strict=True)]
         sums = np.array([row.sum(dtype=np.float64) for row in rows], dtype=np.float32)
         return RewardAnswer(sums, np.concatenate(rows), failures)
 
@@ -109,7 +111,7 @@ class ProcessModelSource:
         return tokens, Packing.of(lengths, self._device), torch.as_tensor(places, device=self._device)
 
     def _check_context(self, lengths: NDArray[np.int64], requests: Sequence[RewardRequest]) -> None:
-        over = np.flatnonzero(lengths > self._longest) if self._longest is not None else []
+        over = np.flatnonzero(lengths > (self._longest or math.inf))
         if len(over):
             raise RewardError(
                 f"{len(over)} samples ({sample_names([requests[i].key for i in over])}) have up to {lengths.max()} "
@@ -122,8 +124,8 @@ class ProcessModelSource:
         if wrong:
             raise RewardError(
                 f"the process reward model {self._config.path!r} (rewards.{self._name}) gave a step of {len(wrong)} of "
-                f"{len(found)} samples ({sample_names([requests[i].key for i in wrong])}) no finite probability. None is "
-                "made up in its place: mend the model (its weights are damaged or its precision is too low)")
+                f"{len(found)} samples ({sample_names([requests[i].key for i in wrong])}) no finite probability. None "
+                "is made up in its place: mend the model (its weights are damaged or its precision is too low)")
 
 
 def placed(values: NDArray[np.float64], tokens: NDArray[np.int64], length: int) -> NDArray[np.float32]:
@@ -133,8 +135,14 @@ def placed(values: NDArray[np.float64], tokens: NDArray[np.int64], length: int) 
     return row.astype(np.float32)
 
 
-def aggregate(probabilities: NDArray[np.float64], kind: str) -> float:
+def aggregate(probabilities: NDArray[np.float64], kind: Aggregate) -> float:
     """One number for a solution's steps: their least, product (Lightman et al. 2023), mean, or the last one's."""
-    if kind == "last":
-        return float(probabilities[-1])
-    return float({"min": np.min, "prod": np.prod, "mean": np.mean}[kind](probabilities))
+    match kind:
+        case "min":
+            return float(probabilities.min())
+        case "prod":
+            return float(probabilities.prod())
+        case "mean":
+            return float(probabilities.mean())
+        case "last":
+            return float(probabilities[-1])

@@ -1,5 +1,6 @@
 """The learner of process reward models: a language model that predicts a step's label at the placeholder after it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
+
+
+Gather = Callable[[list[str]], dict[str, Tensor] | None]
 
 
 class ProcessRewardLearner(SupervisedLearner):
@@ -50,9 +54,9 @@ class ProcessRewardLearner(SupervisedLearner):
         """Labelled steps."""
         return float(labelled(part).sum())
 
-    def export(self, directory: str, card: ModelCardInfo) -> None:
-        """The model in Hugging Face format, and how it is to be asked (process_reward.json)."""
-        super().export(directory, card)
+    def export(self, directory: str, card: ModelCardInfo, gather: Gather | None = None) -> None:
+        """The model in Hugging Face format, and how it is to be asked (process_reward.json); else as in `Learner`."""
+        super().export(directory, card, gather)
         if self.rank == 0:
             save_steps(self.steps, Path(directory))
 

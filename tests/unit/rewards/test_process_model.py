@@ -77,7 +77,7 @@ def expected(model):
 
 
 @pytest.mark.parametrize("budget", [8, 1000])
-def test_each_step_is_judged_as_transformers_would_and_credited_where_it_ends(model, policy, requests, expected, budget):
+def test_steps_are_judged_as_transformers_would_and_credited_where_they_end(model, policy, requests, expected, budget):
     answer = asyncio.run(source(model, policy, budget).score(requests))
     assert answer.failures == 1, "one response has no step"
     rows = np.split(answer.token_rewards, np.cumsum([len(r.tokens) for r in requests])[:-1])
@@ -121,9 +121,9 @@ def test_the_answer_does_not_hang_on_the_others_in_the_batch(model, policy, requ
 def test_a_model_without_its_step_format_is_refused(model, policy, tmp_path):
     with pytest.raises(ModelError, match=r"rewards\.steps\.path='.*' has no process_reward\.json"):
         source(make_tiny_llama(tmp_path / "plain", vocab=40, hidden=32, heads=1), policy)
-    save_steps(StepsConfig(placeholder="w99"), model_copy := make_tiny_llama(tmp_path / "other", 40, hidden=32, heads=1))
+    save_steps(StepsConfig(placeholder="w99"), other := make_tiny_llama(tmp_path / "other", 40, hidden=32, heads=1))
     with pytest.raises(ModelError, match=r"steps\.placeholder='w99' is no single token"):
-        source(model_copy, policy)
+        source(other, policy)
 
 
 def test_a_row_over_the_context_is_named(model, policy, requests):
