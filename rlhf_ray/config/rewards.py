@@ -7,7 +7,6 @@ from pydantic import Field
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.model import ModelConfig
 
-
 Aggregate = Literal["min", "prod", "mean", "last"]
 
 

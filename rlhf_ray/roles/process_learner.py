@@ -19,7 +19,6 @@ from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 
-
 Gather = Callable[[list[str]], dict[str, Tensor] | None]
 
 
