@@ -12,6 +12,7 @@ from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.quickstart import quickstart
 from rlhf_ray.cli.report import report
 from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
+from rlhf_ray.cli.status import status
 from rlhf_ray.errors import RLHFError, RunInterrupted
 
 TRAINING, AROUND = "Stages", "Around a run"
@@ -49,7 +50,7 @@ def before_command(
 app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(quickstart)
 for stage in (sft, reward_model, process_reward, preferences, ppo):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
-for command in (report, doctor):
+for command in (status, report, doctor):
     app.command(rich_help_panel=AROUND)(command)
 
 

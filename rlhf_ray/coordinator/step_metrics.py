@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.observability.waiting import waiting_shares
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.entries import BufferStats
 
@@ -62,6 +63,8 @@ def step_metrics(
     busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in phases}})
     metrics.update({f"time/{p}": seconds - busy[f"wait/phase:{p}"] for p in phases})
     metrics.update({f"idle/{role}": busy[f"idle/{role}"] for role in workers})
+    shares = waiting_shares(clock.work(outcome.began, outcome.ended), outcome.began, outcome.ended, workers)
+    metrics.update({f"share/{role}/{name}": share for role, its in shares.items() for name, share in its.items()})
     return metrics
 
 

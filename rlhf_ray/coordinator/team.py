@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.observability.spans import StepClock, Task
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Team:
 
     async def done(self, call: Call, phase: str) -> Call:
         """Wait for a call without fetching its result, and note its working time under its role and `phase`."""
-        timing = await call.done()
+        with self.clock.waiting_for(Task(call.role, call.rank, phase, call.started)):
+            timing = await call.done()
         self.clock.add_returned(call.role, timing.seconds, call.rank)
         self.clock.add_returned(f"phase:{phase}", timing.seconds, call.rank)
         return call

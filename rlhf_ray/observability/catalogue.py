@@ -76,6 +76,7 @@ METRICS: dict[str, Metric] = {
 
 _PREFIXES = {
     "idle/": ("idle share", "share"),
+    "share/": ("share of its time", "share"),
     "busy/": ("busy time", "seconds"),
     "wait/": ("waiting time", "seconds"),
     "time/": ("time", "seconds"),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.observability.catalogue import describe, readable
-from rlhf_ray.observability.report_plan import CHARTS, PHASES, ROLE_COLOURS, SPARE_COLOURS, ChartPlan
+from rlhf_ray.observability.report_plan import CHARTS, PHASES, ROLE_COLOURS, ChartPlan
+from rlhf_ray.observability.waiting import BUSY, COORDINATOR, mean_shares
 
 Rows = Sequence[dict[str, Any]]
 
@@ -41,7 +42,7 @@ class Chart:
 def charts_of(rows: Rows) -> list[Chart]:
     """The charts that these rows have numbers for, in the report's order."""
     made = [_line_chart(plan, rows) for plan in CHARTS]
-    return [c for c in (*made, *_held_out_charts(rows), _time_chart(rows), _idle_chart(rows)) if c is not None]
+    return [c for c in (*made, *_held_out_charts(rows), _time_chart(rows), _waiting_chart(rows)) if c is not None]
 
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
@@ -152,25 +153,35 @@ def _time_chart(rows: Rows) -> Chart | None:
     )
 
 
-def _idle_chart(rows: Rows) -> Chart | None:
-    roles = sorted({name.removeprefix("idle/") for row in rows for name in row if name.startswith("idle/")})
-    data: list[dict[str, Any]] = []
-    for i, role in enumerate(roles):
-        steps, values = series(rows, f"idle/{role}")
-        if steps:
-            colour = ROLE_COLOURS.get(role, SPARE_COLOURS[i % len(SPARE_COLOURS)])
-            data += _traces(readable(role), steps, values, colour)
-    if not data:
+def _waiting_chart(rows: Rows) -> Chart | None:
+    """A bar per role: its time, by what it did and whom it waited for."""
+    shares = mean_shares(rows)
+    if not shares:
         return None
+    roles = sorted(shares, key=lambda role: -shares[role].get(BUSY, 0.0))
+    causes = [BUSY, *(role for role in roles if any(shares[other].get(role) for other in roles)), COORDINATOR]
+    data = [
+        {"type": "bar", "x": [readable(role) for role in roles], "name": _did(cause),
+         "y": [_rounded(shares[role].get(cause, 0.0)) for role in roles],
+         "marker": {"color": "@ink" if cause == BUSY else f"@{ROLE_COLOURS.get(cause, 'line')}/55"}}
+        for cause in causes if any(shares[role].get(cause) for role in roles)
+    ]
     return Chart(
-        title="Idle share by role",
-        healthy="The role that limits the run is near 0. If every role idles, staleness (max_staleness ≥ 1) or shared "
-        "pools would use the time.",
+        title="What each role did, and whom it waited for",
+        healthy="The role that limits the run is busy nearly all the time. Roles that wait for each other in turn "
+        "would work side by side with coordinator.max_staleness of 1.",
         section="System",
         latest="",
         data=data,
-        layout=_layout("Idle share of the step", legend=True, ticks=".0%"),
+        layout={"xaxis": {"title": {"text": "Role"}}, "showlegend": True, "barmode": "stack", "bargap": 0.35,
+                "yaxis": {"title": {"text": "Share of the role's time"}, "tickformat": ".0%", "range": [0, 1]}},
     )
+
+
+def _did(cause: str) -> str:
+    if cause == BUSY:
+        return "Busy"
+    return "Handing over" if cause == COORDINATOR else f"Waits for {readable(cause).lower()}"
 
 
 def _layout(y_title: str, legend: bool, ticks: str = "") -> dict[str, Any]:

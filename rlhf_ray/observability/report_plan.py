@@ -6,14 +6,12 @@ from typing import NamedTuple
 
 ROLE_COLOURS = {
     "generator": "generator",
-    "reference": "reference",
-    "reward": "reward",
-    "policy": "policy",
-    "critic": "critic",
+    "reference_scorer": "reference",
+    "reward_scorer": "reward",
+    "policy_learner": "policy",
+    "critic_learner": "critic",
     "assembler": "assembler",
-    "learner": "policy",
 }
-SPARE_COLOURS = ("weights", "reference", "reward", "generator")
 
 PHASES = {
     "generate": "generator",

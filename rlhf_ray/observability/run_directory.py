@@ -34,6 +34,7 @@ class RunDirectory:
         self.model_ema = self.path / "model_ema"
         self.evaluation = self.path / "evaluation.json"
         self.summary = self.path / "summary.json"
+        self.status = self.path / "status.json"
         self.report = self.path / "report.html"
 
     @classmethod

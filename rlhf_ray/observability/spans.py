@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -21,11 +22,23 @@ class Span(NamedTuple):
     end: float
 
 
+class Task(NamedTuple):
+    """A call that somebody waits for."""
+
+    role: str
+    worker: int
+    phase: str
+    since: float
+    """When it was called, in seconds of the monotonic clock."""
+
+
 class StepClock:
     """Collects spans and sums them up, window by window. Windows are asked for in order of time."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
+        self.under_way: set[Task] = set()
+        """Calls that are not over."""
 
     @staticmethod
     def now() -> float:
@@ -46,6 +59,23 @@ class StepClock:
         """Record a call of `seconds` (the worker's own measure) whose answer came just now, from any host."""
         end = self.now()
         self.add(role, end - max(seconds, 0.0), end, worker)
+
+    @contextmanager
+    def waiting_for(self, task: Task) -> Iterator[None]:
+        """Know of a call while its answer is awaited."""
+        self.under_way.add(task)
+        try:
+            yield
+        finally:
+            self.under_way.discard(task)
+
+    def work(self, start: float, end: float) -> list[Span]:
+        """Spans that reach into the window, calls under way included, from when they were made to `end`.
+
+        Spans of windows that were summed up before are not there any more.
+        """
+        inside = [s for s in self._spans if s.end > start and s.start < end]
+        return inside + [Span(t.role, t.worker, t.since, end) for t in self.under_way if t.since < end]
 
     def summary(self, start: float, end: float, workers: Mapping[str, int]) -> dict[str, float]:
         """What happened between `start` and `end`. `workers` gives the number of workers of each role.

@@ -11,6 +11,7 @@ from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
+from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
@@ -80,7 +81,8 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                     await _resume(coordinator, store, resume_at)
                     started = time.perf_counter()
                     samples_before = coordinator.state.samples
-                    await coordinator.run()
+                    async with live_status(coordinator, directory):
+                        await coordinator.run()
                     seconds = time.perf_counter() - started
                     await _export(config, team, directory, _card(config, evaluations))
         finally:

@@ -79,6 +79,14 @@ def test_idle_shares_and_phases_lie_within_the_step(steps):
         assert row["idle/policy_learner"] < 1 and row["time/policy_update"] > 0
 
 
+def test_every_role_s_time_is_accounted_for(finished, steps):
+    for row in steps:
+        for role in ("generator", "policy_learner", "critic_learner", "reward_scorer", "reference_scorer", "assembler"):
+            shares = {name: value for name, value in row.items() if name.startswith(f"share/{role}/")}
+            assert sum(shares.values()) == pytest.approx(1) and shares[f"share/{role}/busy"] > 0
+    assert json.loads((finished.directory / "status.json").read_text())["ended"] == "finished"
+
+
 def test_both_generators_worked_and_hold_the_last_version(finished, steps):
     assert finished.finals["version"] == [STEPS, STEPS]
     evaluated = [row for row in read_metrics(finished.directory) if "eval/length" in row]

@@ -12,7 +12,7 @@ from rlhf_ray.errors import CheckpointError
 from rlhf_ray.observability.metrics import read_metrics
 
 pytestmark = pytest.mark.cluster
-TIMES = ("coordinator/", "time", "throughput/", "idle/", "weights/publish_seconds")
+TIMES = ("coordinator/", "time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 
 
 @pytest.fixture(scope="module")

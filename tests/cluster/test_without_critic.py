@@ -12,7 +12,7 @@ from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL
 
 pytestmark = pytest.mark.cluster
-TIMES = ("time", "throughput/", "idle/", "weights/publish_seconds")
+TIMES = ("time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 ALGORITHM = {
     "estimator": "grpo", "epochs": 2, "mini_batches": 2, "importance": "truncate", "overlong_buffer": 4,
     "reward_normalisation": "standardise", "kl": {"coef": 0.1},

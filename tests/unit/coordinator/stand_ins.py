@@ -5,6 +5,7 @@ at once, waits for the results that it was given by reference, and answers when 
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ class StandInCall:
     """A call under way, awaited like `cluster.calls.Call`. It is also the reference to its own result."""
 
     def __init__(self, role: str, rank: int, method: str, behaviour: Behaviour, args: tuple[Any, ...]) -> None:
-        self.role, self.rank, self.method = role, rank, method
+        self.role, self.rank, self.method, self.started = role, rank, method, time.monotonic()
         self._task = asyncio.ensure_future(self._run(behaviour, args))
 
     async def _run(self, behaviour: Behaviour, args: tuple[Any, ...]) -> Any:

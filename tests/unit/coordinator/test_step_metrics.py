@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.coordinator.step_metrics import PHASES, StepOutcome, step_metrics
-from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.observability.spans import StepClock, Task
 from rlhf_ray.records import SampleKey, UpdateStats
 from rlhf_ray.replay.entries import BufferStats
 
@@ -85,3 +85,13 @@ def test_the_judges_mean_appears_with_a_judge(row):
     assert "reward/gold" not in row()
     gold = np.array([0.5, -0.25], dtype=np.float32)
     assert row(gold=gold)["reward/gold"] == pytest.approx(0.25)  # 0.5, -0.25 and 0.5
+
+
+def test_shares_of_time_say_who_waited_for_whom(row, clock):
+    clock.under_way.add(Task("generator", 1, "generate", 109.0))  # not over when the step ends
+    found = row()
+    assert found["share/generator/busy"] == pytest.approx(7 / 20)
+    assert found["share/generator/generator"] == pytest.approx(6 / 20)
+    assert found["share/critic_learner/generator"] == pytest.approx(0.6)
+    assert found["share/critic_learner/busy"] == pytest.approx(0.2)
+    assert found["share/critic_learner/coordinator"] == pytest.approx(0.2)

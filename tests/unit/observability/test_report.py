@@ -31,7 +31,8 @@ def write_rows(run_dir, rows):
 def ppo_row(step):
     values = {name: step / 10 for plan in CHARTS for name in plan.metrics if name.split("/")[0] not in ("sft", "eval")}
     values |= {f"time/{phase}": 1.0 for phase in PHASES} | {"time/step": 5.0}
-    return values | {"idle/generator": 0.25, "idle/policy": 0.5}
+    return values | {"share/generator/busy": 0.75, "share/generator/policy_learner": 0.25,
+                     "share/policy_learner/busy": 1.0}
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_all_plots_are_there_with_axis_titles_and_a_sentence(run):
     charts = charts_of(read_metrics(run.path))
     titles = {chart.title for chart in charts}
     assert {plan.title for plan in CHARTS} <= titles
-    assert {"Where each step's time went", "Idle share by role"} <= titles
+    assert {"Where each step's time went", "What each role did, and whom it waited for"} <= titles
     for chart in charts:
         assert chart.layout["xaxis"]["title"]["text"] and chart.layout["yaxis"]["title"]["text"], chart.title
         assert chart.healthy.endswith("."), chart.title

@@ -1,0 +1,34 @@
+"""`rlhf-ray status`: how far a run is, and why it waits."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf_ray.errors import DataError
+
+
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it anew every two seconds; Ctrl-C ends.")] = False,
+) -> None:
+    """Show how far a run is, what each role did and waited for, who holds what, and what to change first.
+
+    It reads the run's directory alone, so it works from any machine that sees it, during the run and after.
+    """
+    if not run.is_dir():
+        raise DataError(f"there is no run directory {run}; name the one that a stage wrote (its run.dir)")
+    from rich.console import Console
+    from rich.live import Live
+
+    from rlhf_ray.observability.status_page import status_page
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not watch:
+        console.print(status_page(run))
+        return
+    with Live(status_page(run), console=console, refresh_per_second=2) as view:
+        while True:
+            time.sleep(2)
+            view.update(status_page(run))

@@ -1,0 +1,64 @@
+"""What a run is doing at this moment, kept in status.json of its directory for whoever looks from outside."""
+
+import asyncio
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.spans import StepClock
+
+EVERY_S = 2.0
+
+
+@asynccontextmanager
+async def live_status(coordinator: Coordinator, directory: RunDirectory) -> AsyncIterator[None]:
+    """Write status.json every two seconds while the enclosed work goes on, and how it ended at last."""
+    task = asyncio.create_task(_keep_writing(coordinator, directory))
+    ended = "failed"
+    try:
+        yield
+        ended = "finished"
+    except BaseException as error:
+        ended = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
+
+
+async def _keep_writing(coordinator: Coordinator, directory: RunDirectory) -> None:
+    while True:
+        now = snapshot(coordinator)
+        # A slow disk must not hold up the loop.
+        await asyncio.to_thread(directory.write_json, directory.status.name, now)
+        await asyncio.sleep(EVERY_S)
+
+
+def snapshot(coordinator: Coordinator) -> dict[str, Any]:
+    """Step, buffer, and who works on what since when."""
+    buffer, state = coordinator.buffer.stats(), coordinator.state
+    return {
+        "time": time.time(), "pid": os.getpid(), "host": socket.gethostname(),
+        "step": state.step, "steps": coordinator.config.run.steps, "samples": state.samples,
+        "max_staleness": coordinator.config.coordinator.max_staleness,
+        "buffer": {"ready": buffer.samples_ready, "under_way": buffer.samples_reserved,
+                   "training": buffer.samples_leased, "mb": buffer.bytes / 2**20},
+        "under_way": _by_worker(coordinator.team.clock),
+    }
+
+
+def _by_worker(clock: StepClock) -> list[dict[str, Any]]:
+    """One line per worker and kind of work: how many calls, and the age of the oldest in seconds; oldest first."""
+    now, ages = clock.now(), defaultdict(list)
+    for task in clock.under_way:
+        ages[f"{task.role}/{task.worker}", task.phase].append(now - task.since)
+    lines = [{"worker": worker, "phase": phase, "calls": len(found), "seconds": round(max(found), 3)}
+             for (worker, phase), found in ages.items()]
+    return sorted(lines, key=lambda line: -line["seconds"])

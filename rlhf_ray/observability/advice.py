@@ -1,0 +1,54 @@
+"""One recommendation from what the roles did: which knob would shorten the step, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhf_ray.observability.waiting import BUSY, COORDINATOR, bottleneck
+
+Shares = Mapping[str, Mapping[str, float]]
+
+NOTICEABLE = 0.15
+"""Share of time below which a change would hardly be felt."""
+LEARNERS = ("policy_learner", "critic_learner")
+MORE = {
+    "generator": "more generators (generator.workers), each on a core or GPU of its own",
+    "reference_scorer": "more reference scorers (reference.workers)",
+    "reward_scorer": "more reward scorers (reward.workers), or a lighter reward",
+    "assembler": "more assemblers (assembler.workers)",
+    "policy_learner": "more policy ranks (policy.workers), or fewer passes over each batch (algorithm.epochs)",
+    "critic_learner": "more critic ranks (critic.workers), or fewer passes over each batch (algorithm.epochs)",
+}
+"""What makes a role faster."""
+
+
+def recommend(shares: Shares, max_staleness: int, publish_share: float = 0.0) -> str:
+    """A sentence that says what to change first, or that nothing stands out.
+
+    Args:
+        shares: of each role's time, as `waiting.waiting_shares` gives them.
+        max_staleness: the run's η.
+        publish_share: of the wall time, spent publishing weights.
+    """
+    limit = bottleneck(shares)
+    if limit is None:
+        return "nothing was measured yet"
+    if publish_share > NOTICEABLE:
+        return (f"publishing weights takes {publish_share:.0%} of the time: larger weights.bucket_mb, or more learning "
+                "per version (coordinator.prompts_per_step)")
+    nobody = min(share.get(COORDINATOR, 0.0) for share in shares.values())
+    if nobody > NOTICEABLE:
+        return (f"for {nobody:.0%} of the time no role works: larger chunks (generator.chunk) or larger steps "
+                "(coordinator.prompts_per_step) lessen the cost of handing over")
+    learning = max((shares[r].get(BUSY, 0.0) for r in LEARNERS if r in shares), default=0.0)
+    generating = shares.get("generator", {}).get(BUSY, 0.0)
+    if not max_staleness and min(learning, generating) > NOTICEABLE:
+        gain = (learning + generating) / max(learning, generating)
+        return (f"generators and learners take turns ({generating:.0%} and {learning:.0%} of the time): "
+                f"coordinator.max_staleness=1 lets them work side by side, up to {gain:.1f} times as fast on hardware "
+                "of their own")
+    busiest = shares[limit].get(BUSY, 0.0)
+    waiting = max((share.get(limit, 0.0) for role, share in shares.items() if role != limit), default=0.0)
+    if waiting < NOTICEABLE:
+        return "nothing stands out: the roles are in balance"
+    return f"{limit} limits the run (busy {busiest:.0%}, others wait for it up to {waiting:.0%}): {MORE.get(limit, '')}"

@@ -1,0 +1,125 @@
+"""A run at a glance: how far it is, what each role did and waited for, who holds what, and what to change first."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_ray.errors import DataError
+from rlhf_ray.observability.advice import recommend
+from rlhf_ray.observability.catalogue import readable
+from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.observability.progress import duration
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.waiting import BUSY, COORDINATOR, mean_shares
+
+RECENT_STEPS = 20
+"""Steps that shares of time are means over."""
+SILENT_S = 15.0
+"""A run that wrote no status for so long hangs or is gone."""
+SMALLEST = 0.005
+"""Shares below this are not shown."""
+
+
+def status_page(path: Path) -> RenderableType:
+    """What rich prints for the run in `path`.
+
+    Raises:
+        DataError: there is no run, or its files are damaged.
+    """
+    run = RunDirectory(path)
+    rows = read_metrics(path)
+    live = _live(run)
+    if not rows and not live:
+        raise DataError(f"{path} holds no run that has begun: neither {run.metrics.name} nor {run.status.name} is "
+                        "there; name the directory that a stage writes (its run.dir)")
+    steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
+    shares = mean_shares(steps)
+    parts: list[RenderableType] = [Text(_headline(path, live, rows)), Text(_pace(steps, live))]
+    if shares:
+        parts += [Text(""), _roles_table(shares, len(steps))]
+        publishing = _weighted(steps, "time/publish") / max(_weighted(steps, "time/step"), 1e-9)
+        parts += [Text(""), Text(f"what to change: {recommend(shares, live.get('max_staleness', 0), publishing)}")]
+    if live and not live.get("ended"):
+        parts += [Text(""), _held(live)]
+    return Group(*parts)
+
+
+def _live(run: RunDirectory) -> dict[str, Any]:
+    if not run.status.is_file():
+        return {}
+    try:
+        return dict(json.loads(run.status.read_text()))
+    except ValueError as error:
+        raise DataError(f"{run.status} cannot be read: {error}; remove it, a running stage writes it anew") from error
+
+
+def _headline(path: Path, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    if not live:
+        return f"{path}: step {rows[-1]['step']}"
+    where = f"{path}: step {live['step']} of {live['steps']}"
+    if ended := live.get("ended"):
+        return f"{where}, {ended}"
+    silent = time.time() - live["time"]
+    process = f"process {live['pid']} on {live['host']}"
+    if silent > SILENT_S:
+        return f"{where}; no news for {duration(silent)}: {process} hangs or is gone (--resume goes on with the run)"
+    return f"{where}, running ({process})"
+
+
+def _pace(steps: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> str:
+    if not steps:
+        return "no step is finished yet"
+    pace = _weighted(steps, "time/step") / len(steps)
+    shown = [f"{pace:.3g} s a step"]
+    rates = [row["throughput/samples_per_second"] for row in steps if row.get("throughput/samples_per_second")]
+    if rates:
+        shown.append(f"{sum(rates) / len(rates):.3g} samples/s")
+    if live and not live.get("ended"):
+        shown.append(f"{duration(pace * (live['steps'] - live['step']))} left")
+    return ", ".join(shown)
+
+
+def _weighted(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    return float(sum(row.get(name) or 0.0 for row in rows))
+
+
+def _roles_table(shares: Mapping[str, Mapping[str, float]], steps: int) -> Table:
+    """A line per role, busiest first; the shares of a line sum to all of the role's time."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
+    table.add_column("role")
+    table.add_column("busy", justify="right")
+    table.add_column(f"waiting for (last {steps} step{'' if steps == 1 else 's'})")
+    for role, causes in sorted(shares.items(), key=lambda item: -item[1].get(BUSY, 0.0)):
+        waits = sorted(((c, s) for c, s in causes.items() if c != BUSY and s >= SMALLEST), key=lambda item: -item[1])
+        table.add_row(readable(role).lower(), f"{causes.get(BUSY, 0.0):.0%}",
+                      ", ".join(f"{_cause(role, cause)} {share:.0%}" for cause, share in waits))
+    return table
+
+
+def _cause(role: str, cause: str) -> str:
+    if cause == role:
+        return "the others of its role"
+    return "nobody (handing over)" if cause == COORDINATOR else readable(cause).lower()
+
+
+def _held(live: Mapping[str, Any]) -> Table:
+    """What is under way, oldest first."""
+    buffer = live["buffer"]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("under way")
+    table.add_column("work")
+    table.add_column("for", justify="right")
+    for line in live["under_way"][:12]:
+        calls = f" ({line['calls']} calls)" if line["calls"] > 1 else ""
+        table.add_row(line["worker"], readable(line["phase"]).lower() + calls, f"{line['seconds']:.1f} s")
+    table.add_row("buffer", f"{buffer['ready']} samples ready, {buffer['under_way']} being made, "
+                  f"{buffer['training']} in training", f"{buffer['mb']:.1f} MiB")
+    return table

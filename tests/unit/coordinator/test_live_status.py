@@ -1,0 +1,50 @@
+"""status.json while a run goes on, and after it."""
+
+import asyncio
+import json
+
+import pytest
+
+from rlhf_ray.coordinator import live_status
+from rlhf_ray.errors import TrainingError
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.spans import Task
+from tests.unit.coordinator.test_loop import Run
+
+
+@pytest.fixture
+def run(ppo_config, summary, monkeypatch):
+    monkeypatch.setattr(live_status, "EVERY_S", 0.02)
+    return Run(ppo_config(prompts=4, steps=3), summary)
+
+
+def status(directory):
+    return json.loads((directory / "status.json").read_text())
+
+
+def test_it_says_who_works_on_what_and_how_the_run_ended(run, tmp_path):
+    clock = run.coordinator.team.clock
+
+    async def work():
+        async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):
+            for since in (1.0, 3.0):
+                clock.under_way.add(Task("generator", 1, "generate", clock.now() - since))
+            await asyncio.sleep(0.3)
+            return status(tmp_path)
+
+    live = asyncio.run(work())
+    assert (live["step"], live["steps"], live["max_staleness"]) == (0, 3, 0) and "ended" not in live
+    ((line),) = live["under_way"]
+    assert (line["worker"], line["phase"], line["calls"]) == ("generator/1", "generate", 2)
+    assert 3.0 <= line["seconds"] < 10.0
+    assert status(tmp_path)["ended"] == "finished"
+
+
+def test_a_run_that_failed_does_not_look_like_one_that_ended_well(run, tmp_path):
+    async def work():
+        async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):
+            raise TrainingError("not finite")
+
+    with pytest.raises(TrainingError):
+        asyncio.run(work())
+    assert status(tmp_path)["ended"] == "TrainingError: not finite"

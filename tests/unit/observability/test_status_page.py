@@ -1,0 +1,68 @@
+"""What `rlhf-ray status` says, from files made by hand."""
+
+import json
+import time
+
+import pytest
+from rich.console import Console
+
+from rlhf_ray.errors import DataError
+from rlhf_ray.observability.status_page import status_page
+
+LIVE = {
+    "time": 0.0, "pid": 77, "host": "here", "step": 2, "steps": 10, "samples": 32, "max_staleness": 0,
+    "buffer": {"ready": 8, "under_way": 4, "training": 16, "mb": 1.5},
+    "under_way": [{"worker": "generator/1", "phase": "generate", "calls": 3, "seconds": 4.25},
+                  {"worker": "policy_learner/0", "phase": "policy_update", "calls": 1, "seconds": 0.5}],
+}
+
+
+def row(step, seconds, learning):
+    return {"step": step, "time": 1.0, "time/step": seconds, "time/publish": 0.1, "throughput/samples_per_second": 8.0,
+            "share/generator/busy": 1 - learning, "share/generator/policy_learner": learning,
+            "share/policy_learner/busy": learning, "share/policy_learner/generator": 1 - learning}
+
+
+@pytest.fixture
+def shown(tmp_path):
+    def show(live=None, rows=()):
+        if live:
+            (tmp_path / "status.json").write_text(json.dumps(live))
+        if rows:
+            (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        console = Console(width=140, color_system=None)
+        with console.capture() as captured:
+            console.print(status_page(tmp_path))
+        return captured.get()
+
+    return show
+
+
+def test_a_running_run_says_how_far_it_is_what_waits_and_who_holds_what(shown):
+    text = shown(LIVE | {"time": time.time()}, [row(1, 3.0, 0.2), row(2, 1.0, 0.6)])
+    assert "step 2 of 10, running (process 77 on here)" in text
+    assert "2 s a step, 8 samples/s, 16 s left" in text
+    lines = {" ".join(line.split()) for line in text.splitlines()}
+    assert lines >= {"generator 70% policy learner 30%", "policy learner 30% generator 70%",
+                     "generator/1 generate (3 calls) 4.2 s", "policy_learner/0 policy update 0.5 s",
+                     "buffer 8 samples ready, 4 being made, 16 in training 1.5 MiB"}
+    assert "what to change: generators and learners take turns (70% and 30% of the time)" in text
+
+
+def test_a_silent_run_is_told_from_one_that_ended(shown):
+    assert "no news for 2 min 00 s: process 77 on here hangs or is gone" in shown(LIVE | {"time": time.time() - 120})
+    text = shown(LIVE | {"time": 5.0, "ended": "finished"})
+    assert "step 2 of 10, finished" in text and "under way" not in text
+
+
+def test_a_run_of_another_stage_has_its_step_and_pace(shown):
+    text = shown(rows=[{"step": 4, "time": 1.0, "time/step": 0.5, "sft/loss": 2.0}])
+    assert "step 4" in text and "0.5 s a step" in text and "what to change" not in text
+
+
+def test_a_directory_without_a_run_is_refused(shown, tmp_path):
+    with pytest.raises(DataError, match="holds no run that has begun"):
+        shown()
+    (tmp_path / "status.json").write_text("{")
+    with pytest.raises(DataError, match="status.json cannot be read"):
+        status_page(tmp_path)
