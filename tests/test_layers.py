@@ -16,6 +16,7 @@ FLOORS = [
     {"algorithms", "observability"},
     {"models", "data", "engine", "weights", "checkpoint"},
     {"rewards"},
+    {"serving"},
     {"roles"},
     {"cluster", "replay"},
     {"coordinator"},

@@ -11,6 +11,7 @@ import typer
 from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.quickstart import quickstart
 from rlhf_ray.cli.report import report
+from rlhf_ray.cli.serve_reward import serve_reward
 from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
 from rlhf_ray.cli.status import status
 from rlhf_ray.errors import RLHFError, RunInterrupted
@@ -50,7 +51,7 @@ def before_command(
 app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(quickstart)
 for stage in (sft, reward_model, process_reward, preferences, ppo):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
-for command in (status, report, doctor):
+for command in (status, report, serve_reward, doctor):
     app.command(rich_help_panel=AROUND)(command)
 
 

@@ -1,0 +1,1 @@
+"""A reward model as an HTTP service: `rlhf-ray serve-reward`."""

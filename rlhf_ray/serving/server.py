@@ -1,0 +1,130 @@
+"""The process of `rlhf-ray serve-reward`: socket, server, and how it ends.
+
+The first SIGTERM or Ctrl-C lets accepted requests finish while new ones are answered 503; the second ends at once.
+"""
+
+import asyncio
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+from rlhf_ray.config.serving import ServingConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.serving.app import Service, build_app
+from rlhf_ray.serving.batcher import Batcher
+from rlhf_ray.serving.gate import Gate
+from rlhf_ray.serving.scoring import ServedModel
+
+GRACE_S = 30.0
+"""Longest wait for accepted requests; orchestrators kill after this long by custom (Kubernetes: 30 s)."""
+
+KEEPALIVE_S = 30
+"""Idle connections stay open this long."""
+
+
+def serve(config: ServingConfig, say: Callable[[str], None]) -> None:
+    """Load the model and answer until told to stop.
+
+    Args:
+        say: told, line by line, where the service is and how it ends.
+
+    Raises:
+        ConfigError: the address cannot be listened on, or the certificate not be read.
+        ModelError: there is no such reward model.
+        KeyboardInterrupt: it was told to stop at once.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    listener, tls = _listen(config), _check_certificate(config)
+    disable_progress_bar()
+    with listener:
+        model = ServedModel(config.model, config.max_batch_tokens)
+        asyncio.run(_serve(config, model, listener, tls, say))
+
+
+async def _serve(config: ServingConfig, model: ServedModel, listener: socket.socket, tls: bool,
+                 say: Callable[[str], None]) -> None:
+    batcher = Batcher(model.score, config.max_batch_tokens, config.linger_ms / 1000, config.max_queue)
+    service = Service(model, batcher)
+    gate = Gate(build_app(service), config.token, int(config.max_request_mb * 2**20))  # type: ignore[arg-type]
+    settings = uvicorn.Config(
+        gate, log_config=None, access_log=False, server_header=False, lifespan="on", ws="none",
+        timeout_graceful_shutdown=int(GRACE_S), timeout_keep_alive=KEEPALIVE_S,
+        ssl_certfile=config.tls_cert, ssl_keyfile=config.tls_key,
+    )
+    server = _Server(settings, gate, service, say)
+    host, port = listener.getsockname()[:2]
+    address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    say(f"serving {model.path} (digest {model.digest}) at {address}")
+    say(f"schema at {address}/docs; {'a token is required' if config.token else 'open to this machine, no token'}; "
+        "Ctrl-C stops")
+    await server.serve(sockets=[listener])
+    if server.force_exit:
+        say(f"stopped at once; {gate.under_way} requests were not answered")
+        raise KeyboardInterrupt
+    say(f"stopped after {service.requests} requests, {batcher.samples} samples, {batcher.forward_passes} forward "
+        "passes")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, stopped in two steps."""
+
+    def __init__(self, config: uvicorn.Config, gate: Gate, service: Service, say: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._gate, self._service, self._say = gate, service, say
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """Take both signals for as long as the server runs. uvicorn would raise them anew at the end, and a service
+        that stopped as it was asked would exit as if it had been killed."""
+        loop, names = asyncio.get_running_loop(), ("SIGINT", "SIGTERM")
+        for name in names:
+            loop.add_signal_handler(getattr(signal, name), self._asked, name)
+        try:
+            yield
+        finally:
+            for name in names:
+                loop.remove_signal_handler(getattr(signal, name))
+
+    def _asked(self, name: str) -> None:
+        if self._draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._gate.stopping = self._service.stopping = True
+        self._say(f"{name}: finishing {self._gate.under_way} requests, refusing new ones; once more stops at once")
+        self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._gate.drained(), GRACE_S)
+        self.should_exit = True
+
+
+def _listen(config: ServingConfig) -> socket.socket:
+    """A socket bound to the address, before minutes go into loading a model. Until the server listens on it, callers
+    are refused rather than kept waiting."""
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    try:
+        listener.bind((config.host, config.port))
+        return listener
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; give another "
+                          "--host or --port (0 takes a free port)") from None
+
+
+def _check_certificate(config: ServingConfig) -> bool:
+    """Whether to serve https."""
+    if not config.tls_cert or not config.tls_key:
+        return False
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.tls_cert, config.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} cannot be used: "
+                          f"{error.strerror or error}") from None
+    return True
