@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rlhf_ray.config.base import Section
+from rlhf_ray.config.http_reward import HTTPReward
 from rlhf_ray.config.model import ModelConfig
 
 Aggregate = Literal["min", "prod", "mean", "last"]
@@ -35,19 +36,6 @@ class ProcessReward(ModelConfig):
     aggregate: Aggregate = "min"
     """The response's probability out of its steps', for `placement: outcome`: the least (Wang et al. 2024), the product
     (Lightman et al. 2023), the mean, or the last step's."""
-
-
-class HTTPReward(Section):
-    """A service that scores batches over HTTP, such as `rlhf-ray serve-reward`."""
-
-    type: Literal["http"]
-    """A reward service."""
-    weight: float = 1.0
-    """Factor of this component in the sum; negative for a penalty."""
-    urls: list[str] = Field(min_length=1)
-    """Addresses of equal servers, between which requests are balanced."""
-    timeout_s: float = Field(60.0, gt=0)
-    """Longest wait for the scores of a chunk, repetitions included."""
 
 
 class FunctionReward(Section):

@@ -11,7 +11,7 @@ An answer depends on the requests alone, never on what was asked before, so aski
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,6 +54,9 @@ class RewardAnswer:
     failures: int = 0
     """Requests that could not be judged in the ordinary way although they have a score: a call that had to be
     repeated, a response without the number that was looked for."""
+    failure_kinds: dict[str, int] = field(default_factory=dict)
+    """What went wrong on the way and how often, by one word each ("timeout", "http_503"); empty where a source does not
+    tell kinds apart."""
 
 
 class RewardSource(Protocol):
