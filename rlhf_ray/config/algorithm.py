@@ -70,6 +70,9 @@ class AlgorithmConfig(Section):
     """A weight for each token, or for each response: the product of its tokens' (exact, and of high variance)."""
     value_clip: float | None = Field(0.2, gt=0)
     """Clip of the value change around the old value (PPO2); off when empty."""
+    value_coef: float = Field(0.1, gt=0)
+    """Weight of the value loss beside the policy's, where one model is both (critic.backbone): c1 of Schulman et al.
+    2017, eq. 9; 0.1 in TRL, whose value loss has the same factor of 1/2."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus; 0 as in most RLHF work."""
     aggregate: Literal["token", "sequence"] = "token"

@@ -18,6 +18,7 @@ from rlhf_ray.config.loop import (
     LoggingConfig,
 )
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
 from rlhf_ray.config.steps import StepsConfig
 
@@ -179,6 +180,9 @@ class PreferencesStageConfig(StageConfig):
 class CriticConfig(LearnerConfig):
     """The critic under training."""
 
+    backbone: Literal["own", "policy"] = "own"
+    """A model of its own, or a value head on the policy's: then one model is trained by `policy`'s settings on both
+    losses (`algorithm.value_coef`), no critic is started, and the rest of this section has no effect."""
     init: Literal["policy", "reward"] = "policy"
     """Start from the policy's weights with a new head, or from the reward model with its head. From the reward model
     its values leak the reward while λ < 1; the default keeps that out."""
@@ -205,6 +209,8 @@ class PPOConfig(StageConfig):
     """The policy under training."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
     """The critic under training; an `algorithm.estimator` without a critic starts none."""
+    ptx: PtxConfig | None = None
+    """Pretraining text mixed into the policy's update (PPO-ptx); none when empty."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Estimator, losses and their numbers."""
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
@@ -225,7 +231,29 @@ class PPOConfig(StageConfig):
 
     def placements(self) -> dict[str, PlacementConfig]:
         """The roles that are started: the critic is one of them only where the estimator has one."""
-        return {name: p for name, p in super().placements().items() if name != "critic" or self.algorithm.has_critic}
+        return {name: p for name, p in super().placements().items() if name != "critic" or self.starts_critic}
+
+    @property
+    def shares_backbone(self) -> bool:
+        """Whether the policy is its own critic."""
+        return self.algorithm.has_critic and self.critic.backbone == "policy"
+
+    @property
+    def starts_critic(self) -> bool:
+        """Whether the critic is a model of its own, and so a role."""
+        return self.algorithm.has_critic and self.critic.backbone == "own"
+
+    @model_validator(mode="after")
+    def _one_backbone(self) -> Self:
+        if not self.shares_backbone:
+            return self
+        if self.critic.init == "reward":
+            raise ValueError("critic.init=reward starts a critic of its own from the reward model; with "
+                             "critic.backbone=policy it is the policy's model, so leave init at policy")
+        if self.algorithm.critic_warmup_steps:
+            raise ValueError(f"algorithm.critic_warmup_steps={self.algorithm.critic_warmup_steps} trains the critic "
+                             "alone, and with critic.backbone=policy that would move the policy; set it to 0")
+        return self
 
     @model_validator(mode="after")
     def _groups(self) -> Self:
@@ -274,7 +302,7 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="after")
     def _micro_batches(self) -> Self:
-        learners = ("policy", "critic") if self.algorithm.has_critic else ("policy",)
+        learners = ("policy", "critic") if self.starts_critic else ("policy",)
         longest = self.prompts.max_tokens + self.generator.sampling.max_tokens
         for role in (*learners, "reference", "reward"):
             budget = getattr(self, role).micro_batch_tokens
@@ -283,6 +311,9 @@ class PPOConfig(StageConfig):
                     f"{role}.micro_batch_tokens={budget} is less than the longest sample, "
                     f"prompts.max_tokens + generator.sampling.max_tokens = {longest}; raise it to at least that"
                 )
+        if self.ptx and self.policy.micro_batch_tokens < self.ptx.max_tokens:
+            raise ValueError(f"policy.micro_batch_tokens={self.policy.micro_batch_tokens} is less than "
+                             f"ptx.max_tokens={self.ptx.max_tokens}; raise it to at least that, or cut the text finer")
         rows = self.samples_per_step // self.algorithm.mini_batches
         for role in learners:
             workers = getattr(self, role).workers

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -96,19 +97,24 @@ class Coordinator:
 
     async def _learn(self, lease: Lease) -> tuple[UpdateStats | None, UpdateStats | None]:
         """Policy and critic learn from the same experience, side by side; None for one that does not."""
+        if self.config.shares_backbone:
+            both: tuple[UpdateStats, UpdateStats] = await self._update(
+                self.team.policy, lease, "policy_update", self.state.kl.value, method="update_both")
+            return both
         warming_up = self.state.step < self.config.algorithm.critic_warmup_steps
         return await asyncio.gather(
             self._update(None if warming_up else self.team.policy, lease, "policy_update", self.state.kl.value),
             self._update(self.team.critic, lease, "critic_update"),
         )
 
-    async def _update(self, group: WorkerGroup | None, lease: Lease, phase: str, *numbers: float) -> UpdateStats | None:
+    async def _update(
+        self, group: WorkerGroup | None, lease: Lease, phase: str, *numbers: float, method: str = "update"
+    ) -> Any:
         if group is None:
             return None
-        calls = group.call_all("update", self.state.step, *numbers, *lease.refs)
+        calls = group.call_all(method, self.state.step, *numbers, *lease.refs)
         await asyncio.gather(*(self.team.done(call, phase) for call in calls))
-        stats: UpdateStats = await calls[0].value()
-        return stats
+        return await calls[0].value()
 
     def _acknowledge(self, lease: Lease) -> list[ExperienceSummary]:
         """The batch is trained on: a new version begins."""

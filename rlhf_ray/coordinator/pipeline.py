@@ -146,20 +146,31 @@ class Pipeline:
 
     async def _assemble(self, scored: Scored, texts: int) -> tuple[Any, ExperienceSummary]:
         team, rollout = self.team, scored.rollout.ref
-        logprobs = team.policy.call_all("logprobs", rollout)
-        values = team.critic.call_all("values", rollout) if team.critic else []
-        await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
+        logprobs, values = await self._ask_learners(rollout)
         rank = self._assembler.take(1)
         try:
             call = team.assembler.call(
                 rank, "assemble", self.state.reward_terms(self.config.algorithm.reward_normalisation), texts,
                 len(logprobs), rollout, scored.reward.ref, scored.reference.ref,
-                *(c.ref for c in (*logprobs, *values)), outputs=2,
+                *logprobs, *values, outputs=2,
             )
             summary = await team.value(call, "assemble", 1)
         finally:
             self._assembler.give_back(rank, 1)
         return call.ref, summary
+
+    async def _ask_learners(self, rollout: Any) -> tuple[list[Any], list[Any]]:
+        """References to each policy rank's log-probabilities, and to each critic rank's values (none without one)."""
+        team = self.team
+        if self.config.shares_backbone:
+            both = [team.policy.call(rank, "logprobs_and_values", rollout, outputs=2)
+                    for rank in range(len(team.policy))]
+            await asyncio.gather(*(team.done(call, "logprobs") for call in both))
+            return [call.refs[0] for call in both], [call.refs[1] for call in both]
+        logprobs = team.policy.call_all("logprobs", rollout)
+        values = team.critic.call_all("values", rollout) if team.critic else []
+        await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
+        return [call.ref for call in logprobs], [call.ref for call in values]
 
     async def _ask(self, rotation: Rotation, phase: str, method: str, *refs: Any) -> Call:
         rank = rotation.take(1)

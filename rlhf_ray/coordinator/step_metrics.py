@@ -14,7 +14,7 @@ PHASES = (
     "generate", "reference", "reward", "values", "logprobs", "assemble", "policy_update", "critic_update", "publish"
 )
 CRITIC_PHASES = ("values", "critic_update")
-"""Phases of runs with a critic only."""
+"""Phases of runs with a critic of its own only."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def step_metrics(
     for name, stats in (("policy", outcome.policy), ("critic", outcome.critic)):
         if stats is not None:
             metrics.update({f"{name}/{key}": value for key, value in stats.metrics.items()})
-    phases = [p for p in PHASES if outcome.critic or p not in CRITIC_PHASES]
+    phases = [p for p in PHASES if "critic_learner" in workers or p not in CRITIC_PHASES]
     busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in phases}})
     metrics.update({f"time/{p}": seconds - busy[f"wait/phase:{p}"] for p in phases})
     metrics.update({f"idle/{role}": busy[f"idle/{role}"] for role in workers})

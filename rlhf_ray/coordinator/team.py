@@ -18,7 +18,7 @@ class Team:
     assembler: WorkerGroup
     policy: WorkerGroup
     critic: WorkerGroup | None
-    """None for estimators without a critic."""
+    """None for estimators without a critic, and where the policy is its own."""
     clock: StepClock
     """Where every call's working time is noted."""
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from rlhf_ray.algorithms.logprobs import entropy as entropy_of
 from rlhf_ray.algorithms.logprobs import token_logprobs
+from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.models.packing import Packing
 
 if TYPE_CHECKING:
@@ -22,6 +23,20 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
     return output.last_hidden_state[0]
 
 
+def token_answers(
+    model: "PreTrainedModel", hidden: Tensor, targets: Tensor, temperature: float, chunk: int, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """[n] log-probabilities of `targets` [n] given the states `hidden` [n, hidden] before them, and [n] entropies or
+    None. Logits exist for at most `chunk` of them at a time."""
+    head, logprobs, entropies = model.get_output_embeddings(), [], []
+    for start in range(0, max(len(targets), 1), chunk):
+        logits = head(hidden[start : start + chunk])[None]
+        logprobs.append(token_logprobs(logits, targets[None, start : start + chunk], temperature)[0])
+        if entropy:
+            entropies.append(entropy_of(wide(logits) / temperature)[0])
+    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
 class PackedLanguageModel(nn.Module):
     """A causal language model that answers with log-probabilities of tokens it is shown."""
 
@@ -32,7 +47,8 @@ class PackedLanguageModel(nn.Module):
         self.chunk = chunk
 
     def forward(
-        self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False
+        self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False,
+        temperature: float | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the tokens at `predicted` given what precedes them in their row.
 
@@ -43,19 +59,14 @@ class PackedLanguageModel(nn.Module):
             packing: where the rows lie.
             predicted: [n] flat positions of the tokens asked about; never the first of a row.
             entropy: also return the entropy of the distribution each was drawn from.
+            temperature: where it is not the model's.
 
         Returns:
-            [n] float32 log-probabilities at the model's temperature, and [n] entropies in nats or None.
+            [n] float32 log-probabilities at the temperature, and [n] entropies in nats or None.
         """
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
-        head, targets = self.model.get_output_embeddings(), tokens[predicted]
-        logprobs, entropies = [], []
-        for start in range(0, max(len(predicted), 1), self.chunk):
-            logits = head(hidden[start : start + self.chunk])[None]
-            logprobs.append(token_logprobs(logits, targets[None, start : start + self.chunk], self.temperature)[0])
-            if entropy:
-                entropies.append(entropy_of(logits.float() / self.temperature)[0])
-        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+        return token_answers(self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunk,
+                             entropy)
 
 
 class PackedScalarModel(nn.Module):

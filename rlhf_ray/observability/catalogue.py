@@ -31,6 +31,7 @@ METRICS: dict[str, Metric] = {
     "policy/clip_fraction": Metric("Tokens with a clipped policy ratio", "share"),
     "policy/approx_kl": Metric("KL from the policy before the update", "nats per token"),
     "policy/kl_penalty": Metric("KL penalty in the policy's loss, before its coefficient", "nats per token"),
+    "policy/ptx_loss": Metric("Language-modelling loss on pretraining text", "nats per token"),
     "policy/ratio_mean": Metric("Probability ratio to the policy before the update, mean"),
     "policy/is_weight_mean": Metric("Importance weight of learner over generator, mean"),
     "policy/is_capped_fraction": Metric("Tokens whose importance weight was over the cap", "share"),

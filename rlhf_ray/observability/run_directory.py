@@ -32,6 +32,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.model_ema = self.path / "model_ema"
+        self.value_head = self.path / "value_head.safetensors"
         self.evaluation = self.path / "evaluation.json"
         self.summary = self.path / "summary.json"
         self.status = self.path / "status.json"

@@ -49,15 +49,19 @@ class CriticLearner(Learner):
         """PPO2's clipped squared error of some rows."""
         micro = MicroBatch(part, self.engine.device)
         values = values_before_tokens(self.engine.forward(micro.tokens, micro.packing), micro.predicted)
-        columns = (micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask)
-        loss = value_loss(*columns, self.algorithm.value_clip)
-        stats = value_stats(*columns, self.algorithm.value_clip)
-        stats.pop("explained_variance")  # a ratio of variances has no mean over micro-batches
-        return loss, stats
+        return value_objective(micro, values, self.algorithm.value_clip)
 
     def count(self, part: Batch) -> float:
         """Response tokens."""
         return float(part.response_mask.sum())
+
+
+def value_objective(micro: MicroBatch, values: Tensor, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's loss of `[n]` values of the states before the response tokens, and what it is made of."""
+    columns = (micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask)
+    loss, stats = value_loss(*columns, clip), value_stats(*columns, clip)
+    stats.pop("explained_variance")  # a ratio of variances has no mean over micro-batches
+    return loss, stats
 
 
 def explained_variance(batch: Batch) -> float:

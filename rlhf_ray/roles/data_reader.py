@@ -6,9 +6,11 @@ import numpy as np
 
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.preferences import load_preferences
+from rlhf_ray.data.pretraining import load_pretraining_text
 from rlhf_ray.data.process_rows import StepRows, load_process_rows
 from rlhf_ray.data.sequences import Pairs, Sequences
 from rlhf_ray.data.tokenizer import tokenizer_digest
@@ -31,6 +33,10 @@ class DataReader:
         rows, report = load_demonstrations(config, self._tokenizer)
         numbers, cut = np.arange(len(rows)), len(rows) - int(len(rows) * config.held_out)
         return rows.select(numbers[:cut]), rows.select(numbers[cut:]), (cut, str(report))
+
+    def pretraining_text(self, config: PtxConfig) -> tuple[Sequences, str]:
+        """Rows of pretraining text and the loader's report."""
+        return load_pretraining_text(config, self._tokenizer)
 
     def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, tuple[int, str]]:
         """Training pairs, held-out pairs, the number of training pairs and the loader's report."""

@@ -91,15 +91,18 @@ class Learner:
 
     def _shares(self, mini_batch: Any, meter: Meter) -> Iterator[Tensor]:
         """This rank's parts of the mini-batch's loss; over all ranks and micro-batches they sum to it."""
-        whole = self.count(mini_batch)
         for rows in rank_plan(mini_batch.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
             # A rank with nothing left joins the collective calls with another's row and a loss of weight zero.
             part = mini_batch.select(rows if len(rows) else [0])
-            loss, stats = self.loss(part)
-            weight = self.count(part) if len(rows) else 0.0
-            meter.add(weight, {"loss": loss.detach()})
-            meter.add(self.measured(part) if len(rows) else 0.0, stats)
-            yield loss * (weight / whole)
+            yield self.share(part, mini_batch, len(rows) > 0, meter)
+
+    def share(self, part: Any, whole: Any, counted: bool, meter: Meter) -> Tensor:
+        """What some rows add to the loss of a mini-batch: nothing, if they are not counted."""
+        loss, stats = self.loss(part)
+        weight = self.count(part) if counted else 0.0
+        meter.add(weight, {"loss": loss.detach()})
+        meter.add(self.measured(part) if counted else 0.0, stats)
+        return loss * (weight / self.count(whole))
 
     @property
     def lockstep(self) -> bool:

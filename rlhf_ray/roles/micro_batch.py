@@ -69,12 +69,24 @@ def score_tokens(
         plan: micro-batches as row numbers; a row in none of them keeps zeros.
         forward: gives `[n]` numbers at a micro-batch's response tokens.
     """
-    values = np.zeros(len(rollout.tokens), dtype=np.float32)
+    return score_columns(rollout, plan, device, lambda micro: (forward(micro),), 1)[0]
+
+
+def score_columns(
+    rollout: Rollout,
+    plan: Sequence[np.ndarray],
+    device: torch.device | str,
+    forward: Callable[[MicroBatch], Sequence[Tensor]],
+    columns: int,
+) -> list[TokenScores]:
+    """As `score_tokens`, for a forward pass that gives several columns of numbers."""
+    values = np.zeros((columns, len(rollout.tokens)), dtype=np.float32)
     for rows in plan:
         micro = MicroBatch(rollout.select(rows), device)
-        flat = row_indices(rollout.offsets, rows)
-        values[flat[micro.record.response_mask]] = forward(micro).float().cpu().numpy()
-    return TokenScores(offsets=np.asarray(rollout.offsets), values=values)
+        places = row_indices(rollout.offsets, rows)[micro.record.response_mask]
+        for column, numbers in zip(values, forward(micro), strict=True):
+            column[places] = numbers.float().cpu().numpy()
+    return [TokenScores(offsets=np.asarray(rollout.offsets), values=column) for column in values]
 
 
 def inference_plan(

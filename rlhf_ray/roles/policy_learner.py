@@ -12,6 +12,8 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.ptx import PtxConfig
+from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.engine.ema import WeightAverage
 from rlhf_ray.engine.train_engine import StepResult
 from rlhf_ray.models.loading import load_causal_lm
@@ -20,6 +22,7 @@ from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStat
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.meter import Meter
 from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.ptx import PretrainingMix
 from rlhf_ray.roles.updates import run_update, training_batch
 
 
@@ -34,6 +37,7 @@ class PolicyLearner(Learner):
         self.algorithm, self.temperature = algorithm, temperature
         self.kl_coef = 0.0
         self.average: WeightAverage | None = None
+        self.ptx: PretrainingMix | None = None
 
     def start(self, address: str, timeout_s: float) -> dict[str, float]:
         """As `Learner.start`; the average of the weights begins with the weights."""
@@ -41,6 +45,10 @@ class PolicyLearner(Learner):
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
         return told
+
+    def take_pretraining_text(self, config: PtxConfig, text: Sequences) -> None:
+        """Mix these rows into every optimizer step from now on."""
+        self.ptx = PretrainingMix(config, text, self.seed)
 
     def build(self) -> PackedLanguageModel:
         """The language model, answering with log-probabilities at the sampling temperature."""
@@ -67,16 +75,24 @@ class PolicyLearner(Learner):
         return stats
 
     def optimize(self, mini_batch: Batch, meter: Meter) -> StepResult:
-        """As `Learner.optimize`; the average takes the new weights in."""
-        result = super().optimize(mini_batch, meter)
+        """As `Learner.optimize`, with pretraining text if there is some; the average takes the new weights in."""
+        losses = self._shares(mini_batch, meter)
+        result = self.engine.step(self.ptx.join(self, losses, meter) if self.ptx else losses)
         if self.average:
             self.average.update()
         return result
 
     def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """PPO's clipped loss of some rows, with the KL penalty if it stands here and the entropy bonus if it weighs."""
-        a, micro = self.algorithm, MicroBatch(part, self.engine.device)
-        logprobs, entropy = self.engine.forward(micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0)
+        micro = MicroBatch(part, self.engine.device)
+        return self.objective(micro, *self.engine.forward(
+            micro.tokens, micro.packing, micro.predicted, self.algorithm.entropy_coef > 0))
+
+    def objective(
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """That loss of `[n]` log-probabilities and entropies (None without a bonus) at the response tokens."""
+        a = self.algorithm
         weighed: dict[str, Any] = {} if a.importance == "none" else {
             "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": a.importance_cap,
             "importance": a.importance, "importance_level": a.importance_level,
@@ -113,11 +129,15 @@ class PolicyLearner(Learner):
         self.export(directory, card, lambda names: average.gather(names, self.engine.gather))
 
     def save_more(self, path: Path) -> None:
-        """The average of the weights."""
+        """The average of the weights, and the place in the pretraining text."""
         if self.average:
             self.average.save(path / f"average_{self.rank}.pt")
+        if self.ptx:
+            self.ptx.save(path / f"ptx_{self.rank}.json")
 
     def load_more(self, path: Path) -> None:
-        """Errors as in `WeightAverage.load`."""
+        """Errors as in `WeightAverage.load` and `PretrainingMix.load`."""
         if self.average:
             self.average.load(path / f"average_{self.rank}.pt")
+        if self.ptx:
+            self.ptx.load(path / f"ptx_{self.rank}.json")

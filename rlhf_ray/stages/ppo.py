@@ -29,6 +29,7 @@ from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.ppo_team import spawn_team, start_team
 from rlhf_ray.stages.preflight import check_context, check_data_file, check_model, check_same_tokens
+from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.supervised import newest_step
 from rlhf_ray.stages.workplace import run_stage, workplace
 
@@ -53,6 +54,7 @@ def preflight(config: PPOConfig) -> None:
     check_data_file(config.prompts.path, "prompts.path")
     if config.evaluation:
         check_data_file(config.evaluation.prompts, "evaluation.prompts")
+    check_pretraining_text(config)
     check_model(config.model, "model")
     check_model(config.reward_model, "reward_model")
     check_scalar_head(config.reward_model)
@@ -136,7 +138,9 @@ def _geometry(config: PPOConfig) -> dict[str, int | str]:
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
         "policy.workers": config.policy.workers, "policy.zero_stage": config.policy.zero_stage,
     }
-    if config.algorithm.has_critic:
+    if config.shares_backbone:
+        numbers |= {"critic.backbone": config.critic.backbone}
+    if config.starts_critic:
         numbers |= {"critic.workers": config.critic.workers, "critic.zero_stage": config.critic.zero_stage}
     return numbers
 
@@ -153,8 +157,10 @@ async def _resume(coordinator: Coordinator, store: CheckpointStore, resume_at: i
 
 
 async def _export(config: PPOConfig, team: Team, directory: RunDirectory, card: ModelCardInfo) -> None:
-    """Write model/ and, where an average is kept, model_ema/."""
+    """Write model/ and, where there are such, value_head.safetensors and model_ema/."""
     await team.policy.values("export", str(directory.model.absolute()), card)
+    if config.shares_backbone:
+        await team.policy.values("export_value_head", str(directory.value_head.absolute()))
     if config.policy.ema_decay is not None:
         average = replace(card, metrics={}, weights=f"exponential moving average, decay {config.policy.ema_decay:g} an "
                                                     "optimizer step; not evaluated by itself")
@@ -162,8 +168,9 @@ async def _export(config: PPOConfig, team: Team, directory: RunDirectory, card: 
 
 
 def _card(config: PPOConfig, evaluations: EvaluationLog) -> ModelCardInfo:
+    text = f", and text in {Path(config.ptx.path).name}" if config.ptx else ""
     return ModelCardInfo(
         stage="ppo", step=config.run.steps, base_model=config.model.path,
-        trained_on=f"prompts in {Path(config.prompts.path).name}", reward_model=config.reward_model.path,
+        trained_on=f"prompts in {Path(config.prompts.path).name}{text}", reward_model=config.reward_model.path,
         metrics=evaluations.last(),
     )

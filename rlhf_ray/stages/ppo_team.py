@@ -13,6 +13,7 @@ from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.generator import Generator, generator_environment
@@ -20,6 +21,7 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
+from rlhf_ray.stages.pretraining_text import hand_out_pretraining_text
 from rlhf_ray.stages.workplace import Workplace, start_learners
 
 
@@ -49,13 +51,13 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
                        "longest": generation.sampling.max_tokens},
         ),
         policy=place.spawn(
-            "policy_learner", PolicyLearner, config.policy,
+            "policy_learner", ActorCriticLearner if config.shares_backbone else PolicyLearner, config.policy,
             lambda rank: {**_learner(config, "policy", rank), "temperature": temperature}, goodbye="leave",
         ),
         critic=place.spawn(
             "critic_learner", CriticLearner, config.critic,
             lambda rank: _learner(config, "critic", rank), goodbye="leave",
-        ) if config.algorithm.has_critic else None,
+        ) if config.starts_critic else None,
         clock=StepClock(),
     )
 
@@ -84,10 +86,11 @@ async def start_team(
     progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in team.groups()))
     limit = config.cluster.start_timeout_s
     frozen = (team.generators, team.reference, team.reward, team.assembler)
-    sources, _ = await asyncio.gather(
+    sources, *_ = await asyncio.gather(
         _read_prompts(config, reader, progress),
         asyncio.gather(*(group.values("start", timeout_s=limit) for group in frozen),
                        *(start_learners(group, limit) for group in team.learners())),
+        hand_out_pretraining_text(config, place, team, progress),
     )
     return sources
 

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from rlhf_ray.engine import distributed
+from rlhf_ray.engine.shards import full_shape, own_shard, whole
+from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.process_learner import ProcessRewardLearner
 from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner
 
-CLASSES = {cls.__name__: cls
-           for cls in (PolicyLearner, CriticLearner, SFTLearner, RewardModelLearner, ProcessRewardLearner)}
+LEARNERS = (PolicyLearner, ActorCriticLearner, CriticLearner, SFTLearner, RewardModelLearner, ProcessRewardLearner)
+CLASSES = {cls.__name__: cls for cls in LEARNERS}
 
 
 class LearnerBench:
@@ -46,6 +48,11 @@ class LearnerBench:
         engine = self._learner.engine
         names = [shape[0] for shape in engine.parameter_shapes()]
         return {name: tensor.numpy().copy() for name, tensor in engine.gather(names).items()}
+
+    def value_head(self) -> dict[str, np.ndarray]:
+        """The weight of the head that is no part of the language model (collective)."""
+        weight = self._learner.engine.module.value_head.weight
+        return {"value_head.weight": whole(own_shard(weight), full_shape(weight)).numpy().copy()}
 
     def average(self) -> dict[str, np.ndarray]:
         """Whole averages of the policy's weights by name (collective)."""

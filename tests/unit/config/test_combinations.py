@@ -39,6 +39,10 @@ from rlhf_ray.errors import ConfigError
         ("ppo", ["--algorithm.estimator=reinforce_pp", "--algorithm.whiten_advantages=false"], ["reinforce_pp"]),
         ("ppo", ["--algorithm.estimator=reinforce", "--algorithm.lam_alpha=0.05"], ["lam_alpha=0.05", "estimator=gae"]),
         ("ppo", ["--algorithm.estimator=reinforce", "--algorithm.lam_critic=1"], ["lam_critic=1", "estimator=gae"]),
+        ("ppo", ["--critic.backbone=policy", "--critic.init=reward"], ["critic.init=reward", "leave init at policy"]),
+        ("ppo", ["--critic.backbone=policy", "--algorithm.critic_warmup_steps=3"], ["critic_warmup_steps=3", "to 0"]),
+        ("ppo", ["--ptx.path=t", "--ptx.max_tokens=5000"], ["policy.micro_batch_tokens=4096", "ptx.max_tokens=5000"]),
+        ("ppo", ["--policy.ema_decay=1"], ["policy.ema_decay", "less than 1"]),
         ("ppo", ["--algorithm.overlong_buffer=257"], ["overlong_buffer=257", "max_tokens=256"]),
         ("ppo", ["--model.trust_remote_code=true"], ["revision"]),
         ("sft", ["--model.architecture.heads=3", "--model.tokenizer=t"], ["hidden_size=128", "heads=3"]),
@@ -50,6 +54,15 @@ def test_refused(write, command, overrides, words):
         load(STAGES[command], write(command), overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_critic_on_the_policy_s_backbone_is_no_role_of_its_own(write):
+    config = load(STAGES["ppo"], write("ppo"), ["--critic.backbone=policy", "--critic.workers=50"])
+    assert config.shares_backbone and not config.starts_critic and "critic" not in config.placements()
+    own = load(STAGES["ppo"], write("ppo"), [])
+    assert own.starts_critic and not own.shares_backbone and "critic" in own.placements()
+    without = load(STAGES["ppo"], write("ppo"), ["--critic.backbone=policy", "--algorithm.estimator=reinforce"])
+    assert not without.shares_backbone and not without.starts_critic
 
 
 @pytest.mark.parametrize("overrides", [["--buffer.capacity_samples=128"], ["--policy.micro_batch_tokens=768"]])

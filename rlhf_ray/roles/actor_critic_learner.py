@@ -1,0 +1,72 @@
+"""Policy and critic as one model under training (`critic.backbone: policy`): one backbone, two heads, one optimizer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from rlhf_ray.engine.shards import full_shape, own_shard, whole
+from rlhf_ray.models.actor_critic import PackedActorCritic
+from rlhf_ray.models.loading import load_causal_lm
+from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
+from rlhf_ray.roles.critic_learner import explained_variance, value_objective
+from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_columns, share_of
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.updates import training_batch
+
+CRITIC = "critic/"
+"""Names of what is said about the critic, among the metrics of an update."""
+
+
+class ActorCriticLearner(PolicyLearner):
+    """One rank of both. The loss is the policy's plus `value_coef` times the critic's (Schulman et al. 2017, eq. 9)."""
+
+    def build(self) -> PackedActorCritic:  # type: ignore[override]
+        """The language model with a new value head."""
+        return PackedActorCritic(load_causal_lm(self.model_config), self.temperature)
+
+    def logprobs_and_values(self, rollout: Rollout) -> tuple[TokenScores, TokenScores]:
+        """What `PolicyLearner.logprobs` and `CriticLearner.values` answer, out of one forward pass."""
+        plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
+
+        def forward(micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            logprobs, _, values = self.engine.infer(micro.tokens, micro.packing, micro.predicted)
+            return logprobs, values
+
+        logprobs, values = score_columns(rollout, plan, self.engine.device, forward, 2)
+        return share_of(logprobs, self.rank, self.world), share_of(values, self.rank, self.world)
+
+    def update_both(self, step: int, kl_coef: float, *experiences: Experience) -> tuple[UpdateStats, UpdateStats]:
+        """`PolicyLearner.update` of both; what it did to the policy, and what to the critic.
+
+        Gradient norm and learning rate, of the one model there is, stand in both.
+        """
+        both = self.update(step, kl_coef, *experiences)
+        policy = {name: value for name, value in both.metrics.items() if not name.startswith(CRITIC)}
+        critic = {name.removeprefix(CRITIC): value for name, value in both.metrics.items() if name.startswith(CRITIC)}
+        critic |= {name: both.metrics[name] for name in ("grad_norm", "learning_rate")}
+        critic["explained_variance"] = explained_variance(training_batch(experiences, whiten=False))
+        return replace(both, metrics=policy), replace(both, metrics=critic)
+
+    def share(self, part: Batch, whole: Batch, counted: bool, meter: Meter) -> Tensor:
+        """As `Learner.share`. Each of the two losses is divided by its own count, which may be rows for the policy."""
+        a, micro = self.algorithm, MicroBatch(part, self.engine.device)
+        logprobs, entropy, values = self.engine.forward(
+            micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0)
+        policy, said = self.objective(micro, logprobs, entropy)
+        critic, said_of_critic = value_objective(micro, values, a.value_clip)
+        weight, tokens = (self.count(part), self.measured(part)) if counted else (0.0, 0.0)
+        meter.add(weight, {"loss": policy.detach()})
+        said_of_critic["loss"] = critic.detach()
+        meter.add(tokens, {**said, **{f"{CRITIC}{name}": value for name, value in said_of_critic.items()}})
+        return policy * (weight / self.count(whole)) + a.value_coef * critic * (tokens / self.measured(whole))
+
+    def export_value_head(self, path: str) -> None:
+        """Write the value head as safetensors (rank 0; the others help gather it)."""
+        weight = self.engine.module.value_head.weight
+        gathered = whole(own_shard(weight), full_shape(weight)).cpu()
+        if self.rank == 0:
+            from safetensors.torch import save_file
+
+            save_file({"value_head.weight": gathered.contiguous()}, Path(path))

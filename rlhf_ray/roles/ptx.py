@@ -1,0 +1,78 @@
+"""Pretraining text in the policy's update (PPO-ptx; Ouyang et al. 2022, eq. 2): its rows, their order, their loss.
+
+The loss is the mean over all predicted tokens of an optimizer step's rows on all ranks, at temperature 1, and its
+gradient is added to the policy's. Every rank holds the text without a copy and works out the same rows.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_ray.checkpoint.state import load_state, save_state
+from rlhf_ray.config.ptx import PtxConfig
+from rlhf_ray.data.batching import rank_plan
+from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.sequences import Sequences
+from rlhf_ray.errors import CheckpointError
+from rlhf_ray.models.packing import Packing
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.supervised_learner import predictable
+
+
+class PretrainingMix:
+    """The text as one rank of the policy sees it."""
+
+    def __init__(self, config: PtxConfig, text: Sequences, seed: int) -> None:
+        self.config, self._text = config, text
+        self._cursor = PromptCursor(len(text), seed, shuffle=True)
+
+    def join(self, learner: Learner, losses: Iterable[Tensor], meter: Meter) -> Iterator[Tensor]:
+        """The losses of one optimizer step, and behind them the text's; `ptx_loss`, in nats per token, in the meter.
+
+        With a coefficient of 0 the loss is measured and nothing is added.
+        """
+        rows = self.next_rows()
+        if self.config.coef == 0:
+            with torch.no_grad():
+                for _ in self.shares(learner, rows, meter):
+                    pass
+        yield from losses
+        if self.config.coef > 0:
+            yield from (self.config.coef * share for share in self.shares(learner, rows, meter))
+
+    def next_rows(self) -> Sequences:
+        """The rows of the next optimizer step."""
+        return self._text.select([row for _, row in self._cursor.next(self.config.batch_size)])
+
+    def shares(self, learner: Learner, rows: Sequences, meter: Meter) -> Iterator[Tensor]:
+        """This rank's parts of the mean loss of the rows; over all ranks and micro-batches they sum to it."""
+        engine, whole = learner.engine, float(predictable(rows).sum())
+        for numbers in rank_plan(rows.lengths, learner.world, learner.config.micro_batch_tokens)[learner.rank]:
+            # As in `Learner._shares`, a rank with nothing left helps with a row that does not count.
+            part = rows.select(numbers if len(numbers) else [0])
+            predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=engine.device)
+            run = engine.forward if torch.is_grad_enabled() else engine.infer
+            loss = -run(torch.as_tensor(part.tokens.astype(np.int64), device=engine.device),
+                        Packing.of(part.lengths, engine.device), predicted, temperature=1.0)[0].mean()
+            weight = float(len(predicted)) if len(numbers) else 0.0
+            meter.add(weight, {"ptx_loss": loss.detach()})
+            yield loss * (weight / whole)
+
+    def save(self, path: Path) -> None:
+        """Write where the cursor stands."""
+        save_state(path, self._cursor.state_dict())
+
+    def load(self, path: Path) -> None:
+        """Go on from there.
+
+        Raises:
+            CheckpointError: nothing was saved, or of another text or seed.
+        """
+        if not path.is_file():
+            raise CheckpointError(f"the checkpoint has no place in the pretraining text ({path.name}): the run that "
+                                  "saved it had no ptx. Leave the section out to go on, or begin a new run.")
+        self._cursor.load_state_dict(load_state(path))

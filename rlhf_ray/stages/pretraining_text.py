@@ -1,0 +1,42 @@
+"""Pretraining text for the policy (section `ptx`): checked beforehand, read beside the tokenizer, given to ranks."""
+
+import asyncio
+
+from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.errors import ModelError
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.stages.preflight import check_data_file, context_length
+from rlhf_ray.stages.workplace import Workplace
+
+
+def check_pretraining_text(config: PPOConfig) -> None:
+    """Refuse text that is not there or rows longer than the model's context.
+
+    Raises:
+        DataError, ModelError: naming the field, the value and the fix.
+    """
+    if config.ptx is None:
+        return
+    check_data_file(config.ptx.path, "ptx.path")
+    longest = context_length(config.model)
+    if longest is not None and config.ptx.max_tokens > longest:
+        raise ModelError(f"ptx.max_tokens={config.ptx.max_tokens} is over the context of {config.model.path!r}, "
+                         f"{longest}; lower it to that")
+
+
+async def hand_out_pretraining_text(
+    config: PPOConfig, place: Workplace, team: Team, progress: StageProgress
+) -> None:
+    """Let the policy's ranks have the text, which lies in the object store; they hold it without a copy."""
+    if config.ptx is None:
+        return
+    reader = place.spawn("text_reader", DataReader, PlacementConfig(pool=config.policy.pool, cpus=0),
+                         lambda _: {"model": config.model})
+    await reader.values("start")
+    call = reader.call(0, "pretraining_text", config.ptx, outputs=2)
+    progress.note(await call.value(1))
+    await asyncio.gather(*(c.done() for c in team.policy.call_all("take_pretraining_text", config.ptx, call.ref)))
+    reader.kill()
