@@ -33,6 +33,10 @@ class StandInCall:
     def ref(self) -> "StandInCall":
         return self
 
+    @property
+    def refs(self) -> "tuple[StandInCall, StandInCall]":
+        return StandInPart(self, 0), StandInPart(self, 1)
+
     async def done(self) -> Timing:
         await self._task
         return Timing(0.0)
@@ -40,6 +44,13 @@ class StandInCall:
     async def value(self, index: int = 0) -> Any:
         result = await self._task
         return result[index] if isinstance(result, tuple) else result
+
+
+class StandInPart(StandInCall):
+    """One of the results of a call that has two."""
+
+    def __init__(self, whole: StandInCall, index: int) -> None:
+        self._task = asyncio.ensure_future(whole.value(index))
 
 
 class StandInGroup:

@@ -1,6 +1,7 @@
 """The order of a run's steps. Workers are stand-ins; pipeline, buffer and state are real."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -40,14 +41,15 @@ class Run:
 
     def _learner(self, role):
         async def behave(rank, method, *args):
-            if method != "update":
+            if method not in ("update", "update_both"):
                 return (method, rank)
             if args[0] == self.fail_at:
                 raise TrainingError("not finite")
             if rank == 0:
                 self.events.append(f"{role} {args[0]}")
                 self.update_arguments.append((role, *args))
-            return UpdateStats(step=args[0], applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
+            stats = UpdateStats(step=args[0], applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
+            return stats if method == "update" else [stats, replace(stats, metrics={"loss": 2.0})]
 
         return behave
 
@@ -107,6 +109,14 @@ def test_without_a_critic_the_policy_learns_alone(ppo_config, summary):
     about = ("critic/", "idle/critic", "time/critic_update", "time/values")
     assert not [name for name in run.rows[2] if name.startswith(about)]
     assert run.rows[2]["policy/loss"] == 1.0 and "idle/policy" in run.rows[2] and "time/logprobs" in run.rows[2]
+
+
+def test_a_policy_that_is_its_own_critic_speaks_for_both(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=2, critic={"backbone": "policy"}), summary, critic=False)
+    assert run.go()[1:] == ["policy 0", "publish 1", "policy 1", "publish 2", "save 2"]
+    row = run.rows[2]
+    assert (row["policy/loss"], row["critic/loss"]) == (1.0, 2.0)
+    assert not [name for name in row if name.startswith(("idle/critic", "time/critic_update", "time/values"))]
 
 
 def test_learners_get_the_step_the_policy_its_coefficient_and_both_the_experience(ppo_config, summary):

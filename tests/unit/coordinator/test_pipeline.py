@@ -131,6 +131,27 @@ def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config,
     assert in_loop(run()) == (RewardTerms(0.1), 2, ("score", 0), ("logprobs", 0), (("logprobs", 0), ("logprobs", 1)))
 
 
+def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=2, steps=1, critic={"backbone": "policy"}), summary, ranks=2)
+
+        async def tell_twice(rank, method, rollout):
+            assert method == "logprobs_and_values"
+            return ("logprobs", rank), ("values", rank)
+
+        policy = StandInGroup("policy", tell_twice, workers=2)
+        team = team_of(generators=world.generators, policy=policy, reward=world._score, reference=world._tell,
+                       critic=None, assembler=world._assemble)
+        world.pipeline = Pipeline(world.pipeline.config, team, world.state, world.buffer, StandInPrompts("prompts"))
+        await world.train()
+        return world.parts, policy.log
+
+    parts = (("logprobs", 0), ("logprobs", 1), ("values", 0), ("values", 1))
+    told, log = in_loop(run())
+    assert told == (RewardTerms(0.1), 2, ("score", 0), ("logprobs", 0), parts)
+    assert log == [("logprobs_and_values", 0), ("logprobs_and_values", 1)]
+
+
 def test_synchronous_generation_stays_within_the_step(ppo_config, summary):
     async def run():
         world = World(ppo_config(prompts=8, chunk=2, staleness=0), summary)
