@@ -1,0 +1,82 @@
+"""A run whose policy is its own critic and reads pretraining text: no critic is started, and resumed it is the same."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.errors import CheckpointError
+from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.conftest import SMALL, VOCAB
+
+pytestmark = pytest.mark.cluster
+TIMES = ("coordinator/", "time", "throughput/", "idle/", "busy/", "wait/", "weights/publish_seconds")
+CRITIC = {"backbone": "policy", "workers": 50}
+"""What is asked for a critic that is not started needs no room in the pool."""
+
+
+@pytest.fixture(scope="module")
+def sections(files, tmp_path_factory):
+    """A short run with one worker of each role; every eighth text is longer than a row."""
+    rng, path = np.random.default_rng(3), tmp_path_factory.mktemp("text") / "text.jsonl"
+    lengths = [40 if i % 8 == 0 else 10 for i in range(24)]
+    texts = [" ".join(f"w{i}" for i in rng.integers(2, VOCAB, length)) for length in lengths]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return {**SMALL, "run": {"steps": 3}, "critic": CRITIC,
+            "ptx": {"path": str(path), "max_tokens": 20, "batch_size": 4, "coef": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def runs(configure, sections, tmp_path_factory):
+    """(directory of a run of 3 steps saved after the second, directory of one resumed from there)."""
+    from rlhf_ray.stages import ppo
+
+    whole, again = (tmp_path_factory.mktemp(name) / "run" for name in ("whole", "again"))
+    ppo.run(load(PPOConfig, configure(whole, **sections), []))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints/step_3")
+    ppo.run(load(PPOConfig, configure(again, **sections), []), resume=True)
+    return whole, again
+
+
+def steps(directory):
+    return [row for row in read_metrics(directory) if "reward/mean" in row]
+
+
+def test_both_learn_and_are_spoken_of_under_their_own_names(runs):
+    rows = steps(runs[0])
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["policy/grad_norm"] > 0 and row["policy/ptx_loss"] > 1
+        assert row["critic/loss"] > 0 and np.isfinite(row["critic/explained_variance"])
+        assert row["rollout/logprob_gap"] < 1e-4
+        assert not [name for name in row if "critic_learner" in name or name in ("time/values", "time/critic_update")]
+    assert rows[2]["kl/sequence"] > 0.1
+
+
+def test_no_critic_is_saved_and_the_head_lies_beside_the_model(runs):
+    saved = {path.name for path in (runs[0] / "checkpoints/step_2").iterdir()}
+    assert "policy_learner" in saved and "critic_learner" not in saved
+    assert (runs[0] / "checkpoints/step_2/policy_learner/ptx_0.json").is_file()
+    assert set(load_file(runs[0] / "value_head.safetensors")) == {"value_head.weight"}
+    assert "and text in text.jsonl" in (runs[0] / "model/README.md").read_text()
+
+
+def test_the_resumed_run_is_the_same_run(runs):
+    whole, again = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in steps(d)] for d in runs)
+    assert again == whole
+    for file in ("model/model.safetensors", "model_ema/model.safetensors", "value_head.safetensors"):
+        assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes()
+
+
+def test_a_run_with_a_critic_of_its_own_does_not_go_on_from_there(runs, configure, sections, tmp_path):
+    from rlhf_ray.stages import ppo
+
+    directory = shutil.copytree(runs[0], tmp_path / "run")
+    own = {**sections, "critic": {"workers": 1}}
+    with pytest.raises(CheckpointError, match=r"critic.workers was None and is 1"):
+        ppo.run(load(PPOConfig, configure(directory, **own), []), resume=True)
