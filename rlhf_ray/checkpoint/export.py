@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,9 +46,26 @@ def export_model(
             something other than an export stands at `directory`. What was there before is untouched then.
     """
     weights = _checked_weights(model, dict(state_dict))
-    size = sum(weight.nbytes for weight in weights.values())
+    with replacing_export(directory, sum(weight.nbytes for weight in weights.values()), "config.json") as new:
+        _save(model, weights, new, max_shard_size)
+        tokenizer.save_pretrained(new)
+        model_card(card, Path(directory).name).save(new / "README.md")
+    return Path(directory).absolute()
+
+
+@contextmanager
+def replacing_export(directory: Path, size: int, mark: str) -> Iterator[Path]:
+    """A new directory that takes the place of `directory` when the block ends well, and is gone when it fails.
+
+    Args:
+        size: bytes that will be written, about.
+        mark: the file that tells an export of this kind.
+
+    Raises:
+        CheckpointError: the disk is full, or something other than such an export stands at `directory`.
+    """
     directory = Path(directory).absolute()
-    _refuse_foreign(directory)
+    _refuse_foreign(directory, mark)
     directory.parent.mkdir(parents=True, exist_ok=True)
     clear_leftovers(directory.parent, re.escape(directory.name))
     new = temporary_for(directory)
@@ -55,9 +73,7 @@ def export_model(
     require_space(directory.parent, size, f"export to {directory}", safe)
     try:
         new.mkdir()
-        _save(model, weights, new, max_shard_size)
-        tokenizer.save_pretrained(new)
-        model_card(card, directory.name).save(new / "README.md")
+        yield new
         fsync_tree(new)
         replace_directory(new, directory)
     except BaseException as error:
@@ -66,7 +82,6 @@ def export_model(
         if full:
             raise disk_full_error(directory.parent, f"export to {directory}", size, safe) from error
         raise
-    return directory
 
 
 def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path, max_shard_size: str) -> None:
@@ -102,9 +117,9 @@ def _checked_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -
     return weights
 
 
-def _refuse_foreign(directory: Path) -> None:
+def _refuse_foreign(directory: Path, mark: str) -> None:
     """Only an export may be replaced by an export."""
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise CheckpointError(f"{directory} is not a plain directory; export elsewhere or move it away")
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory} holds something else than an exported model; export elsewhere")
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / mark).is_file():
+        raise CheckpointError(f"{directory} holds something else than an export with {mark}; export elsewhere")

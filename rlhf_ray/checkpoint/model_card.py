@@ -57,10 +57,21 @@ def model_card(info: ModelCardInfo, name: str) -> ModelCard:
         pipeline_tag="text-classification" if info.stage == "reward_model" else "text-generation",
         tags=["rlhf", "rlhf-ray", info.stage.replace("_", "-")],
     )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name)}")
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, _loading(info))}")
 
 
-def _text(info: ModelCardInfo, name: str) -> str:
+def adapter_card(info: ModelCardInfo, name: str) -> ModelCard:
+    """The card of adapters exported to a directory called `name`."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(
+        base_model=info.base_model if _is_hub_name(info.base_model) else None, license=info.license,
+        library_name="peft", tags=["lora", "rlhf", "rlhf-ray", info.stage.replace("_", "-")],
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, _adapter_loading(info))}")
+
+
+def _text(info: ModelCardInfo, name: str, loading: str) -> str:
     reward = f"\n- Reward model: `{info.reward_model}`" if info.reward_model else ""
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
     return f"""# {name}
@@ -73,7 +84,7 @@ Made by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {info.clo
 ## Loading
 
 ```python
-{_loading(info)}
+{loading}
 ```
 
 ## Numbers at the end of training
@@ -96,6 +107,16 @@ def _loading(info: ModelCardInfo) -> str:
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 model = {head}.from_pretrained("path/to/this/directory")
 {use}"""
+
+
+def _adapter_loading(info: ModelCardInfo) -> str:
+    head, options = ("AutoModelForSequenceClassification", ", num_labels=1") if info.stage == "reward_model" else (
+        "AutoModelForCausalLM", "")
+    return f"""from peft import PeftModel
+from transformers import {head}
+
+base = {head}.from_pretrained("{info.base_model}"{options})
+model = PeftModel.from_pretrained(base, "path/to/this/directory")  # model.merge_and_unload() gives it as one model"""
 
 
 def _table(metrics: Mapping[str, float]) -> str:

@@ -29,6 +29,26 @@ class OptimizerConfig(Section):
     """Learning rate at the end of decay, as a share of the peak."""
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters beside frozen linear layers (Hu et al. 2021): W x + alpha/rank * B A x."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of A and B; 8 to 64 are usual."""
+    alpha: int = Field(32, ge=1)
+    """The adapters' share is scaled by alpha / rank (32 as in Schulman et al. 2025, "LoRA Without Regret")."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the adapters' inputs in training; in PPO it keeps the first update's ratio from being 1."""
+    targets: list[str] = Field(["all-linear"], min_length=1)
+    """Linear layers that get adapters, by the end of their names (q_proj, layers.0.mlp.up_proj); all-linear is every
+    one but the output head, without which LoRA falls behind full training (Dettmers et al. 2023)."""
+
+    @model_validator(mode="after")
+    def _all_or_some(self) -> "LoRAConfig":
+        if len(self.targets) > 1 and "all-linear" in self.targets:
+            raise ValueError(f"targets={self.targets} names layers beside all-linear, which is all of them; keep one")
+        return self
+
+
 class LearnerConfig(PlacementConfig):
     """A model under training on one or more data-parallel ranks (one worker each)."""
 
@@ -44,6 +64,8 @@ class LearnerConfig(PlacementConfig):
     """Largest number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters on a frozen model, which keeps the model's own precision; the whole model when empty."""
 
     @model_validator(mode="after")
     def _offload(self) -> "LearnerConfig":

@@ -38,7 +38,8 @@ class Pipeline:
         self.config, self.team, self.state, self.buffer = config, team, state, buffer
         self._prompts = prompts
         self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness)
-        self._generators, self._reference = Rotation(team.generators), Rotation(team.reference)
+        self._generators = Rotation(team.generators)
+        self._reference = Rotation(team.reference) if team.reference is not None else None
         self._reward, self._assembler = Rotation(team.reward), Rotation(team.assembler)
         self._running: dict[asyncio.Task[None], Reservation] = {}
         self._with_texts: set[int] = set()
@@ -139,7 +140,7 @@ class Pipeline:
         finally:
             self._generators.give_back(rank, len(keys))
         reference, reward = await asyncio.gather(
-            self._ask(self._reference, "reference", "logprobs", rollout.ref),
+            self._ask_reference(rollout.ref),
             self._ask(self._reward, "reward", "score", rollout.ref, prompts),
         )
         return Scored(rollout, reference, reward)
@@ -171,6 +172,16 @@ class Pipeline:
         values = team.critic.call_all("values", rollout) if team.critic else []
         await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
         return [call.ref for call in logprobs], [call.ref for call in values]
+
+    async def _ask_reference(self, rollout: Any) -> Call:
+        """The reference's log-probabilities: from its own workers, or from the policy's frozen base, rank by rank."""
+        if self._reference is not None:
+            return await self._ask(self._reference, "reference", "logprobs", rollout)
+        shares = self.team.policy.call_all("reference_logprobs", rollout)
+        await asyncio.gather(*(self.team.done(call, "reference") for call in shares))
+        if len(shares) == 1:
+            return shares[0]
+        return await self._ask(self._assembler, "assemble", "join", *(call.ref for call in shares))
 
     async def _ask(self, rotation: Rotation, phase: str, method: str, *refs: Any) -> Call:
         rank = rotation.take(1)

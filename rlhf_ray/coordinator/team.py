@@ -13,7 +13,8 @@ class Team:
     """Everything the coordinator calls."""
 
     generators: WorkerGroup
-    reference: WorkerGroup
+    reference: WorkerGroup | None
+    """None where the policy's own frozen base is the reference."""
     reward: WorkerGroup
     assembler: WorkerGroup
     policy: WorkerGroup
@@ -24,7 +25,8 @@ class Team:
 
     def groups(self) -> list[WorkerGroup]:
         """All groups, in the order in which a step meets them."""
-        return [self.generators, self.reference, self.reward, self.assembler, *self.learners()]
+        reference = [] if self.reference is None else [self.reference]
+        return [self.generators, *reference, self.reward, self.assembler, *self.learners()]
 
     def learners(self) -> list[WorkerGroup]:
         """The groups with a model under training."""

@@ -41,6 +41,7 @@ class TrainEngine:
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._partly_frozen = _leave_out_frozen(module)
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=_adamw(module, config), config=_deepspeed_config(config), dist_init_required=False
         )
@@ -105,9 +106,13 @@ class TrainEngine:
                              "the weights were left as they are. Lower the learning rate.")
 
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer and progress of this rank under `directory`, each rank its part."""
+        """Write trained weights, optimizer and progress of this rank under `directory`, each rank its part.
+
+        Frozen parameters are left out: they are as the module was built.
+        """
         progress = {"optimizer_steps": self.optimizer_steps}
-        self.engine.save_checkpoint(str(directory), tag="engine", client_state=progress)
+        self.engine.save_checkpoint(str(directory), tag="engine", client_state=progress,
+                                    exclude_frozen_parameters=self._partly_frozen)
 
     def load(self, directory: Path) -> None:
         """Take back what `save` wrote, for the same number of ranks.
@@ -117,7 +122,8 @@ class TrainEngine:
         """
         # DeepSpeed answers a missing folder with an assertion of its own.
         found = (directory / "engine").is_dir()
-        path, client = self.engine.load_checkpoint(str(directory), tag="engine") if found else (None, {})
+        path, client = self.engine.load_checkpoint(
+            str(directory), tag="engine", load_module_strict=not self._partly_frozen) if found else (None, {})
         if path is None:
             raise CheckpointError(f"{directory} holds no learner state to load")
         self.optimizer_steps = int(client["optimizer_steps"])
@@ -141,6 +147,22 @@ class TrainEngine:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type if hasattr(self.device, "type") else "cpu", dtype=torch.bfloat16,
                               enabled=self.config.autocast == "bfloat16")
+
+
+def _leave_out_frozen(module: nn.Module) -> bool:
+    """Let the module's state be that of its trained parameters; returns whether some are frozen.
+
+    DeepSpeed would do so by itself, and keep frozen parameters that go by a second name, such as tied embeddings.
+    """
+    frozen = [name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
+
+    def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in frozen:
+            state.pop(prefix + name, None)
+
+    if frozen:
+        module.register_state_dict_post_hook(drop)
+    return bool(frozen)
 
 
 def _adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:

@@ -78,7 +78,8 @@ class PackedScalarModel(nn.Module):
 
     def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
         """[T] float32 head outputs, one at each token, having seen the row up to and including it."""
-        return self.model.score(hidden_states(self.model, tokens, packing)).squeeze(-1).float()
+        hidden = hidden_states(self.model, tokens, packing)
+        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float()
 
 
 def last_token_scores(outputs: Tensor, packing: Packing) -> Tensor:

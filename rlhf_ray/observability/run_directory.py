@@ -33,6 +33,7 @@ class RunDirectory:
         self.model = self.path / "model"
         self.model_ema = self.path / "model_ema"
         self.value_head = self.path / "value_head.safetensors"
+        self.adapter = self.path / "adapter"
         self.evaluation = self.path / "evaluation.json"
         self.summary = self.path / "summary.json"
         self.status = self.path / "status.json"
@@ -61,7 +62,7 @@ class RunDirectory:
     def traces(self) -> list[str]:
         """Names of what an earlier run left here and a new one would overwrite."""
         files = [f for f in (self.metrics, self.ledger, self.summary) if f.is_file() and f.stat().st_size]
-        kept = (self.samples, self.checkpoints, self.model, self.model_ema)
+        kept = (self.samples, self.checkpoints, self.model, self.model_ema, self.adapter)
         folders = [d for d in kept if d.is_dir() and any(d.iterdir())]
         return [f.name for f in files] + [d.name + "/" for d in folders]
 

@@ -59,6 +59,10 @@ class Assembler:
         experience = self._experience(rollout, scores, terms)
         return experience, self._summary(rollout, scores, experience, keep_texts)
 
+    def join(self, *shares: TokenScores) -> TokenScores:
+        """The ranks' contiguous shares of a rollout's rows as one record."""
+        return TokenScores.concat(shares)
+
     def save(self, path: str, experience: Experience) -> None:
         """Write experience that waits in the buffer to a checkpoint."""
         save_records(Path(path), experience)

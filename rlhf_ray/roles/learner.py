@@ -4,12 +4,14 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rlhf_ray.checkpoint.adapter import export_adapter
 from rlhf_ray.checkpoint.disk import is_disk_full
 from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
@@ -21,13 +23,18 @@ from rlhf_ray.engine import distributed
 from rlhf_ray.engine.train_engine import StepResult, TrainEngine
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.lora import Adapters
 from rlhf_ray.records import WeightBucket
+from rlhf_ray.roles.adapter_checkpoint import check_description, save_description
 from rlhf_ray.roles.meter import Meter
 from rlhf_ray.weights.manifest import plan_buckets
 from rlhf_ray.weights.publisher import Publication
 
 if TYPE_CHECKING:
     from torch import nn
+
+Gather = Callable[[list[str]], dict[str, Tensor]]
+"""Whole parameters of the module under training, by name."""
 
 
 class Learner:
@@ -42,10 +49,13 @@ class Learner:
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         """
         # Weights under training are float32 whatever the model's own precision: small updates vanish in bfloat16.
-        self.config, self.model_config = config, model.model_copy(update={"dtype": "float32"})
+        # Those that adapters leave frozen have no updates to lose.
+        own = {} if config.lora else {"dtype": "float32"}
+        self.config, self.model_config = config, model.model_copy(update=own)
         self.published_dtype = model.dtype
         self.rank, self.world, self.seed = rank, world, seed
         self.total_steps = total_steps
+        self.adapters: Adapters | None = None
 
     def rendezvous(self, host: str) -> str:
         """An address at which the ranks can meet; asked of rank 0, whose node others know as `host`."""
@@ -57,14 +67,23 @@ class Learner:
         Args:
             timeout_s: longest wait of any collective call for the other ranks.
 
+        Returns:
+            pid, seconds, and numbers of parameters: `parameters` in all, `trained` of them.
+
         Raises:
             ModelError: the model cannot be loaded.
         """
         began = time.perf_counter()
         distributed.join(address, self.rank, self.world, timeout_s)
         torch.manual_seed(self.seed)
-        self.engine = TrainEngine(self.build(), self.config, self.total_steps)
-        return {"pid": os.getpid(), "seconds": time.perf_counter() - began}
+        module = self.build()
+        if self.config.lora:
+            self.adapters = Adapters(module.model, self.config.lora, str(getattr(self.model_config, "path", "")))
+            torch.manual_seed(self.seed + self.rank)  # each rank drops other inputs of the adapters
+        sizes = {"parameters": sum(p.numel() for p in module.parameters()),
+                 "trained": sum(p.numel() for p in module.parameters() if p.requires_grad)}
+        self.engine = TrainEngine(module, self.config, self.total_steps)
+        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **sizes}
 
     def build(self) -> "nn.Module":
         """The packed module to train."""
@@ -109,6 +128,16 @@ class Learner:
         """Whether every forward pass is a collective call."""
         return self.config.zero_stage == 3
 
+    def frozen_base(self) -> AbstractContextManager[None]:
+        """Inside, the model is the one that training started from; without gradients.
+
+        Raises:
+            ValueError: the model is trained whole, and the one it started from is gone.
+        """
+        if self.adapters is None:
+            raise ValueError("without adapters the model that training started from is not kept")
+        return self.adapters.disabled()
+
     def save(self, directory: str) -> None:
         """Write this rank's part of engine and random-number state under `directory`.
 
@@ -119,6 +148,8 @@ class Learner:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self.engine.save(path)
+            if self.rank == 0:
+                save_description(self.adapters, path)
             torch.save(rng_state(), path / f"rng_{self.rank}.pt")
             self.save_more(path)
         except (OSError, RuntimeError) as error:
@@ -127,8 +158,13 @@ class Learner:
             raise
 
     def load(self, directory: str) -> None:
-        """Take back what `save` wrote. The caller has verified the files."""
+        """Take back what `save` wrote. The caller has verified the files.
+
+        Raises:
+            CheckpointError: nothing is there, or adapters of another base model or shape.
+        """
         path = Path(directory)
+        check_description(self.adapters, path)
         self.engine.load(path)
         set_rng_state(torch.load(path / f"rng_{self.rank}.pt", weights_only=True))
         self.load_more(path)
@@ -141,7 +177,7 @@ class Learner:
 
     def weight_buckets(self, bucket_bytes: int) -> int:
         """Plan publications in buckets of at most `bucket_bytes`, in the model's own precision; returns how many."""
-        specs = [(name, shape, self.published_dtype) for name, shape in self.engine.parameter_shapes()]
+        specs = [(name, shape, self.published_dtype) for name, shape in self._shapes()]
         self._plan = plan_buckets(specs, bucket_bytes)
         return len(self._plan)
 
@@ -149,25 +185,37 @@ class Learner:
         """One bucket of the present weights, from rank 0; the others help gather it. A collective call under ZeRO-3."""
         return Publication(version, self._plan, self._gather).bucket(index)
 
-    def _gather(self, names: list[str]) -> dict[str, Tensor] | None:
-        if self.rank and not self.lockstep:
+    def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every parameter as others know the model, without adapters."""
+        shapes = self.engine.parameter_shapes()
+        return self.adapters.base_shapes(shapes) if self.adapters else shapes
+
+    def _gather(self, names: list[str], gather: Gather | None = None) -> dict[str, Tensor] | None:
+        """Parameters as `_shapes` names them, adapters merged into them; None where another rank gives them.
+
+        Args:
+            gather: as for `export`.
+        """
+        if gather is None and self.rank and not self.lockstep:
             return None
-        tensors = self.engine.gather(names)
-        return tensors if self.rank == 0 else None
+        tensors = (gather or self.engine.gather)(self.adapters.sources(names) if self.adapters else names)
+        if self.rank:
+            return None
+        return self.adapters.merged(names, tensors) if self.adapters else tensors
 
     def export(
         self, directory: str, card: ModelCardInfo,
-        gather: Callable[[list[str]], dict[str, Tensor] | None] | None = None,
+        gather: Gather | None = None,
     ) -> None:
         """Write the model in Hugging Face format and its own precision (rank 0; the others help gather it).
 
         Args:
-            gather: gives whole tensors by name where they are not the present weights; called on every rank.
+            gather: gives whole parameters of the module by name where they are not to be the present ones; called on every rank.
         """
-        names = [name for name, _ in self.engine.parameter_shapes()]
+        names = [name for name, _ in self._shapes()]
         state = {}
         for name in names:
-            gathered = (gather or self._gather)([name]) or {}
+            gathered = self._gather([name], gather) or {}
             state.update({name: t.to(getattr(torch, self.published_dtype)) for name, t in gathered.items()})
         if self.rank:
             return
@@ -177,6 +225,20 @@ class Learner:
         if hasattr(inner, "generation_config"):
             skeleton.generation_config = inner.generation_config
         export_model(skeleton, state, load_tokenizer(self.model_config), Path(directory), card)
+
+    def export_adapter(self, directory: str, card: ModelCardInfo) -> None:
+        """Write the adapters alone, in peft's format (rank 0; the others help gather them).
+
+        Raises:
+            ValueError: the model is trained whole.
+        """
+        if self.adapters is None:
+            raise ValueError("there are no adapters to export; the model is trained whole")
+        if self.rank and not self.lockstep:
+            return
+        trained = self.engine.gather(self.adapters.trained_names(self.engine.parameter_shapes()))
+        if self.rank == 0:
+            export_adapter(self.adapters.peft_config, self.adapters.peft_state(trained), Path(directory), card)
 
     def leave(self) -> None:
         """Leave the process group."""

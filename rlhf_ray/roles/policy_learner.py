@@ -61,6 +61,11 @@ class PolicyLearner(Learner):
                               lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[0])
         return share_of(scores, self.rank, self.world)
 
+    def reference_logprobs(self, rollout: Rollout) -> TokenScores:
+        """The same under the frozen base that the adapters stand beside: the model that the policy started from."""
+        with self.frozen_base():
+            return self.logprobs(rollout)
+
     def update(self, step: int, kl_coef: float, *experiences: Experience) -> UpdateStats:
         """Clipped policy updates on one batch of experience; errors as in `updates.run_update`.
 

@@ -1,0 +1,145 @@
+"""Low-rank adapters (Hu et al. 2021) beside a model's frozen linear layers, and the model they amount to.
+
+peft puts the adapters into the model, in place: it keeps its class, its forward pass and the names of its layers. What
+leaves a learner (weights for generators, exported models) speaks of the base model's tensors alone, each of them merged
+when it is asked for: W + alpha/rank * B A. The trained parameters stay as they are, and no second model exists.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from rlhf_ray.config.learner import LoRAConfig
+from rlhf_ray.models.lora_targets import HEAD, chosen_layers, shortest_targets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "default"
+"""peft's name of an adapter; there is one."""
+A, B, BASE = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight", ".base_layer."
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """How a layer's adapter enters its weight."""
+
+    scaling: float
+    """alpha / rank."""
+    transposed: bool
+    """The weight is stored [in, out] (GPT-2) and not [out, in]."""
+
+
+class Adapters:
+    """The adapters of one model. Its scalar head, if it has one, is trained whole beside them."""
+
+    def __init__(self, model: "PreTrainedModel", config: LoRAConfig, base: str) -> None:
+        """Freeze `model` and put adapters into it. They start at no effect: A is random, B zero.
+
+        Args:
+            base: path or Hub name of the model, for those who load the exported adapters.
+
+        Raises:
+            ModelError: a target is no layer of the model (see `lora_targets.chosen_layers`).
+        """
+        from peft import LoraConfig, TaskType, inject_adapter_in_model
+
+        self.config, self.head = config, hasattr(model, HEAD)
+        self.base_digest = digest((n, p) for n, p in model.named_parameters() if not self._in_head(n))
+        names = chosen_layers(model, config.targets)
+        self.peft_config = LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, bias="none",
+            target_modules=shortest_targets(model, names), base_model_name_or_path=base,
+            task_type=TaskType.SEQ_CLS if self.head else TaskType.CAUSAL_LM,
+        )
+        inject_adapter_in_model(self.peft_config, model, NAME)
+        if self.head:
+            self.peft_config.modules_to_save = [HEAD]
+            getattr(model, HEAD).requires_grad_(True)
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # float32 whatever the base's precision: small updates vanish in bfloat16
+                parameter.data = parameter.data.float()
+        self._modules = dict(_adapted(model))
+        self.layers = {name: AdaptedLayer(layer.scaling[NAME], bool(layer.fan_in_fan_out))
+                       for name, layer in self._modules.items()}
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Inside, the model is its frozen base; no gradients may be taken."""
+        try:
+            for layer in self._modules.values():
+                layer.enable_adapters(False)
+            yield
+        finally:
+            for layer in self._modules.values():
+                layer.enable_adapters(True)
+
+    def base_shapes(self, shapes: Shapes) -> Shapes:
+        """Names and shapes of the base model's parameters, from those of the model with adapters."""
+        return [(name.replace(BASE, "."), shape) for name, shape in shapes if not name.endswith((A, B))]
+
+    def trained_names(self, shapes: Shapes) -> list[str]:
+        """The parameters under training: adapters, and the scalar head."""
+        return [name for name, _ in shapes if name.endswith((A, B)) or self._in_head(name)]
+
+    def sources(self, names: Iterable[str]) -> list[str]:
+        """The parameters that base parameters with these names are merged from."""
+        return [source for name in names for source in self._sources(name)]
+
+    def merged(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Base parameters by name with the adapters in them, float32 where there are any; `tensors` are untouched.
+
+        Args:
+            tensors: what `sources(names)` names, whole and on one device.
+        """
+        whole = {}
+        for name in names:
+            source, *factors = self._sources(name)
+            whole[name] = tensors[source]
+            if factors:
+                a, b = (tensors[factor].float() for factor in factors)
+                layer = self.layers[name.rpartition(".")[0]]
+                delta = b @ a
+                whole[name] = whole[name].float() + layer.scaling * (delta.T if layer.transposed else delta)
+        return whole
+
+    def peft_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Trained parameters under the names that peft's files give them."""
+        return {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in tensors.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint's adapters mean something with: the base they were trained on, and their own shape."""
+        return {"base": self.base_digest, "rank": self.config.rank, "alpha": self.config.alpha,
+                "layers": sorted(self.layers)}
+
+    def _in_head(self, name: str) -> bool:
+        return self.head and name.startswith(f"{HEAD}.")
+
+    def _sources(self, name: str) -> list[str]:
+        """The frozen parameter, then A and B if it is the weight of an adapted layer."""
+        layer, _, kind = name.rpartition(".")
+        if layer not in self.layers:
+            return [name]
+        return [f"{layer}{BASE}{kind}", *([layer + A, layer + B] if kind == "weight" else [])]
+
+
+def digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
+    """XXH3-128 hex digest over names, dtypes, shapes and bytes of parameters."""
+    whole = xxhash.xxh3_128()
+    for name, parameter in parameters:
+        whole.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        whole.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return whole.hexdigest()
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    yield from ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
