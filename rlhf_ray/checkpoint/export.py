@@ -122,4 +122,4 @@ def _refuse_foreign(directory: Path, mark: str) -> None:
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise CheckpointError(f"{directory} is not a plain directory; export elsewhere or move it away")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / mark).is_file():
-        raise CheckpointError(f"{directory} holds something else than an export with {mark}; export elsewhere")
+        raise CheckpointError(f"{directory} holds something else than an exported model (no {mark}); export elsewhere")

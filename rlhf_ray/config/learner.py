@@ -33,14 +33,14 @@ class LoRAConfig(Section):
     """Low-rank adapters beside frozen linear layers (Hu et al. 2021): W x + alpha/rank * B A x."""
 
     rank: int = Field(16, ge=1)
-    """Rank of A and B; 8 to 64 are usual."""
+    """Rank of A and B; 8 to 64 are usual. Any field of `lora` turns it on, and so does `lora: {}`."""
     alpha: int = Field(32, ge=1)
     """The adapters' share is scaled by alpha / rank (32 as in Schulman et al. 2025, "LoRA Without Regret")."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapters' inputs in training; in PPO it keeps the first update's ratio from being 1."""
     targets: list[str] = Field(["all-linear"], min_length=1)
     """Linear layers that get adapters, by the end of their names (q_proj, layers.0.mlp.up_proj); all-linear is every
-    one but the output head, without which LoRA falls behind full training (Dettmers et al. 2023)."""
+    one but the output head (fewer than all fall behind full training: Dettmers et al. 2023)."""
 
     @model_validator(mode="after")
     def _all_or_some(self) -> "LoRAConfig":

@@ -110,6 +110,13 @@ class SFTConfig(StageConfig):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When to save."""
 
+    @model_validator(mode="after")
+    def _adapters_need_a_base(self) -> Self:
+        if self.learner.lora and isinstance(self.model, NewModelConfig):
+            raise ValueError("learner.lora trains adapters beside a frozen model, and model.architecture makes one of "
+                             "random weights, which would stay random; leave learner.lora empty or give model.path")
+        return self
+
 
 class RewardModelTrainingConfig(SupervisedTrainingConfig):
     """Loss, batches and evaluation of the reward model."""
@@ -200,7 +207,7 @@ class PPOConfig(StageConfig):
     generator: GenerationConfig = Field(default_factory=GenerationConfig)
     """vLLM rollout workers."""
     reference: "ScorerConfig" = Field(default_factory=lambda: ScorerConfig())
-    """Frozen reference model."""
+    """Frozen reference model; not started with `policy.lora`, whose frozen base is the reference."""
     reward: "ScorerConfig" = Field(default_factory=lambda: ScorerConfig())
     """Frozen reward model."""
     assembler: PlacementConfig = Field(default_factory=lambda: PlacementConfig(cpus=0.05))
@@ -230,8 +237,15 @@ class PPOConfig(StageConfig):
         return self.coordinator.prompts_per_step * self.coordinator.samples_per_prompt
 
     def placements(self) -> dict[str, PlacementConfig]:
-        """The roles that are started: the critic is one of them only where the estimator has one."""
-        return {name: p for name, p in super().placements().items() if name != "critic" or self.starts_critic}
+        """The roles that are started: a critic where it is a model of its own, a reference where it is not the policy's
+        own frozen base."""
+        absent = {"critic": not self.starts_critic, "reference": not self.starts_reference}
+        return {name: p for name, p in super().placements().items() if not absent.get(name)}
+
+    @property
+    def starts_reference(self) -> bool:
+        """Whether the reference has workers of its own; a policy with adapters carries it, frozen, inside."""
+        return self.policy.lora is None
 
     @property
     def shares_backbone(self) -> bool:
@@ -304,7 +318,7 @@ class PPOConfig(StageConfig):
     def _micro_batches(self) -> Self:
         learners = ("policy", "critic") if self.starts_critic else ("policy",)
         longest = self.prompts.max_tokens + self.generator.sampling.max_tokens
-        for role in (*learners, "reference", "reward"):
+        for role in (*learners, *(["reference"] if self.starts_reference else []), "reward"):
             budget = getattr(self, role).micro_batch_tokens
             if budget < longest:
                 raise ValueError(

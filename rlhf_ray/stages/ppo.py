@@ -27,8 +27,9 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.ppo_team import spawn_team, start_team
-from rlhf_ray.stages.preflight import check_context, check_data_file, check_model, check_same_tokens
+from rlhf_ray.stages.export import export_learner
+from rlhf_ray.stages.ppo_team import critic_model, spawn_team, start_team
+from rlhf_ray.stages.preflight import check_adapters, check_context, check_data_file, check_model, check_same_tokens
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.supervised import newest_step
 from rlhf_ray.stages.workplace import run_stage, workplace
@@ -58,6 +59,9 @@ def preflight(config: PPOConfig) -> None:
     check_model(config.model, "model")
     check_model(config.reward_model, "reward_model")
     check_scalar_head(config.reward_model)
+    check_adapters(config.policy, config.model, "policy", scalar=False)
+    if config.starts_critic:
+        check_adapters(config.critic, critic_model(config), "critic", scalar=True)
     check_same_tokens(config.model, config.reward_model, ("model", "reward_model"))
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
@@ -157,8 +161,8 @@ async def _resume(coordinator: Coordinator, store: CheckpointStore, resume_at: i
 
 
 async def _export(config: PPOConfig, team: Team, directory: RunDirectory, card: ModelCardInfo) -> None:
-    """Write model/ and, where there are such, value_head.safetensors and model_ema/."""
-    await team.policy.values("export", str(directory.model.absolute()), card)
+    """Write model/, and where there are such adapter/, value_head.safetensors and model_ema/."""
+    await export_learner(team.policy, config.policy, directory, card)
     if config.shares_backbone:
         await team.policy.values("export_value_head", str(directory.value_head.absolute()))
     if config.policy.ema_decay is not None:

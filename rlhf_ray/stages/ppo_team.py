@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import PromptSource
@@ -22,7 +23,7 @@ from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.pretraining_text import hand_out_pretraining_text
-from rlhf_ray.stages.workplace import Workplace, start_learners
+from rlhf_ray.stages.workplace import Workplace, sizes_note, start_learners
 
 
 def spawn_team(config: PPOConfig, place: Workplace) -> Team:
@@ -40,7 +41,7 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
             "reference_scorer", ReferenceScorer, config.reference,
             lambda _: {"model": config.model, "micro_batch_tokens": config.reference.micro_batch_tokens,
                        "temperature": temperature},
-        ),
+        ) if config.starts_reference else None,
         reward=place.spawn(
             "reward_scorer", RewardScorer, config.reward,
             lambda _: {"model": config.reward_model, "micro_batch_tokens": config.reward.micro_batch_tokens},
@@ -62,10 +63,15 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
     )
 
 
+def critic_model(config: PPOConfig) -> ModelConfig:
+    """The model that the critic starts from."""
+    return config.reward_model if config.critic.init == "reward" else config.model
+
+
 def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
     """Arguments of a learner's rank; the policy makes no optimizer step while the critic warms up."""
     learner = getattr(config, role)
-    model = config.reward_model if role == "critic" and config.critic.init == "reward" else config.model
+    model = critic_model(config) if role == "critic" else config.model
     steps = config.run.steps - (config.algorithm.critic_warmup_steps if role == "policy" else 0)
     return {"config": learner, "model": model, "rank": rank, "world": learner.workers, "seed": config.run.seed,
             "total_steps": max(1, steps) * config.algorithm.epochs * config.algorithm.mini_batches,
@@ -85,13 +91,16 @@ async def start_team(
     workers = sum(map(len, team.groups()))
     progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in team.groups()))
     limit = config.cluster.start_timeout_s
-    frozen = (team.generators, team.reference, team.reward, team.assembler)
-    sources, *_ = await asyncio.gather(
+    learners = team.learners()
+    frozen = [group for group in team.groups() if group not in learners]
+    sources, started, *_ = await asyncio.gather(
         _read_prompts(config, reader, progress),
-        asyncio.gather(*(group.values("start", timeout_s=limit) for group in frozen),
-                       *(start_learners(group, limit) for group in team.learners())),
+        asyncio.gather(*(start_learners(group, limit) for group in learners)),
+        asyncio.gather(*(group.values("start", timeout_s=limit) for group in frozen)),
         hand_out_pretraining_text(config, place, team, progress),
     )
+    for group, sizes in zip(learners, started, strict=True):
+        progress.note(sizes_note(group.role, sizes[0]))
     return sources
 
 

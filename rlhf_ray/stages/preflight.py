@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import DataError, ModelError
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
+from rlhf_ray.models.lora_targets import check_targets
 
 
 def check_data_file(path: str, field: str) -> None:
@@ -51,6 +53,19 @@ def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str
         raise ModelError(f"{fields[0]} ({first.path!r}) and {fields[1]} ({second.path!r}) have different tokenizers: "
                          "the same token ids would mean different texts. Train the reward model on the policy's "
                          "tokenizer.")
+
+
+def check_adapters(learner: LearnerConfig, model: ModelConfig | NewModelConfig, field: str, scalar: bool) -> None:
+    """Refuse adapters beside layers that the model has not.
+
+    Args:
+        scalar: the model is trained with a scalar head in place of its output head.
+
+    Raises:
+        ModelError: naming the field, the value and the layers that exist.
+    """
+    if learner.lora and isinstance(model, ModelConfig):
+        check_targets(learner.lora.targets, model, f"{field}.lora.targets", scalar)
 
 
 def context_length(config: ModelConfig) -> int | None:

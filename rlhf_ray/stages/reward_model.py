@@ -8,7 +8,7 @@ from rlhf_ray.config.stages import RewardModelConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import RewardModelLearner
-from rlhf_ray.stages.preflight import check_data_file, check_model
+from rlhf_ray.stages.preflight import check_adapters, check_data_file, check_model
 from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
@@ -20,6 +20,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     """
     check_data_file(config.data.path, "data.path")
     check_model(config.model, "model")
+    check_adapters(config.learner, config.model, "learner", scalar=True)
     if config.learner.micro_batch_tokens < 2 * config.data.max_tokens:
         raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} cannot hold a pair of two "
                           f"rows of data.max_tokens={config.data.max_tokens}; raise it to at least twice that")

@@ -17,6 +17,7 @@ from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.stages.export import export_learner
 
 SupervisedConfig = SFTConfig | RewardModelConfig | ProcessRewardConfig
 
@@ -100,8 +101,8 @@ class SupervisedRun:
         self.progress.note(f"resuming after step {self.step}")
 
     async def export(self, card: Callable[[], ModelCardInfo]) -> Path:
-        """Write model/ in Hugging Face format."""
-        await self.learners.values("export", str(self.directory.model.absolute()), card())
+        """Write model/ in Hugging Face format, and adapter/ in peft's where adapters were trained."""
+        await export_learner(self.learners, self.config.learner, self.directory, card())
         return self.directory.model
 
     def _next_pause(self) -> int:

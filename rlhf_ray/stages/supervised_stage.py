@@ -18,7 +18,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_step
-from rlhf_ray.stages.workplace import Workplace, run_stage, start_learners, workplace
+from rlhf_ray.stages.workplace import Workplace, run_stage, sizes_note, start_learners, workplace
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProg
         progress.note(report)
         return call, rows
 
-    (call, rows), _ = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
+    (call, rows), started = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
+    progress.note(sizes_note(learners.role, started[0]))
     await asyncio.gather(*(c.done() for c in learners.call_all("take", *call.refs[:2])))
     reader.kill()
     return learners, rows

@@ -76,6 +76,13 @@ async def start_learners(group: WorkerGroup, timeout_s: float) -> list[Any]:
     return await group.values("start", address, group.call_timeout_s, timeout_s=timeout_s)
 
 
+def sizes_note(role: str, started: Mapping[str, float]) -> str:
+    """What a learner's `start` says of its size, in a sentence."""
+    trained, parameters = started["trained"], started["parameters"]
+    share = "" if trained == parameters else f" of {parameters:,.0f} ({trained / parameters:.2%})"
+    return f"{role} trains {trained:,.0f}{share} parameters"
+
+
 def run_stage(
     config: StageConfig, resume: bool, main: Callable[[RunDirectory, Session], Coroutine[Any, Any, dict[str, Any]]]
 ) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_every_described_default_can_be_given_back(command, write):
     overrides = [
         f"--{f.path}={'null' if f.default == 'empty' else f.default}"
         for f in settable
-        if not f.required and f.section not in ("evaluation", "ptx")
+        if not f.required and f.section not in ("evaluation", "ptx") and ".lora." not in f.path
     ]
     path = write(command)
     assert load(STAGES[command], path, overrides) == load(STAGES[command], path, [])
