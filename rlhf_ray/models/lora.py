@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from rlhf_ray.config.learner import LoRAConfig
-from rlhf_ray.models.lora_targets import HEAD, chosen_layers, shortest_targets
+from rlhf_ray.models.lora_targets import HEAD, chosen_layers, shortest_targets, stored_transposed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,8 +56,8 @@ class Adapters:
         names = chosen_layers(model, config.targets)
         self.peft_config = LoraConfig(
             r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, bias="none",
-            target_modules=shortest_targets(model, names), base_model_name_or_path=base,
-            task_type=TaskType.SEQ_CLS if self.head else TaskType.CAUSAL_LM,
+            target_modules=shortest_targets(model, names), fan_in_fan_out=stored_transposed(model, names),
+            base_model_name_or_path=base, task_type=TaskType.SEQ_CLS if self.head else TaskType.CAUSAL_LM,
         )
         inject_adapter_in_model(self.peft_config, model, NAME)
         if self.head:

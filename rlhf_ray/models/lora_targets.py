@@ -82,6 +82,12 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))}
 
 
+def stored_transposed(model: nn.Module, names: list[str]) -> bool:
+    """Whether these layers store their weights [in, out]."""
+    layers = linear_layers(model)
+    return not any(isinstance(layers[name], nn.Linear) for name in names)
+
+
 def _speaks_of(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 

@@ -27,9 +27,9 @@ def check_description(adapters: Adapters | None, directory: Path) -> None:
     file = directory / FILE
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapters is None):
-        had, has = ("none", "some") if saved is None else ("some", "none")
-        raise CheckpointError(f"{directory} was written with {had} adapters, and the configuration asks for {has}; set "
-                              "`lora` back, or begin a new run")
+        had, asks = ("without", "asks for some") if saved is None else ("with", "asks for none")
+        raise CheckpointError(f"{directory} was written {had} adapters, and the configuration {asks}; set `lora` back, "
+                              "or begin a new run")
     if saved is None or adapters is None:
         return
     now = adapters.describe()

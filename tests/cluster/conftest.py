@@ -19,7 +19,10 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from tests.cluster.processes import abandoned, descendants, shared_memory
+from tests.cluster.ranks import floor, fresh_ranks, ranks
 from tests.models import make_tiny_llama, make_tiny_reward_model
+
+__all__ = ["floor", "fresh_ranks", "ranks"]
 
 VOCAB = 64
 PROMPT_TOKENS = 8

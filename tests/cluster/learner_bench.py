@@ -47,7 +47,7 @@ class LearnerBench:
         """Whole parameters by name (collective under ZeRO-3)."""
         engine = self._learner.engine
         names = [shape[0] for shape in engine.parameter_shapes()]
-        return {name: tensor.numpy().copy() for name, tensor in engine.gather(names).items()}
+        return {name: tensor.float().numpy().copy() for name, tensor in engine.gather(names).items()}
 
     def value_head(self) -> dict[str, np.ndarray]:
         """The weight of the head that is no part of the language model (collective)."""

@@ -3,9 +3,7 @@
 However the batch is cut (micro-batches), shared out (ranks) and stored (ZeRO stage), the update is the same.
 """
 
-import asyncio
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,15 +13,12 @@ from torch.nn.functional import logsigmoid
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
-from rlhf_ray.config.stages import CriticConfig, StageConfig
+from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.process_rows import IGNORE, StepRows
 from rlhf_ray.data.sequences import Pairs, Sequences
 from rlhf_ray.records import Experience, Rollout, SampleKey, TokenScores, offsets_of
 from rlhf_ray.roles.updates import mini_batches, training_batch
-from rlhf_ray.stages.workplace import start_learners, workplace
-from tests.cluster.learner_bench import LearnerBench
 
 pytestmark = pytest.mark.cluster
 VOCAB, ROWS, SEED, TEMPERATURE = 64, 14, 3, 0.8
@@ -165,82 +160,6 @@ def plain_step(model, optimizer, loss, clip):
 
 def numbers(model):
     return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-
-
-# Learners on real ranks
-
-
-@pytest.fixture(scope="module")
-def floor():
-    """A Ray cluster with room for all ranks, and a loop to call them from; benches are made once."""
-    from rlhf_ray.cluster.session import ray_session
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    config = StageConfig(pools={"default": PoolConfig(cpus=2)},
-                         cluster=ClusterConfig(dashboard=False, object_store_mb=128, call_timeout_s=120))
-    loop = asyncio.new_event_loop()
-    with ray_session(config.cluster, config.pools, "learners"):
-        room = workplace(config)
-        place = loop.run_until_complete(room.__aenter__())
-        try:
-            yield SimpleNamespace(loop=loop, spawn=lambda ranks, name: spawn(place, ranks, name))
-        finally:
-            loop.run_until_complete(room.__aexit__(None, None, None))
-            loop.close()
-    torch.set_num_threads(threads)
-
-
-def spawn(place, ranks, name):
-    return place.spawn(name, LearnerBench, PlacementConfig(workers=ranks, cpus=0.1),
-                       lambda rank: {"rank": rank, "world": ranks}, goodbye="leave")
-
-
-class Ranks:
-    """Processes of one world size, called from plain functions."""
-
-    def __init__(self, floor, groups):
-        self._loop, self._groups = floor.loop, groups
-
-    def make(self, ranks, cls, arguments):
-        """Let the ranks build a learner."""
-        self._group = self._groups[ranks]
-        self._values("make", cls, arguments)
-        return self
-
-    def do(self, method, *args):
-        """The learners' answers, by rank."""
-        return self._values("do", method, *args)
-
-    def weights(self, which="weights"):
-        """Rank 0's view of the weights; all ranks must agree."""
-        found = self._values(which)
-        for other in found[1:]:
-            assert all(np.array_equal(other[name], found[0][name]) for name in other)
-        return found[0]
-
-    def _values(self, method, *args):
-        return self._loop.run_until_complete(self._group.values(method, *args))
-
-
-@pytest.fixture(scope="module")
-def ranks(floor):
-    """Benches of one and of two ranks."""
-    groups = {n: floor.spawn(n, f"bench_of_{n}") for n in (1, 2)}
-
-    async def start():
-        await asyncio.gather(*(start_learners(group, 300) for group in groups.values()))
-
-    floor.loop.run_until_complete(start())
-    return Ranks(floor, groups)
-
-
-@pytest.fixture(scope="module")
-def fresh_ranks(floor):
-    """Two ranks in other processes."""
-    group = floor.spawn(2, "fresh_bench")
-    floor.loop.run_until_complete(start_learners(group, 300))
-    return Ranks(floor, {2: group})
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,9 @@ from rlhf_ray.errors import ConfigError
         ("ppo", ["--algorithm.critic_warmup_steps=100"], ["algorithm.critic_warmup_steps=100", "run.steps=100"]),
         ("ppo", ["--algorithm.kl.kind=adaptive", "--algorithm.kl.horizon=20"], ["algorithm.kl.horizon=20"]),
         ("ppo", ["--coordinator.max_staleness=1", "--generator.chunk=24"], ["multiple of generator.chunk=24"]),
+        ("ppo", ["--policy.lora.targets=[all-linear, q_proj]"], ["['all-linear', 'q_proj']", "keep one"]),
+        ("ppo", ["--policy.lora.targets=[]"], ["policy.lora.targets=[]"]),
+        ("ppo", ["--policy.lora.rank=0"], ["policy.lora.rank=", "at least 1"]),
         ("ppo", ["--policy.offload_optimizer=true"], ["offload_optimizer", "gpus=0"]),
         ("ppo", ["--generator.tensor_parallel=2"], ["tensor_parallel=2", "gpus"]),
         ("ppo", ["--generator.workers=20"], ["pools.default gives 1 cpus", "generator 20x0.1"]),
@@ -68,3 +71,18 @@ def test_a_critic_on_the_policy_s_backbone_is_no_role_of_its_own(write):
 @pytest.mark.parametrize("overrides", [["--buffer.capacity_samples=128"], ["--policy.micro_batch_tokens=768"]])
 def test_the_limits_themselves_are_allowed(write, overrides):
     load(STAGES["ppo"], write("ppo"), overrides)
+
+
+def test_a_policy_with_adapters_needs_no_room_for_a_reference(write):
+    room = ["--reference.workers=50", "--reference.micro_batch_tokens=8"]
+    with pytest.raises(ConfigError, match="reference 50x"):
+        load(STAGES["ppo"], write("ppo"), room)
+    config = load(STAGES["ppo"], write("ppo"), [*room, "--policy.lora={}"])
+    assert config.policy.lora.rank == 16 and "reference" not in config.placements()
+    assert "reference" in load(STAGES["ppo"], write("ppo"), ["--critic.lora={}"]).placements()
+
+
+def test_adapters_beside_random_weights_are_refused(write):
+    path = write("sft", model={"architecture": {}, "tokenizer": "t"})
+    with pytest.raises(ConfigError, match=r"learner\.lora .* random weights"):
+        load(STAGES["sft"], path, ["--learner.lora.rank=4"])

@@ -152,6 +152,24 @@ def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summ
     assert log == [("logprobs_and_values", 0), ("logprobs_and_values", 1)]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_reference_the_policy_s_frozen_base_is_asked_rank_by_rank(ppo_config, summary, ranks):
+    async def run():
+        world = World(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
+
+        async def assemble(rank, method, *args):
+            return args if method == "join" else await world._assemble(rank, method, *args)
+
+        team = team_of(generators=world.generators, policy=world.policy, reward=world._score, reference=None,
+                       critic=None, assembler=assemble)
+        world.pipeline = Pipeline(world.pipeline.config, team, world.state, world.buffer, StandInPrompts("prompts"))
+        await world.train()
+        return world.parts[3]
+
+    shares = tuple(("reference_logprobs", rank) for rank in range(ranks))
+    assert in_loop(run()) == (shares[0] if ranks == 1 else shares)
+
+
 def test_synchronous_generation_stays_within_the_step(ppo_config, summary):
     async def run():
         world = World(ppo_config(prompts=8, chunk=2, staleness=0), summary)

@@ -28,6 +28,12 @@ def test_without_a_critic_nobody_speaks_of_one():
     assert [group.role for group in team_of().learners()] == ["policy", "critic"]
 
 
+def test_without_a_reference_nobody_speaks_of_one():
+    team = team_of(reference=None)
+    assert [group.role for group in team.groups()] == ["generators", "reward", "assembler", "policy", "critic"]
+    assert "reference" not in team.workers()
+
+
 def test_working_time_is_noted_under_role_and_phase():
     async def run():
         team = team_of()

@@ -6,11 +6,19 @@ import shutil
 
 import pytest
 
+from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import PPOConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.stages import ppo, reward_model, sft
-from rlhf_ray.stages.preflight import check_context, check_data_file, check_model, check_same_tokens, context_length
+from rlhf_ray.stages.preflight import (
+    check_adapters,
+    check_context,
+    check_data_file,
+    check_model,
+    check_same_tokens,
+    context_length,
+)
 from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
 
 
@@ -155,3 +163,35 @@ def test_a_micro_batch_must_hold_the_longest_row(stage, cls, budget, said, llama
     assert not started
     stage.run(supervised(cls, llama, tmp_path, budget + 1), resume=True)
     assert started == [(stage.__name__.rsplit(".")[-1], True)]
+
+
+@pytest.mark.parametrize(("target", "scalar", "said"), [
+    ("q_prj", False, r"^policy\.lora\.targets names 'q_prj': LlamaForCausalLM has no such layer\. What can be named: "
+                     "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or all-linear"),
+    ("proj", False, "no such layer"),
+    ("embed_tokens", False, r"model\.embed_tokens is of type Embedding"),
+    ("lm_head", False, "lm_head is the token embedding's too"),
+    ("lm_head", True, "LlamaForSequenceClassification has no such layer"),
+    ("score", True, "the scalar head is trained whole anyway"),
+])
+def test_adapters_stand_beside_layers_that_the_model_has(llama, target, scalar, said):
+    learner = LearnerConfig(lora=LoRAConfig(targets=["q_proj", target]))
+    with pytest.raises(ModelError, match=said):
+        check_adapters(learner, config(llama), "policy", scalar)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj"], ["layers.0.mlp.up_proj", "v_proj"]])
+def test_layers_that_are_there_can_be_named(llama, targets):
+    check_adapters(LearnerConfig(lora=LoRAConfig(targets=targets)), config(llama), "policy", scalar=False)
+    check_adapters(LearnerConfig(lora=None), config("nowhere"), "policy", scalar=False)
+
+
+def test_ppo_looks_at_the_layers_before_it_starts(llama, tmp_path):
+    reward = make_tiny_reward_model(tmp_path / "reward", 40, positions=64)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w2"}\n')
+    sections = {"model": {"path": str(llama)}, "reward_model": {"path": str(reward)},
+                "prompts": {"path": str(tmp_path / "prompts.jsonl"), "max_tokens": 8},
+                "generator": {"sampling": {"max_tokens": 8}}}
+    for role in ("policy", "critic"):
+        with pytest.raises(ModelError, match=rf"^{role}\.lora\.targets names 'c_attn'"):
+            ppo.preflight(PPOConfig(**sections, **{role: {"lora": {"targets": ["c_attn"]}}}))

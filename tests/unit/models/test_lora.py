@@ -1,0 +1,124 @@
+"""Adapters in a model in memory: what is trained, what it amounts to, and that the base is still there."""
+
+import pytest
+import torch
+
+from rlhf_ray.config.learner import LoRAConfig
+from rlhf_ray.models.lora import Adapters, digest
+from rlhf_ray.models.lora_targets import chosen_layers, shortest_targets
+from rlhf_ray.models.packed_model import PackedLanguageModel
+from rlhf_ray.models.packing import Packing
+
+LORA = LoRAConfig(rank=2, alpha=6)
+
+
+def adapt(model, config=LORA):
+    """Adapters with an effect: B starts at zero, so it gets numbers."""
+    adapters = Adapters(model, config, "base")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapters
+
+
+def shapes(model):
+    return [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def merge_whole(adapters, model):
+    names, tensors = [name for name, _ in adapters.base_shapes(shapes(model))], dict(model.named_parameters())
+    return adapters.merged(names, {name: tensors[name].detach() for name in adapters.sources(names)})
+
+
+def test_a_merged_weight_by_hand():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, hidden_size=2, intermediate_size=2, num_hidden_layers=1,
+                                         num_attention_heads=1, num_key_value_heads=1))
+    adapters = Adapters(model, LoRAConfig(rank=1, alpha=3, targets=["up_proj"]), "base")
+    name = "model.layers.0.mlp.up_proj"
+    tensors = {f"{name}.base_layer.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+               f"{name}.lora_A.default.weight": torch.tensor([[1.0, -1.0]]),
+               f"{name}.lora_B.default.weight": torch.tensor([[2.0], [0.5]])}
+    assert adapters.sources([f"{name}.weight", "model.norm.weight"]) == [*tensors, "model.norm.weight"]
+    # W + 3/1 * B A, B A = [[2, -2], [0.5, -0.5]]
+    merged = adapters.merged([f"{name}.weight"], tensors)[f"{name}.weight"]
+    assert torch.equal(merged, torch.tensor([[7.0, -4.0], [4.5, 2.5]]))
+    assert torch.equal(tensors[f"{name}.base_layer.weight"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_merged_model_says_what_the_model_with_adapters_says(causal_lm, tied, tokens, packing):
+    model, plain = causal_lm(tied), causal_lm(tied)
+    base = shapes(plain)
+    adapters = adapt(model)
+    assert adapters.base_shapes(shapes(model)) == base
+    predicted = torch.tensor([1, 2, 7, 8, 16])
+    with torch.no_grad():
+        before = PackedLanguageModel(plain)(tokens, packing, predicted)[0]
+        plain.load_state_dict(merge_whole(adapters, model), strict=False)
+        merged = PackedLanguageModel(plain)(tokens, packing, predicted)[0]
+        adapted = PackedLanguageModel(model)(tokens, packing, predicted)[0]
+        with adapters.disabled():
+            disabled = PackedLanguageModel(model)(tokens, packing, predicted)[0]
+        again = PackedLanguageModel(model)(tokens, packing, predicted)[0]
+    assert (merged - adapted).abs().max() < 1e-5 and (merged - before).abs().max() > 0.01
+    assert torch.equal(disabled, before) and torch.equal(again, adapted)
+
+
+def test_a_transposed_layer_is_merged_as_it_is_stored():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def build():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=1, n_head=2)).eval()
+
+    model, plain = build(), build()
+    adapters = adapt(model)
+    tokens = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        plain.load_state_dict(merge_whole(adapters, model), strict=False)
+        assert (plain(tokens).logits - model(tokens).logits).abs().max() < 1e-5
+        assert (build()(tokens).logits - model(tokens).logits).abs().max() > 0.001
+
+
+def test_only_adapters_are_trained_and_only_they_get_gradients(causal_lm):
+    model = causal_lm()
+    whole = sum(p.numel() for p in model.parameters())
+    adapters = adapt(model)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(adapters.trained_names(shapes(model))) and len(trained) == 2 * 2 * 7
+    # Rank 2 on layers of 32 and 64: 2 * (in + out) each, four of 32 + 32 and three of 32 + 64, in two blocks.
+    assert sum(p.numel() for p in model.parameters()) - whole == 2 * 2 * (4 * 64 + 3 * 96)
+    predicted = torch.tensor([1, 2])
+    PackedLanguageModel(model)(torch.tensor([3, 4, 5]), Packing.of([3]), predicted)[0].sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == trained
+
+
+def test_a_base_in_bfloat16_gets_adapters_in_float32(causal_lm):
+    model = causal_lm(dtype=torch.bfloat16)
+    adapters = adapt(model)
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    trained = set(adapters.trained_names(shapes(model)))
+    assert all((dtype == torch.float32) == (name in trained) for name, dtype in dtypes.items())
+    assert PackedLanguageModel(model)(torch.tensor([3, 4, 5]), Packing.of([3]), torch.tensor([1]))[0].isfinite().all()
+
+
+def test_targets_are_the_ends_of_names(causal_lm):
+    model = causal_lm(tied=False)
+    assert chosen_layers(model, ["0.self_attn.q_proj", "lm_head"]) == ["model.layers.0.self_attn.q_proj", "lm_head"]
+    every = chosen_layers(model, ["all-linear"])
+    assert len(every) == 14 and "lm_head" not in every
+    assert shortest_targets(model, every) == sorted({name.split(".")[-1] for name in every})
+    assert shortest_targets(model, every[:1]) == every[:1]
+
+
+def test_the_digest_tells_one_base_from_another(causal_lm):
+    model = causal_lm()
+    first = digest(model.named_parameters())
+    assert digest(causal_lm().named_parameters()) == first
+    assert digest(causal_lm(dtype=torch.bfloat16).named_parameters()) != first
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1e-6
+    assert digest(model.named_parameters()) != first
