@@ -240,13 +240,12 @@ def test_a_checkpoint_of_other_adapters_is_refused(ranks, files, experiences, tm
 def test_a_base_in_bfloat16_stays_so_and_adapters_learn_in_float32(ranks, files, experiences, zero):
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files.tied, zero, SMALL, dtype="bfloat16"))
     before = learners.weights()
-    stats = learners.do("update", 0, 0.0, *experiences)
+    learners.do("update", 0, 0.0, *experiences)
     after = learners.weights()
     for name in before:
         assert np.isfinite(after[name]).all()
         assert np.array_equal(after[name], before[name]) == (name not in trained(before)), name
     assert any(not np.array_equal(w, bfloat16(w)) for w in trained(after).values())
-    assert stats[0].metrics["grad_norm"] > 0
     learners.do("weight_buckets", 1 << 20)
     assert {entry.dtype for entry in learners.do("weight_bucket", 1, 0)[0].entries} == {"bfloat16"}
 
