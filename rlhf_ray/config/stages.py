@@ -110,13 +110,6 @@ class SFTConfig(StageConfig):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When to save."""
 
-    @model_validator(mode="after")
-    def _adapters_need_a_base(self) -> Self:
-        if self.learner.lora and isinstance(self.model, NewModelConfig):
-            raise ValueError("learner.lora trains adapters beside a frozen model, and model.architecture makes one of "
-                             "random weights, which would stay random; leave learner.lora empty or give model.path")
-        return self
-
 
 class RewardModelTrainingConfig(SupervisedTrainingConfig):
     """Loss, batches and evaluation of the reward model."""

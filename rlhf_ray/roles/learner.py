@@ -210,7 +210,8 @@ class Learner:
         """Write the model in Hugging Face format and its own precision (rank 0; the others help gather it).
 
         Args:
-            gather: gives whole parameters of the module by name where they are not to be the present ones; called on every rank.
+            gather: gives whole parameters of the module by name where they are not to be the present ones; called on
+                every rank.
         """
         names = [name for name, _ in self._shapes()]
         state = {}

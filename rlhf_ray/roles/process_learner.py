@@ -1,6 +1,5 @@
 """The learner of process reward models: a language model that predicts a step's label at the placeholder after it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from rlhf_ray.data.step_format import StepTokens, save_steps
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
+from rlhf_ray.roles.learner import Gather
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
-
-Gather = Callable[[list[str]], dict[str, Tensor] | None]
 
 
 class ProcessRewardLearner(SupervisedLearner):

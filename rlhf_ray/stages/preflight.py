@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
-from rlhf_ray.errors import DataError, ModelError
+from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 
@@ -56,16 +56,21 @@ def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str
 
 
 def check_adapters(learner: LearnerConfig, model: ModelConfig | NewModelConfig, field: str, scalar: bool) -> None:
-    """Refuse adapters beside layers that the model has not.
+    """Refuse adapters beside layers that the model has not, and beside a model that knows nothing.
 
     Args:
         scalar: the model is trained with a scalar head in place of its output head.
 
     Raises:
+        ConfigError: the model is made of random weights.
         ModelError: naming the field, the value and the layers that exist.
     """
-    if learner.lora and isinstance(model, ModelConfig):
-        check_targets(learner.lora.targets, model, f"{field}.lora.targets", scalar)
+    if learner.lora is None:
+        return
+    if isinstance(model, NewModelConfig):
+        raise ConfigError(f"{field}.lora trains adapters beside a frozen model, and model.architecture makes one of "
+                          f"random weights, which would stay random; leave {field}.lora empty or give model.path")
+    check_targets(learner.lora.targets, model, f"{field}.lora.targets", scalar)
 
 
 def context_length(config: ModelConfig) -> int | None:

@@ -11,7 +11,7 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.process_learner import ProcessRewardLearner
-from rlhf_ray.stages.preflight import check_data_file, check_model
+from rlhf_ray.stages.preflight import check_adapters, check_data_file, check_model
 from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
@@ -23,6 +23,7 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
     """
     check_data_file(config.data.path, "data.path")
     check_model(config.model, "model")
+    check_adapters(config.learner, config.model, "learner", scalar=False)
     StepTokens.of(config.steps, load_tokenizer(config.model))
     if config.learner.micro_batch_tokens < config.data.max_tokens:
         raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than "

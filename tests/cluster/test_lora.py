@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
-from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
+from rlhf_ray.config.learner import LearnerConfig, LoRAConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.data.sequences import Pairs
@@ -48,9 +48,9 @@ def experiences(files):
     return make_experiences(files)
 
 
-def policy_arguments(path, zero=1, budget=LARGE, checkpointing=False, dtype="float32", lora=LORA):
-    config = LearnerConfig(zero_stage=zero, micro_batch_tokens=budget, gradient_checkpointing=checkpointing,
-                           optimizer=OPTIMIZER, lora=lora)
+def policy_arguments(path, zero=1, budget=LARGE, checkpointing=False, dtype="float32", lora=LORA, ema=None):
+    config = PolicyConfig(zero_stage=zero, micro_batch_tokens=budget, gradient_checkpointing=checkpointing,
+                          optimizer=OPTIMIZER, lora=lora, ema_decay=ema)
     return {"config": config, "model": ModelConfig(path=str(path), dtype=dtype), "seed": SEED, "total_steps": 100,
             "algorithm": algorithm(), "temperature": TEMPERATURE}
 
@@ -274,3 +274,17 @@ def assert_exports_agree(learners, directory, base, auto, **options):
         merged = load(directory / "model")(tokens).logits
         attached = PeftModel.from_pretrained(plain, str(directory / "adapter")).eval()(tokens).logits
     assert (merged - attached).abs().max() < 1e-5 and (merged - at_first).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_average_is_that_of_the_adapters_and_exported_merged(ranks, files, experiences, tmp_path, zero):
+    learners = ranks.make(2, "PolicyLearner", policy_arguments(files.tied, zero, SMALL, ema=0.5))
+    before = learners.weights()
+    learners.do("update", 0, 0.0, *experiences)
+    average = {name: w for name, w in learners.weights("average").items() if name in trained(before)}
+    assert not any(np.array_equal(w, learners.weights()[name]) for name, w in average.items())
+    learners.do("export_average", str(tmp_path / "average"), CARD)
+    found = dict(load_policy(tmp_path / "average").named_parameters())
+    expected = peft_s_merge(adapted(load_policy(files.tied), {**before, **average}))
+    assert list(found) == [name for name, _ in load_policy(files.tied).named_parameters()]
+    assert all((found[name] - expected[name]).abs().max() < 1e-6 for name in found)

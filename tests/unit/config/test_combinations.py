@@ -80,9 +80,3 @@ def test_a_policy_with_adapters_needs_no_room_for_a_reference(write):
     config = load(STAGES["ppo"], write("ppo"), [*room, "--policy.lora={}"])
     assert config.policy.lora.rank == 16 and "reference" not in config.placements()
     assert "reference" in load(STAGES["ppo"], write("ppo"), ["--critic.lora={}"]).placements()
-
-
-def test_adapters_beside_random_weights_are_refused(write):
-    path = write("sft", model={"architecture": {}, "tokenizer": "t"})
-    with pytest.raises(ConfigError, match=r"learner\.lora .* random weights"):
-        load(STAGES["sft"], path, ["--learner.lora.rank=4"])

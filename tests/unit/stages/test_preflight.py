@@ -195,3 +195,9 @@ def test_ppo_looks_at_the_layers_before_it_starts(llama, tmp_path):
     for role in ("policy", "critic"):
         with pytest.raises(ModelError, match=rf"^{role}\.lora\.targets names 'c_attn'"):
             ppo.preflight(PPOConfig(**sections, **{role: {"lora": {"targets": ["c_attn"]}}}))
+
+
+def test_adapters_beside_random_weights_are_refused():
+    scratch = NewModelConfig(architecture=ArchitectureConfig(), tokenizer="t")
+    with pytest.raises(ConfigError, match=r"^learner\.lora .* random weights"):
+        check_adapters(LearnerConfig(lora=LoRAConfig()), scratch, "learner", scalar=False)
