@@ -1,4 +1,4 @@
-"""`python -m benchmarks.lora_memory`: what adapters save, on a random Llama of 71 million parameters.
+"""`python -m benchmarks.lora_memory`: what adapters save, on a random Llama of 74 million parameters.
 
 Each way of holding policy and reference runs in processes of its own, which make one update and save: parameters
 trained, resident memory beyond what the process had before it built anything, and the size of the checkpoint.
@@ -6,7 +6,6 @@ trained, resident memory beyond what the process had before it built anything, a
 
 import multiprocessing
 import os
-import resource
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
+from rlhf_ray.config.learner import LoRAConfig, PolicyConfig
 from rlhf_ray.config.model import DType, ModelConfig
 from rlhf_ray.records import Experience, SampleKey, offsets_of
 
@@ -68,9 +67,10 @@ def experience() -> Experience:
                       column, column, column, None, column, column, [SampleKey(0, i, 0) for i in range(ROWS)])
 
 
-def resident() -> float:
-    """Highest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def resident(kind: str = "VmHWM") -> float:
+    """Resident memory of this process: the highest so far, or with VmRSS the present one."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{kind}:")[2].split()[0]) / 1024
 
 
 def learn(model: Path, way: Way, directory: Path) -> tuple[int, float]:
@@ -80,8 +80,8 @@ def learn(model: Path, way: Way, directory: Path) -> tuple[int, float]:
 
     from rlhf_ray.roles.policy_learner import PolicyLearner
 
-    before = resident()
-    learner = PolicyLearner(LearnerConfig(micro_batch_tokens=LENGTH * 2, lora=way.lora),
+    before = resident("VmRSS")
+    learner = PolicyLearner(PolicyConfig(micro_batch_tokens=LENGTH * 2, lora=way.lora),
                             ModelConfig(path=str(model), dtype=way.dtype), rank=0, world=1, seed=0, total_steps=10,
                             algorithm=AlgorithmConfig(epochs=1, mini_batches=1), temperature=1.0)
     sizes = learner.start(learner.rendezvous("127.0.0.1"), timeout_s=600.0)
@@ -95,8 +95,10 @@ def refer(model: Path) -> float:
     """Start a reference scorer; returns memory taken."""
     from rlhf_ray.models.loading import load_causal_lm
 
-    before = resident()
-    load_causal_lm(ModelConfig(path=str(model)))
+    before = resident("VmRSS")
+    held = load_causal_lm(ModelConfig(path=str(model)))
+    for parameter in held.parameters():
+        parameter.sum()  # weights mapped from a file are resident once they are read
     return resident() - before
 
 
