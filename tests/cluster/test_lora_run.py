@@ -12,7 +12,7 @@ from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL
 
 pytestmark = pytest.mark.cluster
-TIMES = ("time", "throughput/", "idle/", "weights/publish_seconds")
+TIMES = ("coordinator/", "time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 LORA = {"rank": 4, "alpha": 16, "dropout": 0.1}
 KINDS = {
     # Two ranks of each learner, parameters and all sharded; adapters in the critic too.
