@@ -10,6 +10,7 @@ import torch
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.prompts import PromptCursor
 from rlhf_ray.errors import CheckpointError
@@ -24,8 +25,6 @@ from tests.cluster.test_learner_update import (  # noqa: F401 (fixtures)
     assert_same_update,
     critic_terms,
     experiences,
-    floor,
-    fresh_ranks,
     load_policy,
     make_rollout,
     make_sequences,
@@ -35,7 +34,6 @@ from tests.cluster.test_learner_update import (  # noqa: F401 (fixtures)
     plain_step,
     policy_arguments,
     policy_terms,
-    ranks,
     row_values,
     sft_loss,
 )
@@ -296,10 +294,11 @@ def test_one_forward_pass_gives_what_two_models_would(ranks, files, experiences,
     assert np.array_equal(alone.values, logprobs.values)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_both_go_on_bit_for_bit_with_text_and_average_too(ranks, fresh_ranks, files, experiences, tmp_path, zero):
+@pytest.mark.parametrize(("zero", "lora"), [(0, None), (1, None), (2, None), (3, None), (1, LoRAConfig(rank=4)),
+                                             (3, LoRAConfig(rank=4))])
+def test_all_together_go_on_bit_for_bit(ranks, fresh_ranks, files, experiences, tmp_path, zero, lora):
     arguments = shared(files, zero)
-    arguments["config"] = arguments["config"].model_copy(update={"ema_decay": DECAY})
+    arguments["config"] = arguments["config"].model_copy(update={"ema_decay": DECAY, "lora": lora})
 
     def made(group):
         learners = group.make(2, "ActorCriticLearner", arguments)
@@ -320,7 +319,10 @@ def test_both_go_on_bit_for_bit_with_text_and_average_too(ranks, fresh_ranks, fi
     for which in ("weights", "value_head", "average"):
         ends = learners.weights(which), others.weights(which)
         assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert all(np.abs(value - saved[name]).max() > 0 for name, value in both_weights(learners).items())
+    moved = {name for name, value in both_weights(learners).items() if np.abs(value - saved[name]).max() > 0}
+    assert "value_head.weight" in moved
+    assert lora is None or all("lora" in name for name in moved - {"value_head.weight"})
+    assert len(moved) == len(saved) if lora is None else len(moved) > 10
 
 
 @pytest.mark.parametrize("zero", [1, 3])
