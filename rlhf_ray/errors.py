@@ -70,6 +70,13 @@ class ClusterError(RLHFError):
     """A Ray cluster that cannot be reached or has not what the configuration asks for."""
 
 
+class StoppedEarly(RLHFError):
+    """The run ended itself before its last step, because of `early_stop`; checkpoint, model and summary are written.
+    Exit code 3 tells it from a run that ended well (0) and from one that broke (1)."""
+
+    exit_code = 3
+
+
 class RunInterrupted(RLHFError):
     """The run was asked to stop and left a resumable checkpoint; exit code 75 (EX_TEMPFAIL) says so to a scheduler."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ class CheckpointStore:
         self.keep = keep
         self._warn = warn or logging.getLogger(__name__).warning
         self._damaged: set[int] = set()
+        self._protected: frozenset[int] = frozenset()
+
+    def protect(self, steps: Iterable[int]) -> None:
+        """Never prune the checkpoints of these steps, until told of others. They do not count among the newest."""
+        self._protected = frozenset(steps)
 
     def begin(self, step: int, needed_bytes: int = 0) -> Path:
         """An empty directory to write the checkpoint of `step` into.
@@ -131,14 +136,15 @@ class CheckpointStore:
         return sorted(found, reverse=True)
 
     def _prune(self) -> None:
-        """Delete checkpoints older than the `keep` newest. Ones known to be damaged do not count among these."""
+        """Delete checkpoints older than the `keep` newest, but for protected ones. Ones known to be damaged are not
+        counted among the newest."""
         steps = self._steps()
         good = [step for step, path in steps if step not in self._damaged and (path / MANIFEST_NAME).is_file()]
         if len(good) <= self.keep:
             return
         oldest_kept = good[self.keep - 1]
         for step, path in steps:
-            if step < oldest_kept and (path / MANIFEST_NAME).is_file():
+            if step < oldest_kept and step not in self._protected and (path / MANIFEST_NAME).is_file():
                 remove_directory(path)
 
     def _safe(self) -> str:

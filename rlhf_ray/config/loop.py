@@ -1,10 +1,12 @@
 """The loop: batches, the replay buffer, checkpoints, evaluation, what is written where."""
 
-from typing import Literal
+import re
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_ray.config.base import Section
+from rlhf_ray.config.generation import SamplingConfig
 
 
 class CoordinatorConfig(Section):
@@ -36,6 +38,40 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
+    best_metric: str | None = None
+    """Held-out metric (reward, gold, loss, accuracy, ...) by which the best step is told: its checkpoint is kept
+    beside the newest, its model exported to best/; off when empty."""
+    best_mode: Literal["max", "min"] | None = None
+    """Which way `best_metric` is better; when empty, min for losses, perplexity and KL, max for all others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle_best(cls, given: Any) -> Any:
+        """Settle the direction, so that the saved configuration names it."""
+        metric = given.get("best_metric") if isinstance(given, dict) else None
+        if not isinstance(metric, str):
+            return given
+        name = metric.removeprefix("eval/")
+        lower = {"loss", "perplexity", "kl"} & set(re.split(r"[/_]", name))
+        return {**given, "best_metric": name, "best_mode": given.get("best_mode") or ("min" if lower else "max")}
+
+    @model_validator(mode="after")
+    def _mode_of_what(self) -> Self:
+        if self.best_mode and not self.best_metric:
+            raise ValueError(f"best_mode={self.best_mode} without best_metric; name the metric, e.g. reward")
+        return self
+
+
+class EarlyStopConfig(Section):
+    """Ending a run that went wrong: its KL blew up, or its reward collapsed, for several steps in a row."""
+
+    kl_above: float | None = Field(None, gt=0)
+    """Stop when the mean sequence KL from the reference (`kl/sequence`, in nats) is above this; off when empty."""
+    reward_below_start: float | None = Field(None, ge=0)
+    """Stop when the mean reward (`reward/mean`) is more than this below its mean over the run's first `patience`
+    steps; off when empty."""
+    patience: int = Field(5, ge=1)
+    """Steps in a row that must be over a limit."""
 
 
 class EvaluationConfig(Section):
@@ -53,6 +89,17 @@ class EvaluationConfig(Section):
     """Steps between evaluations; 0 evaluates before the first step and after the last only."""
     seed: int = Field(12345, ge=0, lt=2**31)
     """Seed of the evaluation's sampling."""
+    sampling: SamplingConfig | None = None
+    """How held-out responses are drawn, greedy and truncated distributions allowed; as in training when empty."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Responses to each held-out prompt."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples_per_prompt > 1 and self.sampling and self.sampling.temperature == 0:
+            raise ValueError(f"samples_per_prompt={self.samples_per_prompt} with sampling.temperature=0 draws the same "
+                             "response each time; use one sample, or a positive temperature")
+        return self
 
 
 class LoggingConfig(Section):

@@ -14,6 +14,7 @@ from rlhf_ray.config.loop import (
     BufferConfig,
     CheckpointConfig,
     CoordinatorConfig,
+    EarlyStopConfig,
     EvaluationConfig,
     LoggingConfig,
 )
@@ -223,11 +224,29 @@ class PPOConfig(StageConfig):
     """When to save."""
     evaluation: EvaluationConfig | None = None
     """Held-out evaluation; off when empty."""
+    early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
+    """When to end a run that went wrong."""
 
     @property
     def samples_per_step(self) -> int:
         """Samples of one update."""
         return self.coordinator.prompts_per_step * self.coordinator.samples_per_prompt
+
+    @property
+    def longest_response(self) -> tuple[int, str]:
+        """Most tokens of a response, in training or evaluation, and the field that says so."""
+        fields = {"generator.sampling.max_tokens": self.generator.sampling.max_tokens}
+        if self.evaluation and self.evaluation.sampling:
+            fields["evaluation.sampling.max_tokens"] = self.evaluation.sampling.max_tokens
+        field = max(fields, key=fields.__getitem__)
+        return fields[field], field
+
+    @property
+    def evaluates_the_policy_itself(self) -> bool:
+        """Whether held-out responses are drawn from the distribution that is trained, so that log-probabilities of the
+        generators minus the reference's are a KL. Truncated, greedy or at another temperature they are not."""
+        training, other = self.generator.sampling, self.evaluation.sampling if self.evaluation else None
+        return other is None or (other.temperature == training.temperature and other.top_p == 1 and not other.top_k)
 
     def placements(self) -> dict[str, PlacementConfig]:
         """The roles that are started: a critic where it is a model of its own, a reference where it is not the policy's
@@ -281,6 +300,16 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _best(self) -> Self:
+        metric = self.checkpoint.best_metric
+        if metric and not self.evaluation:
+            raise ValueError(f"checkpoint.best_metric={metric} is a held-out metric; set evaluation.prompts")
+        if metric == "kl" and not self.evaluates_the_policy_itself:
+            raise ValueError("checkpoint.best_metric=kl, but no KL is measured where evaluation.sampling is not the "
+                             "distribution under training (its temperature, top_p=1, top_k=0); change one of them")
+        return self
+
+    @model_validator(mode="after")
     def _geometry(self) -> Self:
         c, samples = self.coordinator, self.samples_per_step
         if samples % self.algorithm.mini_batches:
@@ -310,13 +339,14 @@ class PPOConfig(StageConfig):
     @model_validator(mode="after")
     def _micro_batches(self) -> Self:
         learners = ("policy", "critic") if self.starts_critic else ("policy",)
-        longest = self.prompts.max_tokens + self.generator.sampling.max_tokens
         for role in (*learners, *(["reference"] if self.starts_reference else []), "reward"):
-            budget = getattr(self, role).micro_batch_tokens
-            if budget < longest:
+            budget, (response, field) = getattr(self, role).micro_batch_tokens, self.longest_response
+            if role in learners and (role != "policy" or self.starts_reference):  # which meet no held-out responses
+                response, field = self.generator.sampling.max_tokens, "generator.sampling.max_tokens"
+            if budget < self.prompts.max_tokens + response:
                 raise ValueError(
-                    f"{role}.micro_batch_tokens={budget} is less than the longest sample, "
-                    f"prompts.max_tokens + generator.sampling.max_tokens = {longest}; raise it to at least that"
+                    f"{role}.micro_batch_tokens={budget} is less than the longest sample, prompts.max_tokens + {field} "
+                    f"= {self.prompts.max_tokens + response}; raise it to at least that"
                 )
         if self.ptx and self.policy.micro_batch_tokens < self.ptx.max_tokens:
             raise ValueError(f"policy.micro_batch_tokens={self.policy.micro_batch_tokens} is less than "

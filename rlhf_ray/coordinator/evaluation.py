@@ -22,14 +22,19 @@ class Evaluation:
 
 
 class Evaluator:
-    """Generates a response to every held-out prompt and sums up what the scorers and the judge say."""
+    """Generates responses to every held-out prompt and sums up what the scorers and the judge say.
+
+    Responses are drawn as `evaluation.sampling` says. Where that is not the distribution under training, no KL is told:
+    the generators' log-probabilities are not the policy's then.
+    """
 
     def __init__(self, config: EvaluationConfig, pipeline: Pipeline, prompts: PromptSource) -> None:
         self.config, self._pipeline, self._prompts = config, pipeline, prompts
         self.rows = prompts.rows
         generator = pipeline.config.generator
         self._room = asyncio.Semaphore(generator.workers * max(2, 2 * generator.max_sequences // generator.chunk))
-        self._keys = [SampleKey(0, row, 0) for row in range(prompts.rows)]
+        # First samples first: the texts that are kept answer different prompts.
+        self._keys = [SampleKey(0, row, n) for n in range(config.samples_per_prompt) for row in range(prompts.rows)]
 
     async def measure(self) -> Evaluation:
         """Evaluate the policy that the generators hold now."""
@@ -37,13 +42,14 @@ class Evaluator:
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts = await asyncio.gather(*(self._part(chunk, TEXTS if i == 0 else 0) for i, chunk in enumerate(chunks)))
         team = self._pipeline.team
-        metrics, texts = await team.value(team.assembler.call(0, "sum_up", *(part.ref for part in parts)), "evaluate")
+        metrics, texts = await team.value(team.assembler.call(
+            0, "sum_up", self._pipeline.config.evaluates_the_policy_itself, *(part.ref for part in parts)), "evaluate")
         return Evaluation(metrics, texts)
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call:
         """One chunk, measured; what was measured stays in the object store."""
         team = self._pipeline.team
         async with self._room:  # deadlines run from the call on, so a long queue must wait here
-            scored = await self._pipeline.score(keys, self.config.seed, self._prompts)
+            scored = await self._pipeline.score(keys, self.config.seed, self._prompts, self.config.sampling)
             return await team.done(team.assembler.call(
                 0, "measure", keep_texts, scored.rollout.ref, scored.reward.ref, scored.reference.ref), "evaluate")

@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.best import BestKeeper
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import Recovery
@@ -39,6 +40,7 @@ class Coordinator:
     weights: WeightSync
     recovery: Recovery
     evaluator: Evaluator | None
+    best: BestKeeper
     metrics: MetricsWriter
     samples: SampleWriter
     progress: StageProgress
@@ -49,7 +51,7 @@ class Coordinator:
     """Step of the newest checkpoint of this process."""
 
     async def run(self) -> None:
-        """Make the run's remaining steps.
+        """Make the run's remaining steps, or as many as `early_stop` allows.
 
         Raises:
             RunInterrupted: asked to stop; everything done so far is in a checkpoint.
@@ -58,7 +60,7 @@ class Coordinator:
         try:
             if self.state.step == 0:
                 await self._evaluate()
-            while self.state.step < self.config.run.steps:
+            while not self._ended:
                 await self._step_or_stop()
         finally:
             await self.pipeline.close()
@@ -86,10 +88,12 @@ class Coordinator:
                               self.team.clock.now())
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
-        if self.config.evaluation and self._due(self.config.evaluation.every):
-            await self._evaluate()
-        if self._due(self.config.checkpoint.every):
+        evaluates = self.config.evaluation is not None and self._due(self.config.evaluation.every)
+        improved = evaluates and await self._evaluate()
+        if improved or self._due(self.config.checkpoint.every):
             await self._save()
+        if improved:
+            await self.best.keep()
 
     async def _save(self) -> None:
         await self.recovery.save()
@@ -129,6 +133,7 @@ class Coordinator:
 
     def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:
         row = step_metrics(outcome, depth, self.team.clock, self.team.workers())
+        self.state.early_stop.observe(self.state.step, row["kl/sequence"], row["reward/mean"])
         self.metrics.write(self.state.step, row)
         texts = [text for summary in outcome.summaries for text in summary.samples]
         self.samples.write(self.state.step, texts[: self.config.logging.samples_per_step])
@@ -141,16 +146,29 @@ class Coordinator:
                 f"(weights.logprob_gap_alarm={self.config.weights.logprob_gap_alarm}): other weights or precision"
             )
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self) -> bool:
+        """Measure the policy; True when it is the best so far, and not the one that the run began with."""
         if self.evaluator is None:
-            return
+            return False
         self.progress.note(f"evaluating on {self.evaluator.rows} held-out prompts")
         work = self.evaluator.measure()
-        finishing = self.state.step == self.config.run.steps  # then the run ends well, whoever asks meanwhile
-        evaluation = await (work if finishing else self.stop.unless_asked(work))
-        if evaluation is not None:
-            self.on_evaluation(self.state.step, evaluation)
+        # What ends now ends well, whoever asks meanwhile.
+        evaluation = await (work if self._ended else self.stop.unless_asked(work))
+        if evaluation is None:
+            return False
+        self.on_evaluation(self.state.step, evaluation)
+        return self.best.consider(self.state.step, evaluation.metrics)
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many steps (0: at the end alone) happens after this one."""
-        return self.state.step == self.config.run.steps or (every > 0 and self.state.step % every == 0)
+        return self._ended or (every > 0 and self.state.step % every == 0)
+
+    @property
+    def stopped_early(self) -> str | None:
+        """Why the run ends before its last step, if it does."""
+        return self.state.early_stop.reason() if self.state.step < self.config.run.steps else None
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the present step is the last one."""
+        return self.state.step == self.config.run.steps or self.stopped_early is not None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
+from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.state import RunState
@@ -129,13 +130,15 @@ class Pipeline:
             self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
             reservation = again
 
-    async def score(self, keys: list[SampleKey], seed: int, source: PromptSource) -> Scored:
-        """Generate a chunk and have it scored by the frozen models, side by side."""
+    async def score(
+        self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None = None
+    ) -> Scored:
+        """Generate a chunk and have it scored by the frozen models, side by side; `sampling` as in training if None."""
         prompts = (await source.of(keys)).ref
         rank = self._generators.take(len(keys))
         try:
             rollout = await self.team.done(
-                self.team.generators.call(rank, "generate", prompts, keys, seed), "generate"
+                self.team.generators.call(rank, "generate", prompts, keys, seed, sampling), "generate"
             )
         finally:
             self._generators.give_back(rank, len(keys))

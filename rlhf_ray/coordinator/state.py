@@ -9,6 +9,9 @@ import torch
 from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_ray.algorithms.score_shaping import RunningMoments
 from rlhf_ray.config.algorithm import KLConfig
+from rlhf_ray.config.loop import EarlyStopConfig
+from rlhf_ray.coordinator.best import BestSoFar
+from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.data.prompts import PromptCursor
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 
@@ -32,6 +35,10 @@ class RunState:
     """Samples trained on so far."""
     scores: RunningMoments = field(default_factory=RunningMoments)
     """Of the scores trained on so far, as the reward model gave them."""
+    best: BestSoFar = field(default_factory=BestSoFar)
+    """The best evaluation so far."""
+    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
+    """What the last steps looked like, to tell a run that went wrong."""
     in_flight: dict[int, list[SampleKey]] = field(default_factory=dict)
     """Keys of admitted chunks that are not committed yet, by admission number."""
 
@@ -51,6 +58,8 @@ class RunState:
             "samples": self.samples,
             "kl": self.kl.state_dict(),
             "scores": self.scores.state_dict(),
+            "best": self.best.state_dict(),
+            "early_stop": self.early_stop.state_dict(),
             "cursor": self.cursor.state_dict(),
             "in_flight": [[order, _plain(keys)] for order, keys in self.in_flight.items()],
         }
@@ -60,6 +69,8 @@ class RunState:
         self.cursor.load_state_dict(state["cursor"])
         self.kl.load_state_dict(state["kl"])
         self.scores.load_state_dict(state["scores"])
+        self.best.load_state_dict(state["best"])
+        self.early_stop.load_state_dict(state["early_stop"])
         self.step, self.samples = state["step"], state["samples"]
         self.in_flight = {order: [SampleKey(*k) for k in keys] for order, keys in state["in_flight"]}
 

@@ -78,7 +78,8 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
     title = context.title or run.path.resolve().name
     body = [
-        html.header(_kind(rows, config), title, context.description or _lead(rows), _facts(config), context.notes),
+        html.header(_kind(rows, config), title, context.description or _lead(rows), _facts(config),
+                    (*context.notes, *_endings(summary))),
         html.tiles(_tiles(rows)),
         html.verdict(changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after")))),
         html.texts(evaluation.get("texts", ())),
@@ -91,6 +92,16 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
     ]
     write_atomically(run.report, html.page(title, body, charts).encode())
     return run.report
+
+
+def _endings(summary: Mapping[str, Any]) -> list[str]:
+    """What a reader must know of how the run ended, and which of its steps was the best."""
+    said = [f"Stopped early: {summary['stopped_early']}."] if "stopped_early" in summary else []
+    if "best_step" in summary:
+        step, value = summary["best_step"], f"{summary['best_metric']} {summary['best_value']:.4g}"
+        said.append(f"Best held-out {value} at step {step}; that model is in best/." if step else
+                    f"Best held-out {value} before the first step; no step improved on it.")
+    return said
 
 
 def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:

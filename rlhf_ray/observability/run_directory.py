@@ -34,6 +34,8 @@ class RunDirectory:
         self.model_ema = self.path / "model_ema"
         self.value_head = self.path / "value_head.safetensors"
         self.adapter = self.path / "adapter"
+        self.best = self.path / "best"
+        self.best_mark = self.path / "best.json"
         self.evaluation = self.path / "evaluation.json"
         self.summary = self.path / "summary.json"
         self.status = self.path / "status.json"
@@ -62,13 +64,16 @@ class RunDirectory:
     def traces(self) -> list[str]:
         """Names of what an earlier run left here and a new one would overwrite."""
         files = [f for f in (self.metrics, self.ledger, self.summary) if f.is_file() and f.stat().st_size]
-        kept = (self.samples, self.checkpoints, self.model, self.model_ema, self.adapter)
-        folders = [d for d in kept if d.is_dir() and any(d.iterdir())]
-        return [f.name for f in files] + [d.name + "/" for d in folders]
+        folders = (self.samples, self.checkpoints, self.model, self.model_ema, self.adapter, self.best)
+        return [f.name for f in files] + [d.name + "/" for d in folders if d.is_dir() and any(d.iterdir())]
 
     def finished_stage(self) -> str | None:
         """The stage that summary.json says came to its end here; None without a summary."""
         return json.loads(self.summary.read_text()).get("stage") if self.summary.is_file() else None
+
+    def finished_well(self) -> bool:
+        """Whether a summary says that the stage came to its last step, and did not end itself before."""
+        return self.summary.is_file() and "stopped_early" not in json.loads(self.summary.read_text())
 
     def write_json(self, name: str, value: Any) -> Path:
         """Write `value` as JSON to the file `name` of this directory; numbers that are not finite become null."""

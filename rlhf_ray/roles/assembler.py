@@ -88,9 +88,9 @@ class Assembler:
             texts=[{"prompt": prompts[i], "response": responses[i]} for i in range(min(keep_texts, len(rollout)))],
         )
 
-    def sum_up(self, *parts: EvaluationPart) -> tuple[dict[str, float], list[dict[str, str]]]:
-        """Metrics over all chunks of an evaluation, and the texts that were kept."""
-        return summarise(list(parts)), [text for part in parts for text in part.texts]
+    def sum_up(self, policy_itself: bool, *parts: EvaluationPart) -> tuple[dict[str, float], list[dict[str, str]]]:
+        """Metrics over all chunks of an evaluation, and the texts that were kept; see `held_out.summarise`."""
+        return summarise(list(parts), policy_itself), [text for part in parts for text in part.texts]
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
         a, micro, values = self.algorithm, MicroBatch(rollout, "cpu"), scores.values

@@ -18,11 +18,14 @@ def bigram_codes(tokens: np.ndarray) -> np.ndarray:
     return wide[:-1] * 2**31 + wide[1:]
 
 
-def summarise(parts: list[EvaluationPart]) -> dict[str, float]:
+def summarise(parts: list[EvaluationPart], policy_itself: bool = True) -> dict[str, float]:
     """Means over all responses.
 
-    Perplexity is under the reference: exp of minus the mean log-probability per response token. `distinct` is the share
-    of different responses, `distinct_bigrams` that of different pairs of neighbouring tokens among all pairs.
+    The KL is told where responses come from the policy's own distribution (`policy_itself`): it is a mean of log policy
+    - log reference over samples of the policy. Over samples of another distribution (greedy, truncated, at another
+    temperature) the same mean estimates nothing. Perplexity is under the reference: exp of minus the mean
+    log-probability per response token. `distinct` is the share of different responses, `distinct_bigrams` that of
+    different pairs of neighbouring tokens among all pairs.
     """
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])
@@ -30,7 +33,7 @@ def summarise(parts: list[EvaluationPart]) -> dict[str, float]:
     lengths, digests, bigrams = joined("lengths"), joined("digests"), joined("bigrams")
     metrics = {
         "reward": float(joined("scores").mean()),
-        "kl": float(joined("kl").mean()),
+        **({"kl": float(joined("kl").mean())} if policy_itself else {}),
         "perplexity": float(np.exp(-joined("reference_logprobs").sum() / lengths.sum())),
         "length": float(lengths.mean()),
         "finished": float(joined("finished").mean()),

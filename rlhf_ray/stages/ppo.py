@@ -1,15 +1,14 @@
 """`rlhf-ray ppo`: proximal policy optimisation against a reward model."""
 
 import time
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.best import BestKeeper
+from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
@@ -27,7 +26,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.export import export_learner
+from rlhf_ray.stages.ppo_export import export_policy, export_run
 from rlhf_ray.stages.ppo_team import critic_model, spawn_team, start_team
 from rlhf_ray.stages.preflight import check_adapters, check_context, check_data_file, check_model, check_same_tokens
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
@@ -63,8 +62,8 @@ def preflight(config: PPOConfig) -> None:
     if config.starts_critic:
         check_adapters(config.critic, critic_model(config), "critic", scalar=True)
     check_same_tokens(config.model, config.reward_model, ("model", "reward_model"))
-    check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
-                  ("prompts.max_tokens", "generator.sampling.max_tokens"))
+    longest, field = config.longest_response
+    check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
 
 
 async def _run(config: PPOConfig, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
@@ -90,13 +89,15 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                     async with live_status(coordinator, directory):
                         await coordinator.run()
                     seconds = time.perf_counter() - started
-                    await _export(config, team, directory, _card(config, evaluations))
+                    await export_run(coordinator, evaluations, directory)
         finally:
             metrics.close()
+    stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
     return {
-        "stage": "ppo", "steps": coordinator.state.step, "samples": coordinator.state.samples,
+        "stage": "ppo", **stopped, "steps": coordinator.state.step, "samples": coordinator.state.samples,
         "seconds": time.perf_counter() - began, "seconds_loop": seconds,
         "samples_per_second": (coordinator.state.samples - samples_before) / seconds, **evaluations.summary(),
+        **coordinator.best.summary(),
     }
 
 
@@ -108,7 +109,8 @@ def _coordinator(
     training, held_out = prompts
     buffer_config = config.buffer
     state = RunState(kl_controller(config.algorithm.kl),
-                     PromptCursor(training.rows, config.run.seed, config.prompts.shuffle))
+                     PromptCursor(training.rows, config.run.seed, config.prompts.shuffle),
+                     early_stop=EarlyStop(config.early_stop))
     buffer = ReplayBuffer(
         buffer_config.capacity_samples or config.samples_per_step,
         buffer_config.capacity_mb * 2**20 if buffer_config.capacity_mb else None,
@@ -125,13 +127,16 @@ def _coordinator(
         progress.note(f"held-out at step {step}: "
                       + ", ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items()))
 
-    return Coordinator(
+    best = BestKeeper(config.checkpoint, directory, store, state.best,
+                      lambda place: export_policy(coordinator, evaluations, place))
+    coordinator = Coordinator(
         config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
-        weights=WeightSync(config.weights, team), evaluator=evaluator,
+        weights=WeightSync(config.weights, team), evaluator=evaluator, best=best,
         recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config)),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
         on_evaluation=note_evaluation,
     )
+    return coordinator
 
 
 def _geometry(config: PPOConfig) -> dict[str, int | str]:
@@ -158,23 +163,5 @@ async def _resume(coordinator: Coordinator, store: CheckpointStore, resume_at: i
     await coordinator.weights.publish(coordinator.state.step)
     coordinator.progress.note(f"resuming after step {coordinator.state.step}")
     coordinator.pipeline.start_again(open_places)
-
-
-async def _export(config: PPOConfig, team: Team, directory: RunDirectory, card: ModelCardInfo) -> None:
-    """Write model/, and where there are such adapter/, value_head.safetensors and model_ema/."""
-    await export_learner(team.policy, config.policy, directory, card)
-    if config.shares_backbone:
-        await team.policy.values("export_value_head", str(directory.value_head.absolute()))
-    if config.policy.ema_decay is not None:
-        average = replace(card, metrics={}, weights=f"exponential moving average, decay {config.policy.ema_decay:g} an "
-                                                    "optimizer step; not evaluated by itself")
-        await team.policy.values("export_average", str(directory.model_ema.absolute()), average)
-
-
-def _card(config: PPOConfig, evaluations: EvaluationLog) -> ModelCardInfo:
-    text = f", and text in {Path(config.ptx.path).name}" if config.ptx else ""
-    return ModelCardInfo(
-        stage="ppo", step=config.run.steps, base_model=config.model.path,
-        trained_on=f"prompts in {Path(config.prompts.path).name}{text}", reward_model=config.reward_model.path,
-        metrics=evaluations.last(),
-    )
+    if (said := await coordinator.best.resume(coordinator.state.step)) is not None:
+        coordinator.progress.warn(said)

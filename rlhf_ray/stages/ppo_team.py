@@ -33,7 +33,7 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
         generators=place.spawn(
             "generator", Generator, generation,
             lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
-                          "max_context": config.prompts.max_tokens + generation.sampling.max_tokens,
+                          "max_context": config.prompts.max_tokens + config.longest_response[0],
                           "name": f"generator/{rank}"},
             generator_environment(generation), goodbye="stop",
         ),

@@ -97,12 +97,13 @@ def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
                "seconds": seconds}
     home.write_json("summary.json", summary)
     report = write_report(home.path)
-    before, after = ({name: side[name] for name in VERDICT} for side in (evaluation["before"], evaluation["after"]))
+    sides = (evaluation["before"], evaluation["after"])
+    before, after = ({name: side[name] for name in VERDICT if name in side} for side in sides)
     print_before_after(changes(before, after))
     print_texts(evaluation["texts"][:3])
     print(f"reward model: {accuracy:.1%} of held-out pairs ranked as the judge does")
     print(f"verdict: the independent judge, who never met the policy, says {before['gold']:.2f} before and "
-          f"{after['gold']:.2f} after, at a KL of {after['kl']:.1f} nats")
+          f"{after['gold']:.2f} after" + (f", at a KL of {after['kl']:.1f} nats" if "kl" in after else ""))
     print("seconds: " + ", ".join(f"{SAID.get(name, name)} {value:.0f}" for name, value in seconds.items()))
     print(f"model: {home.model}\nreport: {report}")
     return summary

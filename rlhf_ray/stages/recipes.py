@@ -15,6 +15,7 @@ import yaml
 
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ def refuse_other_seed(directory: Path, seed: int) -> None:
 
 
 def run_once(name: str, work: Callable[[], Any], directory: Path) -> float:
-    """Run a stage unless its summary says that it is done; returns the seconds it took, now or then.
+    """Run a stage unless its summary says that it came to its end; returns the seconds it took, now or then.
 
     A stage that was interrupted goes on from its checkpoint, if `work` resumes.
     """
-    summary = directory / "summary.json"
-    if summary.is_file():
+    run = RunDirectory(directory)
+    if run.finished_well():
         print(f"{name}: finished before, in {directory}")
-        return float(json.loads(summary.read_text())["seconds"])
+        return float(json.loads(run.summary.read_text())["seconds"])
     return timed(work)
 
 

@@ -1,8 +1,9 @@
 """The course of a supervised stage: updates, evaluations, checkpoints, export. The stages fill it in."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlhf_ray.checkpoint.state import load_state, save_state
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.coordinator.best import BestKeeper, BestSoFar
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -38,16 +40,28 @@ class SupervisedRun:
     metrics: MetricsWriter
     progress: StageProgress
     stop: StopRequest
+    card: Callable[[int, Mapping[str, float]], ModelCardInfo]
+    """The model card of a step with its last evaluation."""
     step: int = 0
+    best: BestSoFar = field(default_factory=BestSoFar)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """The latest one."""
+
+    @cached_property
+    def keeper(self) -> BestKeeper:
+        """Keeps the best step's checkpoint and model."""
+        return BestKeeper(self.config.checkpoint, self.directory, self.store, self.best, self._export_model)
 
     async def train(self) -> dict[str, float]:
-        """Make the remaining updates; returns the last evaluation.
+        """Make the remaining updates; returns the last evaluation. With `checkpoint.best_metric` the model before
+        training is measured first: it sets the mark to beat.
 
         Raises:
             RunInterrupted: asked to stop; a checkpoint of the last finished step exists.
         """
-        evaluation: dict[str, float] = {}
         self.stop.can_save = True
+        if self.step == 0 and self.config.checkpoint.best_metric:
+            await self._evaluate()
         while self.step < self.config.run.steps:
             until = self._next_pause()
             await self._train_until(until)
@@ -55,11 +69,14 @@ class SupervisedRun:
                 await self.save()
                 raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.step} of "
                                      f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
-            if self._due(self.config.training.eval_every) or self.step == self.config.run.steps:
-                evaluation = await self._evaluate()
-            if self._due(self.config.checkpoint.every) or self.step == self.config.run.steps:
+            improved = self._due(self.config.training.eval_every) and await self._evaluate()
+            if improved or self._due(self.config.checkpoint.every):
                 await self.save()
-        return evaluation or await self._evaluate()
+            if improved:
+                await self.keeper.keep()
+        if not self.evaluation:
+            await self._evaluate()
+        return self.evaluation
 
     async def _train_until(self, step: int) -> None:
         """Updates up to `step`, a few submitted ahead; stops early when asked to, after those under way."""
@@ -77,18 +94,20 @@ class SupervisedRun:
             self.progress.update(self.step, loss=stats.metrics["loss"],
                                  tokens_per_second=row["throughput/tokens_per_second"])
 
-    async def _evaluate(self) -> dict[str, float]:
+    async def _evaluate(self) -> bool:
+        """Measure the model on held-out rows; True when it is the best so far, and not the one the run began with."""
         found = (await self.learners.values("evaluate"))[0]
         if found:
             self.metrics.write(self.step, {f"eval/{key}": value for key, value in found.items()})
             self.progress.note("held-out " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
-        return found
+        self.evaluation = found
+        return self.keeper.consider(self.step, found)
 
     async def save(self) -> None:
         """Write the checkpoint of the present step."""
         with self.store.writing(self.step) as directory:
             await self.learners.values("save", str(directory.absolute() / self.learners.role))
-            save_state(directory / "coordinator.json", {"step": self.step})
+            save_state(directory / "coordinator.json", {"step": self.step, "best": self.best.state_dict()})
 
     async def restore(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
@@ -97,13 +116,21 @@ class SupervisedRun:
             return
         _, path, _ = found
         await self.learners.values("load", str(path.absolute() / self.learners.role))
-        self.step = load_state(path / "coordinator.json")["step"]
+        state = load_state(path / "coordinator.json")
+        self.step = state["step"]
+        self.best.load_state_dict(state["best"])
         self.progress.note(f"resuming after step {self.step}")
+        if (said := await self.keeper.resume(self.step)) is not None:
+            self.progress.warn(said)
 
-    async def export(self, card: Callable[[], ModelCardInfo]) -> Path:
+    async def export(self) -> None:
         """Write model/ in Hugging Face format, and adapter/ in peft's where adapters were trained."""
-        await export_learner(self.learners, self.config.learner, self.directory, card())
-        return self.directory.model
+        card = self.card(self.step, self.evaluation)
+        await export_learner(self.learners, self.config.learner, self.directory, card)
+
+    async def _export_model(self, place: Path) -> None:
+        """Write the model as it is now to the directory `place`, in Hugging Face format."""
+        await self.learners.values("export", str(place.absolute()), self.card(self.step, self.evaluation))
 
     def _next_pause(self) -> int:
         """The next step at which something besides updates happens."""
@@ -111,7 +138,7 @@ class SupervisedRun:
         return min([self.config.run.steps, *((self.step // every + 1) * every for every in paces if every)])
 
     def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+        return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
 
 def newest_step(store: CheckpointStore, resume: bool) -> int | None:

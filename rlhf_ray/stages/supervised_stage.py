@@ -59,14 +59,16 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
             with stop.listening():
                 async with workplace(config) as place:
                     learners, rows = await _prepare(stage, place, progress)
-                    run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop)
+                    run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
+                                        stage.card)
                     if resume:
                         await run.restore()
                     evaluation = await run.train()
-                    await run.export(lambda: stage.card(run.step, evaluation))
+                    await run.export()
         finally:
             metrics.close()
-    return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began, **evaluation}
+    return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began, **evaluation,
+            **run.keeper.summary()}
 
 
 async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProgress) -> tuple[WorkerGroup, int]:

@@ -12,7 +12,7 @@ from rlhf_ray.config.load import save as save_config
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.engine.distributed import accelerator_environment
-from rlhf_ray.errors import RLHFError
+from rlhf_ray.errors import RLHFError, StoppedEarly
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 
@@ -90,6 +90,9 @@ def run_stage(
 
     Returns:
         The summary.
+
+    Raises:
+        StoppedEarly: the run ended itself before its last step; summary and report are written then, too.
     """
     directory = RunDirectory.create(config.run.dir, resume)
     save_config(config, directory.config)
@@ -98,6 +101,10 @@ def run_stage(
     directory.write_json("summary.json", summary)
     if directory.metrics.is_file():
         write_report(directory.path)
+    if "stopped_early" in summary:
+        raise StoppedEarly(f"stopped early after step {summary['steps']} of {config.run.steps}: "
+                           f"{summary['stopped_early']}. Checkpoint, model and report are in {directory.path}; with "
+                           "another limit --resume goes on")
     return summary
 
 

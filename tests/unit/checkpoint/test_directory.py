@@ -214,3 +214,15 @@ def test_too_little_space_is_noticed_before_writing(store):
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="keep at least one"):
         CheckpointStore(tmp_path, keep=0)
+
+
+def test_a_protected_checkpoint_is_never_pruned_and_not_counted(store):
+    for step in (1, 2):
+        save(store, step)
+    store.protect([1])
+    for step in (3, 4):
+        save(store, step)
+    assert names(store) == ["step_1", "step_3", "step_4"]
+    store.protect([3])
+    save(store, 5)
+    assert names(store) == ["step_3", "step_4", "step_5"], "what is protected no more goes"

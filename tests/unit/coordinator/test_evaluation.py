@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.loop import EvaluationConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
 from rlhf_ray.records import EvaluationPart, SampleKey
@@ -58,7 +59,7 @@ class StandInPipeline:
 
         async def measure(rank, method, *arguments):
             if method == "sum_up":
-                return (Assembler.sum_up(None, *arguments),)
+                return (Assembler.sum_up(None, *arguments),)  # the first says whether a KL is told
             assert method == "measure"
             keep_texts, keys, *_ = arguments
             texts = [{"prompt": str(k.row), "response": ""} for k in keys][:keep_texts]
@@ -67,8 +68,8 @@ class StandInPipeline:
 
         self.team = team_of(assembler=measure)
 
-    async def score(self, keys, seed, prompts):
-        self.asked.append((keys, seed, prompts.name))
+    async def score(self, keys, seed, prompts, sampling):
+        self.asked.append((keys, seed, prompts.name, sampling))
         await asyncio.sleep(0.01 / len(self.asked))
 
         async def answer(rank, method):
@@ -86,6 +87,47 @@ def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):
 
     one, two, asked = asyncio.run(run())
     chunks = [[SampleKey(0, row, 0) for row in rows] for rows in (range(4), range(4, 8), range(8, 10))]
-    assert asked == [(keys, 99, "held out") for keys in chunks * 2]
+    assert asked == [(keys, 99, "held out", None) for keys in chunks * 2]
     assert one == two and one.metrics["reward"] == 4.5
     assert [text["prompt"] for text in one.texts] == [str(i) for i in range(min(TEXTS, 4))]
+
+
+def test_a_kl_is_told_of_the_policys_own_samples_only():
+    assert "kl" in summarise([FIRST], policy_itself=True)
+    other = summarise([FIRST], policy_itself=False)
+    assert other == {name: value for name, value in summarise([FIRST]).items() if name != "kl"}
+
+
+@pytest.mark.parametrize(("sampling", "told"), [
+    (None, True), ({"temperature": 0.7}, True), ({"temperature": 0.7, "max_tokens": 9}, True),
+    ({"temperature": 1.0}, False), ({"temperature": 0.0}, False), ({"temperature": 0.7, "top_p": 0.9}, False),
+    ({"temperature": 0.7, "top_k": 5}, False),
+])
+def test_the_distribution_under_training_is_known_from_its_settings(ppo_config, sampling, told):
+    config = ppo_config(evaluation={"prompts": "e", "sampling": sampling})
+    trained = config.generator.model_copy(update={"sampling": SamplingConfig(temperature=0.7)})
+    config = config.model_copy(update={"generator": trained})
+    assert config.evaluates_the_policy_itself is told
+
+    async def run():
+        pipeline = StandInPipeline(config)
+        found = await Evaluator(config.evaluation, pipeline, StandInPrompts("held out", rows=2)).measure()
+        return found.metrics, pipeline.asked
+
+    metrics, asked = asyncio.run(run())
+    assert ("kl" in metrics) is told
+    assert asked[0][3] == (SamplingConfig(**sampling) if sampling else None)
+
+
+def test_several_samples_of_a_prompt_have_seeds_of_their_own_and_texts_of_different_prompts(ppo_config):
+    async def run():
+        config = ppo_config(chunk=4, evaluation={"prompts": "e", "samples_per_prompt": 2})
+        pipeline = StandInPipeline(config)
+        evaluator = Evaluator(config.evaluation, pipeline, StandInPrompts("held out", rows=5))
+        return await evaluator.measure(), pipeline.asked
+
+    found, asked = asyncio.run(run())
+    keys = [key for chunk, *_ in asked for key in chunk]
+    assert keys == [SampleKey(0, row, sample) for sample in range(2) for row in range(5)]
+    assert found.metrics["responses"] == 10
+    assert len({text["prompt"] for text in found.texts}) == len(found.texts)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.config.loop import EvaluationConfig
+from rlhf_ray.config.loop import EarlyStopConfig, EvaluationConfig
+from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, TrainingError
@@ -18,9 +19,9 @@ from tests.unit.coordinator.test_pipeline import World
 class Run:
     """A coordinator whose every act is noted in `events`."""
 
-    def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True):
+    def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True, best_at=()):
         self.events, self.rows, self.warnings, self.update_arguments = [], {}, [], []
-        self.stop_after, self.fail_at = stop_after, fail_at
+        self.stop_after, self.fail_at, self.best_at = stop_after, fail_at, best_at
         world = self.world = World(config, summary)
         learners = {role: StandInGroup(role, self._learner(role), workers=2) for role in ("policy", "critic")}
         if not critic:
@@ -33,6 +34,7 @@ class Run:
         progress = SimpleNamespace(update=lambda *a, **k: None, note=lambda text: None, warn=self.warnings.append)
         self.coordinator = Coordinator(
             config=config, team=world.team, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
+            best=SimpleNamespace(consider=self._consider, keep=self._keep),
             weights=SimpleNamespace(publish=self._publish), recovery=SimpleNamespace(save=self._save),
             evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
             samples=SimpleNamespace(write=lambda step, texts: None), progress=progress, stop=self.stop,
@@ -64,7 +66,14 @@ class Run:
         self.events.append(f"save {self.world.state.step}")
 
     async def _measure(self):
-        return "numbers"
+        return SimpleNamespace(metrics="numbers")
+
+    def _consider(self, step, metrics):
+        assert metrics == "numbers"
+        return step in self.best_at
+
+    async def _keep(self):
+        self.events.append(f"keep {self.world.state.step}")
 
     def _write(self, step, row):
         self.rows[step] = row
@@ -90,6 +99,38 @@ def test_without_a_pace_saving_and_evaluating_happen_at_the_end(ppo_config, summ
     run = Run(ppo_config(prompts=4, steps=2, evaluation=EvaluationConfig(prompts="e")), summary)
     events = run.go()
     assert [e for e in events if e[:4] in ("save", "eval")] == ["evaluate 0", "evaluate 2", "save 2"]
+
+
+def test_an_evaluation_that_is_the_best_is_saved_whenever_it_comes(ppo_config, summary):
+    config = ppo_config(prompts=4, steps=4, checkpoint={"every": 2}, evaluation=EvaluationConfig(prompts="e", every=1))
+    events = Run(config, summary, best_at=(1, 4)).go()
+    assert [e for e in events if e[:4] in ("save", "keep")] == ["save 1", "keep 1", "save 2", "save 4", "keep 4"]
+
+
+def given_up(ppo_config, summary, kl_above, **arguments):
+    """A run of 9 steps whose KL is 0.5 in every step, to be given up after 3 steps in a row over the limit."""
+    config = ppo_config(prompts=4, steps=9, evaluation=EvaluationConfig(prompts="e"))
+    run = Run(config, summary, **arguments)
+    run.world.state.early_stop = EarlyStop(EarlyStopConfig(kl_above=kl_above, patience=3))
+    return run
+
+
+def test_a_run_that_went_wrong_ends_with_an_evaluation_and_a_checkpoint(ppo_config, summary):
+    run = given_up(ppo_config, summary, kl_above=0.4)
+    assert run.go()[-3:] == ["publish 3", "evaluate 3", "save 3"]
+    assert run.coordinator.stopped_early.startswith("kl/sequence was above early_stop.kl_above=0.4 nats in each of")
+    assert run.go()[-1] == "save 3" and run.events.count("save 3") == 1, "asked to go on it says the same again"
+
+
+def test_a_run_within_its_limits_makes_all_its_steps(ppo_config, summary):
+    run = given_up(ppo_config, summary, kl_above=0.6)
+    assert run.go()[-1] == "save 9" and run.coordinator.stopped_early is None
+
+
+def test_a_run_over_its_limit_in_its_last_step_has_not_ended_early(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=3), summary)
+    run.world.state.early_stop = EarlyStop(EarlyStopConfig(kl_above=0.4, patience=3))
+    assert run.go()[-1] == "save 3" and run.coordinator.stopped_early is None
 
 
 def test_the_policy_rests_while_the_critic_warms_up(ppo_config, summary):

@@ -34,8 +34,9 @@ class World:
     async def _wait(self):
         await asyncio.sleep(self._random.random() * 0.005)
 
-    async def _generate(self, rank, method, prompts, keys, seed):
-        assert (method, prompts) == ("generate", ("prompts", tuple(sorted({key.row for key in keys}))))
+    async def _generate(self, rank, method, prompts, keys, seed, sampling):
+        assert (method, sampling) == ("generate", None)
+        assert prompts == ("prompts", tuple(sorted({key.row for key in keys})))
         self.seeds.append((tuple(keys), seed))
         made = {"keys": keys, "version": self.version}
         await self._wait()

@@ -24,6 +24,9 @@ def used():
     state.kl.update(12.0, 100)
     state.step, state.samples = 4, 32
     state.observe_scores(np.array([1.0, 2.0, 6.0], dtype=np.float32))
+    state.best.follow("reward")
+    state.best.step, state.best.value = 2, 1.5
+    state.early_stop.observe(4, 3.5, 1.25)
     state.in_flight = {9: [SampleKey(1, 2, 0), SampleKey(1, 2, 1)], 11: [SampleKey(1, 5, 0)]}
     return state
 
@@ -34,6 +37,8 @@ def test_a_state_comes_back_from_json_as_it_was():
     assert (again.step, again.samples, again.in_flight) == (4, 32, state.in_flight)
     assert again.kl.value == state.kl.value == pytest.approx(0.2 * (1 + 0.2 * 0.1))
     assert again.scores.state_dict() == state.scores.state_dict() and again.scores.count == 3
+    assert again.best == state.best and again.best.metric == "reward"
+    assert again.early_stop == state.early_stop and again.early_stop.kl == [3.5]
     assert again.cursor.next(30) == state.cursor.next(30)
     assert all(isinstance(order, int) for order in again.in_flight)
 

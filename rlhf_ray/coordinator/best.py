@@ -1,0 +1,118 @@
+"""The best step of a run by a held-out metric: which one it is, its checkpoint kept, its model in best/."""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.config.loop import CheckpointConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability.run_directory import RunDirectory
+
+
+@dataclass
+class BestSoFar:
+    """The best value of a metric and its step. None: nothing measured yet. Step 0 is the model before training."""
+
+    step: int | None = None
+    value: float | None = None
+    metric: str | None = None
+    """Which metric that is: values of another one say nothing."""
+
+    def improved_by(self, value: float, mode: str) -> bool:
+        """Whether `value` is better ("max" or "min"). An equal value is not, and neither is one that is no number."""
+        if self.value is None:
+            return value == value
+        return value > self.value if mode == "max" else value < self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers for the checkpoint."""
+        return {"step": self.step, "value": self.value, "metric": self.metric}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.step, self.value, self.metric = state["step"], state["value"], state["metric"]
+
+    def follow(self, metric: str | None) -> None:
+        """Forget what was best by another metric."""
+        if metric != self.metric:
+            self.step, self.value, self.metric = None, None, metric
+
+
+class BestKeeper:
+    """Follows the metric that `checkpoint.best_metric` names through the evaluations of a run.
+
+    An evaluation that improves on all before makes its step the best: the caller saves a checkpoint, which is never
+    pruned while it is the best, and `keep` exports the model and names the step in best.json. The model before training
+    sets the mark to beat; it has neither checkpoint nor export, since it is where the run began.
+    """
+
+    def __init__(self, config: CheckpointConfig, directory: RunDirectory, store: CheckpointStore, best: BestSoFar,
+                 export: Callable[[Path], Awaitable[Any]]) -> None:
+        """
+        Args:
+            best: the part of the run's state that this keeper writes.
+            export: writes the present model to a directory, replacing what is there when it is whole.
+        """
+        self._config, self._directory, self._store, self._best = config, directory, store, best
+        self._export = export
+
+    def consider(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Take an evaluation; True when it makes `step` the best, which then wants a checkpoint and `keep`.
+
+        Raises:
+            ConfigError: the evaluation has no such metric; names those it has.
+        """
+        name, mode = self._config.best_metric, self._config.best_mode
+        if name is None or mode is None:
+            return False
+        if name not in metrics:
+            measured = ", ".join(sorted(metrics)) or "nothing: there are no held-out rows"
+            raise ConfigError(f"checkpoint.best_metric={name!r} is not what this run measures ({measured}); name one "
+                              "of its metrics, or none")
+        self._best.follow(name)
+        if not self._best.improved_by(metrics[name], mode):
+            return False
+        kept = self._best.step
+        self._best.step, self._best.value = step, metrics[name]
+        self._store.protect({s for s in (kept, step) if s})  # the one before stays until this one is on disk
+        return step > 0
+
+    async def keep(self) -> None:
+        """Export the model of the best step, which is the present one and has its checkpoint, and name it."""
+        await self._export(self._directory.best.absolute())
+        self._directory.write_json("best.json", self._mark())
+        self._store.protect({self._best.step} if self._best.step else set())
+
+    async def resume(self, step: int) -> str | None:
+        """After state and workers went back to the checkpoint of `step`: protect the best one, and finish `keep` where
+        the run ended in the middle of it. Returns what a person should know, if anything."""
+        self._best.follow(self._config.best_metric)
+        best = self._best.step
+        self._store.protect({best} if best else set())
+        marked = self._marked_step()
+        if not best or marked == best:
+            return None
+        if best == step:
+            await self.keep()
+            return None
+        return (f"the checkpoint of step {step} knows step {best} as the best, and best/ is of "
+                f"{'no step' if marked is None else f'step {marked}'}; it changes with the next evaluation that is "
+                "better still")
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of it; nothing where no metric was named or measured."""
+        if self._best.metric is None or self._best.step is None:
+            return {}
+        return {"best_step": self._best.step, "best_metric": self._best.metric, "best_value": self._best.value}
+
+    def _mark(self) -> dict[str, Any]:
+        return {"step": self._best.step, "metric": self._best.metric, "mode": self._config.best_mode,
+                "value": self._best.value, "checkpoint": f"checkpoints/step_{self._best.step}", "model": "best"}
+
+    def _marked_step(self) -> int | None:
+        """The step that best.json names; None without it."""
+        file = self._directory.best_mark
+        return json.loads(file.read_text()).get("step") if file.is_file() else None

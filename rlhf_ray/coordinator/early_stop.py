@@ -1,0 +1,69 @@
+"""When a run is past saving: its KL from the reference blew up, or its reward collapsed, for several steps in a row."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_ray.config.loop import EarlyStopConfig
+
+
+@dataclass
+class EarlyStop:
+    """Watches two numbers of every step. It keeps what it saw and no verdict, so that a resumed run whose limits were
+    moved is judged by the new ones, and one whose limits were not is told the same again."""
+
+    config: EarlyStopConfig
+    step: int = 0
+    """Step seen last."""
+    kl: list[float] = field(default_factory=list)
+    """Mean sequence KL of the last `patience` steps, in nats."""
+    reward: list[float] = field(default_factory=list)
+    """Mean reward of the last `patience` steps."""
+    start: list[float] = field(default_factory=list)
+    """Mean reward of the run's first `patience` steps."""
+
+    def observe(self, step: int, kl: float, reward: float) -> None:
+        """Take the numbers of a step that is over."""
+        patience = self.config.patience
+        self.step = step
+        self.kl, self.reward = [*self.kl, kl][-patience:], [*self.reward, reward][-patience:]
+        if len(self.start) < patience:
+            self.start.append(reward)
+
+    def reason(self) -> str | None:
+        """Why the run should end, naming metric, value, limit and steps; None while nothing is wrong."""
+        return self._kl_blew_up() or self._reward_collapsed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers for the checkpoint."""
+        return {"step": self.step, "kl": self.kl, "reward": self.reward, "start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`, also one made with another patience."""
+        self.step = state["step"]
+        self.kl, self.reward = (list(state[name])[-self.config.patience :] for name in ("kl", "reward"))
+        self.start = list(state["start"])[: self.config.patience]
+
+    def _kl_blew_up(self) -> str | None:
+        limit = self.config.kl_above
+        if limit is None or not self._all_over([kl <= limit for kl in self.kl]):
+            return None
+        return (f"kl/sequence was above early_stop.kl_above={limit:g} nats {self._when()}, and {self.kl[-1]:.4g} in "
+                "the last")
+
+    def _reward_collapsed(self) -> str | None:
+        drop = self.config.reward_below_start
+        if drop is None or not self.start:
+            return None
+        begun = sum(self.start) / len(self.start)
+        if not self._all_over([reward >= begun - drop for reward in self.reward]):
+            return None
+        return (f"reward/mean was more than early_stop.reward_below_start={drop:g} below its start of {begun:.4g} "
+                f"{self._when()}, and {self.reward[-1]:.4g} in the last")
+
+    def _all_over(self, within: list[bool]) -> bool:
+        """Whether the last `patience` steps were all over the limit. What is not a number is within no limit."""
+        return len(within) == self.config.patience and not any(within)
+
+    def _when(self) -> str:
+        first = self.step - self.config.patience + 1
+        return f"in step {self.step}" if first == self.step else f"in each of the steps {first} to {self.step}"

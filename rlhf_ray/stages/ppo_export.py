@@ -1,0 +1,37 @@
+"""What a PPO run hands out: the policy in Hugging Face format, its card, and what goes with them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.stages.evaluation_log import EvaluationLog
+from rlhf_ray.stages.export import export_learner
+
+
+async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, directory: RunDirectory) -> None:
+    """Write model/, and where there are such adapter/, value_head.safetensors and model_ema/."""
+    config, policy = coordinator.config, coordinator.team.policy
+    await export_learner(policy, config.policy, directory, _card(coordinator, evaluations))
+    if config.shares_backbone:
+        await policy.values("export_value_head", str(directory.value_head.absolute()))
+    if config.policy.ema_decay is not None:
+        card = replace(_card(coordinator, evaluations), metrics={}, weights="exponential moving average, decay "
+                       f"{config.policy.ema_decay:g} an optimizer step; not evaluated by itself")
+        await policy.values("export_average", str(directory.model_ema.absolute()), card)
+
+
+async def export_policy(coordinator: Coordinator, evaluations: EvaluationLog, place: Path) -> None:
+    """Write the policy as it is now to the directory `place`."""
+    await coordinator.team.policy.values("export", str(place.absolute()), _card(coordinator, evaluations))
+
+
+def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo:
+    config = coordinator.config
+    text = f", and text in {Path(config.ptx.path).name}" if config.ptx else ""
+    return ModelCardInfo(
+        stage="ppo", step=coordinator.state.step, base_model=config.model.path,
+        trained_on=f"prompts in {Path(config.prompts.path).name}{text}",
+        reward_model=config.reward_model.path, metrics=evaluations.last(),
+    )
