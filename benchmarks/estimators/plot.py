@@ -52,8 +52,8 @@ def interactive(made: Sequence[Chart]) -> str:
                          "layout": layout(made)})
     draw = f'const figure={figure};Plotly.newPlot("plot",figure.data,figure.layout,{{responsive:true}})'
     return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Estimators</title></head>\n<body>'
-            f'<div id="plot" style="height:95vh"></div>\n<script>{get_plotlyjs()}</script>\n<script>{draw}</script>'
-            "</body></html>\n")
+            '<div id="plot" style="height:min(95vh,640px)"></div>\n'
+            f"<script>{get_plotlyjs()}</script>\n<script>{draw}</script></body></html>\n")
 
 
 def traces(chart: Chart, place: int) -> list[dict[str, object]]:
@@ -65,12 +65,13 @@ def traces(chart: Chart, place: int) -> list[dict[str, object]]:
 
 
 def layout(made: Sequence[Chart]) -> dict[str, object]:
-    """Axes side by side."""
-    found: dict[str, object] = {"template": "none", "legend": {"orientation": "h", "y": -0.15}}
+    """Axes side by side, each under its title, and the key below them."""
+    found: dict[str, object] = {"template": "none", "legend": {"orientation": "h", "y": -0.3}, "annotations": [
+        {"text": f"<b>{chart.title}</b>", "x": i / len(made), "y": 1.1, "xref": "paper", "yref": "paper",
+         "xanchor": "left", "showarrow": False} for i, chart in enumerate(made)]}
     for i, chart in enumerate(made):
         axis, share = "" if i == 0 else str(i + 1), 1 / len(made)
         found[f"xaxis{axis}"] = {"title": {"text": chart.x}, "domain": [i * share, (i + 0.88) * share],
                                  "anchor": f"y{axis}", "rangemode": "tozero"}
-        found[f"yaxis{axis}"] = {"title": {"text": f"{chart.y}: {chart.title.lower()}"}, "anchor": f"x{axis}",
-                                 "rangemode": "tozero"}
+        found[f"yaxis{axis}"] = {"title": {"text": chart.y}, "anchor": f"x{axis}", "rangemode": "tozero"}
     return found

@@ -77,7 +77,7 @@ def key_entry(line: Line, x: float, y: float) -> str:
 
 
 def ticks(highest: float) -> list[float]:
-    """Three to six round numbers from 0 to the first one that is not below `highest`."""
+    """Three to eight round numbers from 0 to the first one that is not below `highest`."""
     if highest <= 0:
         return [0.0, 1.0]
     magnitude = 1.0
@@ -85,5 +85,5 @@ def ticks(highest: float) -> list[float]:
         magnitude *= 10
     while magnitude > highest:
         magnitude /= 10
-    step = next(s for s in (0.2, 0.5, 1.0, 2.0) if highest / (s * magnitude) <= 5) * magnitude
+    step = next(s for s in (0.2, 0.5, 1.0, 2.0) if highest / (s * magnitude) <= 7) * magnitude
     return [round(step * i, 12) for i in range(int(-(-highest // step)) + 1)]

@@ -133,7 +133,8 @@ class TestPlot:
         assert curve(two, "gold") == pytest.approx([0.1, 0.2, 0.3])
 
     @pytest.mark.parametrize(("highest", "expected"), [
-        (0.93, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (3072, [0, 1000, 2000, 3000, 4000]), (6.8, [0, 2, 4, 6, 8]), (0, [0, 1])])
+        (0.93, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (3072, [0, 500, 1000, 1500, 2000, 2500, 3000, 3500]),
+        (6.8, list(range(8))), (0.12, [0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12]), (0, [0, 1])])
     def test_axes_have_round_numbers_that_reach_the_highest_value(self, highest, expected):
         assert ticks(highest) == pytest.approx(expected)
 
