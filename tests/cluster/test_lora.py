@@ -39,7 +39,7 @@ from tests.cluster.test_learner_update import (
 pytestmark = pytest.mark.cluster
 LORA = LoRAConfig(rank=4, alpha=16)
 MARKS = (".lora_A.default.weight", ".lora_B.default.weight")
-CUTS = [(1, 0, LARGE, False), (2, 0, SMALL, False), (2, 1, SMALL, True), (2, 2, SMALL, False), (2, 3, SMALL, True)]
+CUTS = [(1, 1, LARGE, False), (2, 0, SMALL, True), (2, 2, SMALL, False), (2, 3, SMALL, True)]
 CARD = ModelCardInfo(stage="ppo", step=1, base_model="base", trained_on="random tokens")
 
 
@@ -104,7 +104,7 @@ def test_the_policy_s_adapters_learn_as_in_plain_torch(ranks, files, experiences
     assert_adapters_learned(plain_update(plain, batch, policy_terms, algorithm()), before, learners.weights())
 
 
-@pytest.mark.parametrize(("world", "zero", "budget", "checkpointing"), CUTS[::2])
+@pytest.mark.parametrize(("world", "zero", "budget", "checkpointing"), CUTS[1::2])
 def test_the_critic_s_adapters_and_its_whole_head_learn(
     ranks, files, experiences, world, zero, budget, checkpointing
 ):
@@ -130,7 +130,7 @@ def test_the_reward_model_s_adapters_and_its_whole_head_learn(ranks, files, tmp_
     assert_exports_agree(learners, tmp_path, files.reward, "AutoModelForSequenceClassification", num_labels=1)
 
 
-@pytest.mark.parametrize(("world", "zero"), [(1, 1), (2, 0), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("world", "zero"), [(1, 1), (2, 3)])
 def test_the_frozen_base_is_the_reference(ranks, files, experiences, world, zero):
     rollout, expected_base = make_rollout(experiences[1]), load_policy(files.tied)
     learners = ranks.make(world, "PolicyLearner", policy_arguments(files.tied, zero, SMALL))
@@ -146,7 +146,7 @@ def test_the_frozen_base_is_the_reference(ranks, files, experiences, world, zero
     assert np.abs(policy.values - expected).max() < 1e-5 and np.abs(policy.values - reference.values).max() > 0.01
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [2, 3])
 def test_asking_for_the_reference_changes_nothing_about_training(ranks, files, experiences, zero):
     ends = []
     for asks in (False, True):
@@ -159,8 +159,7 @@ def test_asking_for_the_reference_changes_nothing_about_training(ranks, files, e
     assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-@pytest.mark.parametrize("kind", ["tied", "policy"])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(("kind", "zero"), [("tied", 1), ("policy", 3)])
 def test_what_is_published_is_the_merged_model_under_the_base_s_names(ranks, files, experiences, kind, zero):
     path = getattr(files, kind)
     learners = ranks.make(2, "PolicyLearner", policy_arguments(path, zero, SMALL))
@@ -236,7 +235,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(ranks, files, experiences, tm
         ranks.make(1, "PolicyLearner", policy_arguments(files.tied)).do("load", str(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [2, 3])
 def test_a_base_in_bfloat16_stays_so_and_adapters_learn_in_float32(ranks, files, experiences, zero):
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files.tied, zero, SMALL, dtype="bfloat16"))
     before = learners.weights()
@@ -276,7 +275,7 @@ def assert_exports_agree(learners, directory, base, auto, **options):
     assert (merged - attached).abs().max() < 1e-5 and (merged - at_first).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [3])
 def test_the_average_is_that_of_the_adapters_and_exported_merged(ranks, files, experiences, tmp_path, zero):
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files.tied, zero, SMALL, ema=0.5))
     before = learners.weights()
