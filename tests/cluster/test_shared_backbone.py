@@ -14,7 +14,7 @@ from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL, VOCAB
 
 pytestmark = pytest.mark.cluster
-TIMES = ("coordinator/", "time", "throughput/", "idle/", "busy/", "wait/", "weights/publish_seconds")
+TIMES = ("coordinator/", "time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 CRITIC = {"backbone": "policy", "workers": 50}
 """What is asked for a critic that is not started needs no room in the pool."""
 
