@@ -101,7 +101,7 @@ def test_overrides_on_command_lines_are_accepted(arguments, monkeypatch):
     load(STAGES[command], path, overrides)
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward-model", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward-model", "process-reward", "ppo"])
 def test_configurations_in_the_readme_are_accepted(stage, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(recipes()[stage])

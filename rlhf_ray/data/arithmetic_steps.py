@@ -1,0 +1,66 @@
+"""Sums with every column judged: step labels for the arithmetic example, known exactly instead of collected.
+
+A step is a column, or the answer at the end. *Hard* labels say whether the step is the one of the right working. *Soft*
+labels are what Monte-Carlo estimation (Wang et al. 2024, Math-Shepherd, section 3.3) would approach with ever more
+completions: the probability that the pupil of `arithmetic`, going on from there, arrives at the right answer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_ray.data.arithmetic import DIGITS, FORGETFULNESS, Sum, make_sums, work_out
+
+SEPARATOR = " "
+SLIPS = 0.3
+"""Share of the workings in which one digit is replaced by another."""
+
+
+def right_steps(problem: Sum) -> list[str]:
+    """The right working of a sum, step by step."""
+    return work_out(problem, [False] * DIGITS).split(SEPARATOR)
+
+
+def hard_labels(problem: Sum, steps: Sequence[str]) -> list[bool]:
+    """[S] whether each step is the one of the right working. Steps beyond its length are wrong."""
+    right = right_steps(problem)
+    return [i < len(right) and step == right[i] for i, step in enumerate(steps)]
+
+
+def soft_labels(problem: Sum, steps: Sequence[str]) -> list[float]:
+    """[S] probability that a pupil who stands behind each step ends with the right answer: 0 after a wrong step, else
+    the chance that it remembers every carry still due."""
+    columns = right_steps(problem)[:DIGITS]
+    due = [column.split("+")[2].startswith("1") for column in columns]  # "5+6+1=12" adds a carry
+    labels, right = [], True
+    for i, good in enumerate(hard_labels(problem, steps)):
+        right = right and good
+        labels.append((1 - FORGETFULNESS) ** sum(due[i + 1 :]) if right else 0.0)
+    return labels
+
+
+def attempt(rng: random.Random, problem: Sum) -> list[str]:
+    """Somebody's working of a sum: a carry that is due is forgotten half the time, and now and then a digit is wrong."""
+    steps = work_out(problem, [rng.random() < 0.5 for _ in range(DIGITS)]).split(SEPARATOR)
+    if rng.random() < SLIPS:
+        i = rng.randrange(len(steps))
+        places = [k for k, c in enumerate(steps[i]) if c.isdigit()]
+        k = rng.choice(places)
+        steps[i] = steps[i][:k] + rng.choice([d for d in "0123456789" if d != steps[i][k]]) + steps[i][k + 1 :]
+    return steps
+
+
+def write_steps(directory: Path, seed: int, rows: int = 8_000) -> tuple[Path, Path]:
+    """Write hard_steps.jsonl and soft_steps.jsonl, {"prompt", "steps", "labels"} a line: one attempt at each sum, the
+    same in both files. Returns their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(f"attempts/{seed}")
+    worked = [(problem, attempt(rng, problem)) for problem in make_sums(rows, seed)]
+    paths = directory / "hard_steps.jsonl", directory / "soft_steps.jsonl"
+    for path, label in zip(paths, (hard_labels, soft_labels), strict=True):
+        lines = ({"prompt": p.prompt, "steps": steps, "labels": label(p, steps)} for p, steps in worked)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return paths
