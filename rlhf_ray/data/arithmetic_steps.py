@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rlhf_ray.data.arithmetic import DIGITS, FORGETFULNESS, Sum, make_sums, work_out
+from rlhf_ray.data.arithmetic import DIGITS, FORGETFULNESS, Sum, work_out
 
 SEPARATOR = " "
 SLIPS = 0.3
@@ -43,7 +43,7 @@ def soft_labels(problem: Sum, steps: Sequence[str]) -> list[float]:
 
 
 def attempt(rng: random.Random, problem: Sum) -> list[str]:
-    """Somebody's working of a sum: a carry that is due is forgotten half the time, and now and then a digit is wrong."""
+    """Somebody's working of a sum: half the carries that are due are forgotten, and now and then a digit is wrong."""
     steps = work_out(problem, [rng.random() < 0.5 for _ in range(DIGITS)]).split(SEPARATOR)
     if rng.random() < SLIPS:
         i = rng.randrange(len(steps))
@@ -53,12 +53,12 @@ def attempt(rng: random.Random, problem: Sum) -> list[str]:
     return steps
 
 
-def write_steps(directory: Path, seed: int, rows: int = 8_000) -> tuple[Path, Path]:
+def write_steps(directory: Path, problems: Iterable[Sum], seed: int) -> tuple[Path, Path]:
     """Write hard_steps.jsonl and soft_steps.jsonl, {"prompt", "steps", "labels"} a line: one attempt at each sum, the
     same in both files. Returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"attempts/{seed}")
-    worked = [(problem, attempt(rng, problem)) for problem in make_sums(rows, seed)]
+    worked = [(problem, attempt(rng, problem)) for problem in problems]
     paths = directory / "hard_steps.jsonl", directory / "soft_steps.jsonl"
     for path, label in zip(paths, (hard_labels, soft_labels), strict=True):
         lines = ({"prompt": p.prompt, "steps": steps, "labels": label(p, steps)} for p, steps in worked)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rlhf_ray.data.arithmetic import DIGITS, FORGETFULNESS, Sum, work_out
+from rlhf_ray.data.arithmetic import DIGITS, FORGETFULNESS, Sum, make_sums, work_out
 from rlhf_ray.data.arithmetic_steps import attempt, hard_labels, right_steps, soft_labels, write_steps
 
 CARRIES = Sum(576, 427)
@@ -43,7 +43,8 @@ def test_attempts_are_often_right_and_often_wrong_in_every_place():
 
 
 def test_files_follow_from_the_seed_and_hold_the_same_workings(tmp_path):
-    files = [write_steps(tmp_path / name, seed, rows=30) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    sums = list(make_sums(30, 0))
+    files = [write_steps(tmp_path / name, sums, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
     texts = [[path.read_text() for path in pair] for pair in files]
     assert texts[0] == texts[1] and texts[0] != texts[2]
     hard, soft = ([json.loads(line) for line in text.splitlines()] for text in texts[0])
