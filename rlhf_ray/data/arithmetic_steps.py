@@ -42,6 +42,26 @@ def soft_labels(problem: Sum, steps: Sequence[str]) -> list[float]:
     return labels
 
 
+def right_share(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """[N] right steps of each response, over its steps or those of the right working, whichever are more.
+
+    A reward function (`rewards: {NAME: {type: function}}`) to measure by: what a reward model says of steps may be
+    gamed, this may not.
+    """
+    shares = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        problem = sum_of(prompt)
+        labels = hard_labels(problem, response.split(SEPARATOR))
+        shares.append(sum(labels) / max(len(labels), len(right_steps(problem))))
+    return shares
+
+
+def sum_of(prompt: str) -> Sum:
+    """The sum that a prompt such as `358+467=` asks for."""
+    a, b = prompt.removesuffix("=").split("+")
+    return Sum(int(a), int(b))
+
+
 def attempt(rng: random.Random, problem: Sum) -> list[str]:
     """Somebody's working of a sum: half the carries that are due are forgotten, and now and then a digit is wrong."""
     steps = work_out(problem, [rng.random() < 0.5 for _ in range(DIGITS)]).split(SEPARATOR)

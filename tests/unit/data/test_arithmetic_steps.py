@@ -8,7 +8,7 @@ import random
 import pytest
 
 from rlhf_ray.data.arithmetic import DIGITS, FORGETFULNESS, Sum, make_sums, work_out
-from rlhf_ray.data.arithmetic_steps import attempt, hard_labels, right_steps, soft_labels, write_steps
+from rlhf_ray.data.arithmetic_steps import attempt, hard_labels, right_share, right_steps, soft_labels, write_steps
 
 CARRIES = Sum(576, 427)
 
@@ -40,6 +40,12 @@ def test_attempts_are_often_right_and_often_wrong_in_every_place():
     labels = [hard_labels(CARRIES, attempt(rng, CARRIES)) for _ in range(500)]
     for place in range(1, DIGITS + 1):
         assert 0.1 < sum(row[place] for row in labels) / 500 < 0.9
+
+
+def test_the_share_of_right_steps_counts_what_is_missing_and_what_is_too_much():
+    right = " ".join(right_steps(CARRIES))
+    responses = [right, "6+7+0=13 7+2+0=09 5+4+0=09 993", "6+7+0=13", f"{right} 1003", ""]
+    assert right_share([CARRIES.prompt] * 5, responses) == [1, 0.25, 0.25, 0.8, 0]
 
 
 def test_files_follow_from_the_seed_and_hold_the_same_workings(tmp_path):
