@@ -15,8 +15,8 @@ from pathlib import Path
 from rlhf_ray.data.arithmetic import DIGITS, FORGETFULNESS, Sum, work_out
 
 SEPARATOR = " "
-SLIPS = 0.3
-"""Share of the workings in which one digit is replaced by another."""
+SLIPS = 0.1
+"""Share of steps that go wrong in some other way than by a forgotten carry."""
 
 
 def right_steps(problem: Sum) -> list[str]:
@@ -63,14 +63,22 @@ def sum_of(prompt: str) -> Sum:
 
 
 def attempt(rng: random.Random, problem: Sum) -> list[str]:
-    """Somebody's working of a sum: half the carries that are due are forgotten, and now and then a digit is wrong."""
+    """Somebody's working of a sum: half the carries that are due are forgotten, and now and then a step slips."""
     steps = work_out(problem, [rng.random() < 0.5 for _ in range(DIGITS)]).split(SEPARATOR)
-    if rng.random() < SLIPS:
-        i = rng.randrange(len(steps))
-        places = [k for k, c in enumerate(steps[i]) if c.isdigit()]
-        k = rng.choice(places)
-        steps[i] = steps[i][:k] + rng.choice([d for d in "0123456789" if d != steps[i][k]]) + steps[i][k + 1 :]
-    return steps
+    return [slip(rng, step) if rng.random() < SLIPS else step for step in steps]
+
+
+def slip(rng: random.Random, step: str) -> str:
+    """A step gone wrong in a way that no pupil's does: a judge that a policy is trained against should know more errors
+    than the policy begins with."""
+    place = rng.randrange(len(step))
+    x, y = rng.randrange(10), rng.randrange(10)
+    return rng.choice([
+        step[:place] + rng.choice("0123456789") + step[place + 1 :],
+        step[:place] + step[place + 1 :],
+        f"{x}+{y}+0={x + y:02}",
+        rng.choice("0123456789"),
+    ]) or "0"
 
 
 def write_steps(directory: Path, problems: Iterable[Sum], seed: int) -> tuple[Path, Path]:
