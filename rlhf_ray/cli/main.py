@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rlhf_ray.cli.data import app as data
 from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.quickstart import quickstart
 from rlhf_ray.cli.report import report
@@ -51,6 +52,7 @@ def before_command(
 app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(quickstart)
 for stage in (sft, reward_model, process_reward, preferences, ppo):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
+app.add_typer(data, name="data", rich_help_panel=AROUND)
 for command in (status, report, serve_reward, doctor):
     app.command(rich_help_panel=AROUND)(command)
 

@@ -1,55 +1,91 @@
 """Data sets: prompts for PPO, demonstrations for SFT, preferences and judged steps for reward models."""
 
-from pydantic import Field
+from typing import Self
 
-from rlhf_ray.config.base import Section
+from pydantic import Field, model_validator
+
+from rlhf_ray.config.data_source import DataSection, MixedSource
 
 
-class PromptsConfig(Section):
+class PromptsSource(MixedSource):
+    """Prompts of a mix."""
+
+    column: str | None = None
+    """Column that holds the prompt."""
+
+
+class PromptsConfig(DataSection):
     """Prompts that rollouts start from."""
 
-    path: str
-    """jsonl, parquet or csv file, or a Hub data set name."""
-    split: str = "train"
-    """Split of a Hub data set."""
+    mix: list[PromptsSource] = Field(default_factory=list)
+    """Several data sets in place of `path`, visited in turns that follow their weights."""
     column: str = "prompt"
     """Column that holds the prompt: text, or chat messages for the tokenizer's template."""
     max_tokens: int = Field(512, ge=1)
     """Longer prompts are left out, counted and reported; never cut."""
     shuffle: bool = True
     """Visit rows in a new pseudo-random order each epoch."""
-    limit: int | None = Field(None, ge=1)
-    """Use the first rows only."""
+    held_out: float = Field(0.0, ge=0, lt=1)
+    """Share of prompts kept out of training, for an evaluation without `evaluation.prompts`; equal prompts stay
+    together."""
 
 
-class DemonstrationsConfig(Section):
-    """Texts to imitate."""
+class DemonstrationsSource(MixedSource):
+    """Demonstrations of a mix."""
 
-    path: str
-    """jsonl, parquet or csv file, or a Hub data set name."""
-    split: str = "train"
-    """Split of a Hub data set."""
+    text: str | None = None
+    """Column with the whole text."""
+    prompt: str | None = None
+    """Column with the prompt."""
+    response: str | None = None
+    """Column with the response."""
+    messages: str | None = None
+    """Column with whole conversations."""
+
+
+class DemonstrationsConfig(DataSection):
+    """Texts to imitate: whole texts, or prompts with responses, or conversations."""
+
+    mix: list[DemonstrationsSource] = Field(default_factory=list)
+    """Several data sets in place of `path`, visited in turns that follow their weights."""
     text: str = "text"
     """Column with the whole text, when there is no prompt column."""
     prompt: str | None = None
-    """Column with the prompt; its tokens carry no loss."""
+    """Column with the prompt (text or chat messages); its tokens carry no loss."""
     response: str = "response"
     """Column with the response, when `prompt` is set."""
+    messages: str | None = None
+    """Column with whole conversations as chat messages; the assistant's turns carry loss."""
     max_tokens: int = Field(512, ge=2)
     """Longer rows are left out, counted and reported; never cut."""
-    limit: int | None = Field(None, ge=1)
-    """Use the first rows only."""
     held_out: float = Field(0.01, ge=0, lt=1)
-    """Share of rows, the last ones, kept aside to measure the loss."""
+    """Share of rows, the last ones of each data set, kept aside to measure the loss."""
+
+    @model_validator(mode="after")
+    def _one_format(self) -> Self:
+        for part in self.parts():
+            if part.prompt is not None and part.messages is not None:
+                raise ValueError(f"{part.path}: prompt={part.prompt!r} and messages={part.messages!r} are two formats; "
+                                 "name the columns of one")
+        return self
 
 
-class ProcessRowsConfig(Section):
+class ProcessRowsSource(MixedSource):
+    """Judged solutions of a mix."""
+
+    prompt: str | None = None
+    """Column with the problem."""
+    steps: str | None = None
+    """Column with the list of steps."""
+    labels: str | None = None
+    """Column with a label for each step."""
+
+
+class ProcessRowsConfig(DataSection):
     """Solutions in steps, each step judged."""
 
-    path: str
-    """jsonl or parquet file, or a Hub data set name."""
-    split: str = "train"
-    """Split of a Hub data set."""
+    mix: list[ProcessRowsSource] = Field(default_factory=list)
+    """Several data sets in place of `path`, visited in turns that follow their weights."""
     prompt: str = "prompt"
     """Column with the problem: text, or chat messages for the tokenizer's template."""
     steps: str = "steps"
@@ -59,31 +95,39 @@ class ProcessRowsConfig(Section):
     Wang et al. 2024), the text of the good or bad token, or null for none."""
     max_tokens: int = Field(512, ge=2)
     """Longer rows are left out, counted and reported; never cut."""
-    limit: int | None = Field(None, ge=1)
-    """Use the first rows only."""
     held_out: float = Field(0.1, ge=0, lt=1)
     """Share of rows kept aside to measure accuracy; rows of one prompt stay together."""
 
 
-class PreferencesConfig(Section):
+class PreferencesSource(MixedSource):
+    """Preferences of a mix."""
+
+    prompt: str | None = None
+    """Column with the shared prompt."""
+    chosen: str | None = None
+    """Column with the preferred response."""
+    rejected: str | None = None
+    """Column with the other response."""
+    margin: str | None = None
+    """Column with the margin."""
+
+
+class PreferencesConfig(DataSection):
     """Pairs of responses of which one was preferred."""
 
-    path: str
-    """jsonl, parquet or csv file, or a Hub data set name."""
-    split: str = "train"
-    """Split of a Hub data set."""
+    mix: list[PreferencesSource] = Field(default_factory=list)
+    """Several data sets in place of `path`, visited in turns that follow their weights."""
     prompt: str = "prompt"
-    """Column with the shared prompt (may be an empty string)."""
+    """Column with the shared prompt, text or chat messages (may be empty; not needed where the sides are whole
+    conversations)."""
     chosen: str = "chosen"
-    """Column with the preferred response."""
+    """Column with the preferred response: text, chat messages that answer the prompt, or a whole conversation."""
     rejected: str = "rejected"
-    """Column with the other response."""
+    """Column with the other response, in the same form."""
     margin: str | None = None
     """Column with how far apart the two scores should be (Touvron et al. 2023), a number of at least 0; none when
     empty."""
     max_tokens: int = Field(512, ge=2)
     """Pairs with a longer side are left out, counted and reported; never cut."""
-    limit: int | None = Field(None, ge=1)
-    """Use the first rows only."""
     held_out: float = Field(0.1, ge=0, lt=1)
-    """Share of pairs kept aside to measure accuracy."""
+    """Share of pairs kept aside to measure accuracy; pairs of one prompt stay together."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from rlhf_ray.config.fields import describe_fields, section_of_values, sections_of
+from rlhf_ray.config.fields import describe_fields, section_of_items, section_of_values, sections_of
 from rlhf_ray.config.sources import Layer
 
 _SCALARS = {
@@ -81,7 +81,7 @@ def _place(cls: type[BaseModel], loc: tuple[Any, ...]) -> _Place:
     path: tuple[str, ...] = ()
     union: tuple[str, ...] = ()
     for part in loc:
-        members, values = sections_of(annotation), section_of_values(annotation)
+        members, values = sections_of(annotation), section_of_values(annotation) or section_of_items(annotation)
         if len(members) > 1 and (tagged := _tagged(members, str(part))):
             annotation, branch, union = tagged, tagged, path
             continue

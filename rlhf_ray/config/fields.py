@@ -64,6 +64,12 @@ def section_of_values(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def section_of_items(annotation: Any) -> type[BaseModel] | None:
+    """The section that every item of a `list[Section]` is; None for other annotations."""
+    members = sections_of(get_args(annotation)[0]) if get_origin(annotation) is list else ()
+    return members[0] if members else None
+
+
 def type_name(annotation: Any) -> str:
     """A field's type in words a user of YAML understands."""
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -79,6 +85,8 @@ def type_name(annotation: Any) -> str:
         return f"list of {type_name(arguments[0])}"
     if origin is dict:
         return "{" + ": ".join(type_name(a) for a in arguments) + "}"
+    if members := sections_of(annotation):
+        return "{" + ", ".join(members[0].model_fields) + "}"
     return _PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 

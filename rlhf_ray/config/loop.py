@@ -77,8 +77,8 @@ class EarlyStopConfig(Section):
 class EvaluationConfig(Section):
     """Measuring the policy on prompts it never trained on, with the same seeds every time."""
 
-    prompts: str
-    """jsonl, parquet or csv file, or a Hub data set name."""
+    prompts: str | None = None
+    """jsonl, parquet or csv file, or a Hub data set name; the rows of `prompts.held_out` when empty."""
     split: str = "train"
     """Split of a Hub data set; name one that training does not read."""
     column: str = "prompt"

@@ -248,6 +248,17 @@ class PPOConfig(StageConfig):
         training, other = self.generator.sampling, self.evaluation.sampling if self.evaluation else None
         return other is None or (other.temperature == training.temperature and other.top_p == 1 and not other.top_k)
 
+    @property
+    def evaluation_prompts(self) -> PromptsConfig | None:
+        """The section of `evaluation.prompts`, as the training prompts' where the evaluation does not say; None when it
+        names no data set."""
+        if self.evaluation is None or self.evaluation.prompts is None:
+            return None
+        return self.prompts.model_copy(update={
+            "path": self.evaluation.prompts, "mix": [], "subset": None, "split": self.evaluation.split,
+            "column": self.evaluation.column, "limit": self.evaluation.limit, "held_out": 0.0,
+        })
+
     def placements(self) -> dict[str, PlacementConfig]:
         """The roles that are started: a critic where it is a model of its own, a reference where it is not the policy's
         own frozen base."""
@@ -289,6 +300,13 @@ class PPOConfig(StageConfig):
                 f"coordinator.samples_per_prompt={self.coordinator.samples_per_prompt}; raise it to 2 at least (4 to "
                 "16 are usual) or use gae, reinforce or reinforce_pp"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _held_out(self) -> Self:
+        if self.evaluation and self.evaluation.prompts is None and not self.prompts.held_out:
+            raise ValueError("evaluation.prompts is empty and prompts.held_out=0 keeps no prompts for it; name a data "
+                             "set, or hold some out (0.01 to 0.1 are usual)")
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.config.loop import EarlyStopConfig
 from rlhf_ray.coordinator.best import BestSoFar
 from rlhf_ray.coordinator.early_stop import EarlyStop
-from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 
 

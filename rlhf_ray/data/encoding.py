@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.data.rows import Rows, checked_text
-from rlhf_ray.errors import DataError, ModelError
+from rlhf_ray.data.chat import PromptText
+from rlhf_ray.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a row whose tokens all carry loss, or none."""
+
+    text: str
+    loss: bool
+    leading: bool = False
+    """Whether the tokenizer adds what it puts before a text."""
+
+    @classmethod
+    def of(cls, prompt: PromptText) -> Piece:
+        """A prompt: no loss."""
+        return cls(prompt.text, loss=False, leading=prompt.messages is None)
+
+
+Encoded = tuple[list[int], list[bool]]
+"""(token ids of a row, True on those that carry loss)."""
 
 
 def flat_tokens(rows: Sequence[Sequence[int]]) -> NDArray[np.int32]:
@@ -52,52 +72,55 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, leading: boo
     return rows
 
 
-def encode_prompts(rows: Rows, column: str, tokenizer: PreTrainedTokenizerBase, *,
-                   may_be_empty: bool = False, chat: bool | None = None) -> tuple[list[str], list[list[int]]]:
-    """([N] prompt texts as the tokenizer saw them, [N] token ids) of a column of texts or of chat messages.
-
-    Messages `[{"role": ..., "content": ...}, ...]` go through the tokenizer's chat template, which then asks for the
-    assistant's turn; the first row of the data set decides which of the two kinds all rows must be.
-
-    Args:
-        chat: whether the first row of the data set held messages; None when it is among these.
-
-    Raises:
-        DataError: a row that is neither a text nor messages, or not of the first row's kind.
-        ModelError: messages, but the tokenizer has no chat template or the template refuses them.
-    """
-    if not (holds_messages(rows, column) if chat is None else chat):
-        texts = [rows.text(i, column, may_be_empty=may_be_empty) for i in range(len(rows))]
-        return texts, encode(tokenizer, texts, leading=True)
-    if not tokenizer.chat_template:
-        raise ModelError(f"{rows.source}: column {column!r} holds chat messages, but the tokenizer "
-                         f"{tokenizer.name_or_path or '(unnamed)'} has no chat template; use texts, or a tokenizer "
-                         "with one")
-    texts = [_render(tokenizer, _messages(rows, i, column), rows.place(i)) for i in range(len(rows))]
-    return texts, encode(tokenizer, texts, leading=False)  # templates write the leading tokens themselves
+def encode_pieces(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Piece]]) -> list[Encoded]:
+    """[N] rows of tokens; pieces are tokenised one by one, so that no token reaches over the border of the loss, as
+    none does between a prompt and its response while sampling."""
+    pieces = [piece for row in rows for piece in row]
+    tokens: list[list[int]] = [[] for _ in pieces]
+    for leading in (True, False):
+        numbers = [i for i, piece in enumerate(pieces) if piece.leading == leading]
+        for i, ids in zip(numbers, encode(tokenizer, [pieces[i].text for i in numbers], leading=leading), strict=True):
+            tokens[i] = ids
+    taken = iter(tokens)
+    return [_join([(next(taken), piece.loss) for piece in row]) for row in rows]
 
 
-def holds_messages(rows: Rows, column: str) -> bool:
-    """Whether the first row holds chat messages in `column`; otherwise it should be a text."""
-    return isinstance(rows.value(0, column), list)
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptText]) -> list[list[int]]:
+    """[N] token ids of prompts."""
+    return [tokens for tokens, _ in encode_pieces(tokenizer, [[Piece.of(prompt)] for prompt in prompts])]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], place: str) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program and raises what it likes (e.g. "roles must alternate")
-        raise ModelError(f"{place}: the tokenizer's chat template refuses the messages, of roles "
-                         f"{[m['role'] for m in messages]}: {error}") from error
+class TurnEnds:
+    """Where the assistant's turns end: at a special token, which the chat template writes or we do."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.end, self._tokenizer = end_token(tokenizer), tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self._specials = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+
+    def close(self, row: Encoded) -> Encoded:
+        """A row in which loss ends with the token that ends each turn, and the row with its last turn.
+
+        What a template writes after that token (a line break) is never sampled; a turn without such a token could
+        never end, so the last one gets the end-of-sequence token.
+        """
+        tokens, mask = list(row[0]), list(row[1])
+        for start, stop in _runs(mask):
+            last = next((i for i in range(stop - 1, start - 1, -1) if tokens[i] in self._specials), stop - 1)
+            if not str(self._tokenizer.decode(tokens[last + 1 : stop])).strip():
+                mask[last + 1 : stop] = [False] * (stop - last - 1)
+        length = len(mask) - mask[::-1].index(True) if True in mask else 0
+        tokens, mask = tokens[:length], mask[:length]
+        if tokens and tokens[-1] not in self._specials:
+            tokens, mask = [*tokens, self.end], [*mask, True]
+        return tokens, mask
 
 
-def _messages(rows: Rows, i: int, column: str) -> list[dict[str, Any]]:
-    messages, place = rows.value(i, column), rows.place(i)
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{place}: column {column!r} must be a list of chat messages like the first row's, "
-                        f"not {type(messages).__name__ if not isinstance(messages, list) else 'an empty list'}")
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{place}: column {column!r}: each message must be an object with role and content")
-        checked_text(message["role"], place, f"{column}.role")
-        checked_text(message["content"], place, f"{column}.content", may_be_empty=True)
-    return messages
+def _runs(mask: list[bool]) -> list[tuple[int, int]]:
+    """(first, one past the last) of each run of True."""
+    edges = np.flatnonzero(np.diff([False, *mask, False]))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def _join(parts: list[tuple[list[int], bool]]) -> Encoded:
+    return [t for tokens, _ in parts for t in tokens], [loss for tokens, loss in parts for _ in tokens]

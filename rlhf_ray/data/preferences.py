@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.data import PreferencesConfig
-from rlhf_ray.data.encoding import encode, encode_prompts, end_token
-from rlhf_ray.data.report import LoadReport, keep_rows
-from rlhf_ray.data.rows import Rows, read_rows
-from rlhf_ray.data.sequences import Pairs, Sequences, join_sequences
+from rlhf_ray.data.chat import ASSISTANT, Messages, PromptFormat, PromptText, checked_messages, contents
+from rlhf_ray.data.encoding import Encoded, Piece, TurnEnds, encode_pieces, encode_prompts
+from rlhf_ray.data.faults import Faults
+from rlhf_ray.data.held_out import held_out_rows
+from rlhf_ray.data.reading import section_rows
+from rlhf_ray.data.report import LoadReport
+from rlhf_ray.data.rows import Rows, checked_text
+from rlhf_ray.data.sequences import Pairs, sequences_of
 from rlhf_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,87 +26,154 @@ SAME = "chosen and rejected are the same"
 EMPTY = "a side is neither a text nor finished"
 
 
-def load_preferences(config: PreferencesConfig,
-                     tokenizer: PreTrainedTokenizerBase) -> tuple[Pairs, Pairs, LoadReport]:
-    """(training pairs, held-out pairs, report of what was left out: equal sides, empty sides, longer sides).
+def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase,
+                     faults: Faults | None = None) -> tuple[Pairs, Pairs, LoadReport]:
+    """(training pairs, held-out pairs, report of what was left out: equal sides, empty sides, longer sides) of one data
+    set.
 
     A side ends with the end-of-sequence token, as a finished response does when it is scored during PPO. Optional
     columns `chosen_finished` and `rejected_finished` say false of a response that was cut at the length limit: it is
     then scored without one, so it is trained without one. With `config.margin` each pair has its margin.
 
+    Args:
+        config: a section that is no mix.
+        faults: takes malformed rows; when None they are an error.
+
     Raises:
-        DataError: a file or row that cannot be used (named), no pair left, or no way to hold pairs out.
+        DataError: a file or rows that cannot be used (named), no pair left, or no way to hold pairs out.
         ModelError: no end-of-sequence token, or chat messages without a template.
     """
-    end = end_token(tokenizer)
-    rows = read_rows(config.path, config.split, config.limit)
-    prompt_texts, prompts = encode_prompts(rows, config.prompt, tokenizer, may_be_empty=True)
-    chosen, rejected = (
-        _encode_side(rows, column, flag, prompts, tokenizer, end)
-        for column, flag in ((config.chosen, "chosen_finished"), (config.rejected, "rejected_finished")))
-    same = np.array([np.array_equal(chosen.row(i, "tokens"), rejected.row(i, "tokens")) for i in range(len(rows))])
-    prompt_lengths = np.array([len(p) for p in prompts], dtype=np.int64)
-    shortest, longest = np.minimum(chosen.lengths, rejected.lengths), np.maximum(chosen.lengths, rejected.lengths)
-    kept, report = keep_rows(
-        rows, {SAME: same, EMPTY: shortest == prompt_lengths,
-               f"a side is longer than max_tokens={config.max_tokens}": longest > config.max_tokens},
-        fix="Give pairs whose sides differ, and raise max_tokens if they are too long")
-    margins = None if config.margin is None else _margins(rows, config.margin)[kept]
-    pairs = Pairs(chosen.select(kept), rejected.select(kept), margins)
-    groups = [prompt_texts[i] or rows.text(i, config.chosen, may_be_empty=True) for i in kept]
-    held = held_out_rows(groups, config.held_out)
+    faults = faults or Faults()
+    form, report = PreferenceFormat(config, tokenizer), LoadReport(config.location)
+    blocks = [Pairs(sequences_of([]), sequences_of([]))]
+    groups: list[str] = []
+    for rows in section_rows(config, faults):
+        rows, values = faults.values(rows, form.read)
+        if faults.hopeless or not len(rows):
+            continue
+        pairs, prompt_lengths = form.encode(values)
+        kept = _keep(report, rows, pairs, prompt_lengths, config.max_tokens)
+        blocks.append(pairs.select(kept))
+        groups += [values[i].group for i in kept]
+    faults.finish(report, "Give pairs whose sides differ, and raise max_tokens if they are too long")
+    pairs, held = Pairs.concat(blocks), held_out_rows(groups, config.held_out)
     return pairs.select(np.flatnonzero(~held)), pairs.select(np.flatnonzero(held)), report
 
 
-def held_out_rows(groups: list[str], share: float) -> NDArray[np.bool_]:
-    """[N] True on rows to hold out: whole groups, about `share` of all rows (if > 0, some but not all).
-
-    Groups are the prompts (or, without a prompt, the chosen texts), so nothing is measured on a prompt that was trained
-    on. They are taken in the order of their digests: the choice needs no seed, and does not hang on the order of rows.
-
-    Raises:
-        DataError: share > 0, but all rows are of one group.
-    """
-    held = np.zeros(len(groups), dtype=bool)
-    if share == 0:
-        return held
-    members: dict[str, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    if len(members) == 1:
-        raise DataError(f"held_out={share} of {len(groups)} pairs: all share one prompt, so none can be held out; give "
-                        "more prompts, or set held_out to 0")
-    target, count = min(max(1, round(share * len(groups))), len(groups) - 1), 0
-    for group in sorted(members, key=_digest):
-        if count + len(members[group]) <= target:
-            held[members[group]] = True
-            count += len(members[group])
-    if not count:
-        held[members[min(members, key=lambda g: (len(members[g]), _digest(g)))]] = True
-    return held
+def _keep(report: LoadReport, rows: Rows, pairs: Pairs, prompt_lengths: NDArray[np.int64],
+          max_tokens: int) -> NDArray[np.int64]:
+    """The pairs of a block that can be used."""
+    chosen, rejected = pairs.chosen, pairs.rejected
+    same = np.array([np.array_equal(chosen.row(i, "tokens"), rejected.row(i, "tokens")) for i in range(len(rows))])
+    shortest, longest = np.minimum(chosen.lengths, rejected.lengths), np.maximum(chosen.lengths, rejected.lengths)
+    return report.keep(rows, {SAME: same, EMPTY: shortest == prompt_lengths,
+                              f"a side is longer than max_tokens={max_tokens}": longest > max_tokens})
 
 
-def _margins(rows: Rows, column: str) -> NDArray[np.float32]:
-    """[N] the margins in a column.
+@dataclass(frozen=True)
+class Side:
+    """One of two responses."""
 
-    Raises:
-        DataError: a row without the column, or whose value is no number of at least 0.
-    """
-    margins = np.array([rows.number(i, column) for i in range(len(rows))], dtype=np.float32)
-    if len(negative := np.flatnonzero(margins < 0)):
-        raise DataError(f"{rows.place(negative[0])}: column {column!r} is {margins[negative[0]]:g}; a margin says how "
-                        "much better the chosen response is, so exchange chosen and rejected, or give 0")
-    return margins
+    text: str
+    finished: bool
+    templated: bool
+    """Whether the chat template wrote what stands around it, the end of the turn included."""
 
 
-def _digest(group: str) -> bytes:
-    return hashlib.blake2b(group.encode(), digest_size=16).digest()
+@dataclass(frozen=True)
+class PairText:
+    """One pair."""
+
+    prompt: PromptText
+    chosen: Side
+    rejected: Side
+    margin: float | None
+
+    @property
+    def group(self) -> str:
+        """What pairs must share to stay together when some are held out."""
+        return self.prompt.text or self.chosen.text
 
 
-def _encode_side(rows: Rows, column: str, flag: str, prompts: list[list[int]], tokenizer: PreTrainedTokenizerBase,
-                 end: int) -> Sequences:
-    """Prompt and one response per row. Only a row that says how its response ended may have an empty one."""
-    finished = [rows.flag(i, flag, default=True) for i in range(len(rows))]
-    texts = [rows.text(i, column, may_be_empty=record.get(flag) is not None) for i, record in enumerate(rows.records)]
-    responses = encode(tokenizer, texts, leading=False)
-    return join_sequences(prompts, [r + [end] if done else r for r, done in zip(responses, finished, strict=True)])
+class PreferenceFormat:
+    """What the columns of one data set mean."""
+
+    def __init__(self, config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config, self._tokenizer, self._ends = config, tokenizer, TurnEnds(tokenizer)
+        self._prompts = PromptFormat(
+            tokenizer, config.prompt, system=config.system, as_chat=config.as_chat, may_be_empty=True)
+
+    def read(self, rows: Rows, i: int) -> PairText:
+        """The pair of row i.
+
+        Raises:
+            DataError, ModelError: the row cannot be used.
+        """
+        config, place = self._config, rows.place(i)
+        values = {column: rows.value(i, column) for column in (config.chosen, config.rejected)}
+        chats = {c: checked_messages(v, place, c) for c, v in values.items() if isinstance(v, list)}
+        if chats and len(chats) < len(values):
+            raise DataError(f"{place}: {config.chosen!r} and {config.rejected!r} must both be texts, or both messages")
+        prompt = self._prompt_of_conversations(chats, place) if self._are_whole(chats) else self._prompts.read(rows, i)
+        if chats and prompt.messages is None:
+            prompt = self._prompts.chat([{"role": "user", "content": prompt.text}], place)
+        chosen, rejected = (
+            self._side(rows, i, column, flag, prompt, chats)
+            for column, flag in ((config.chosen, "chosen_finished"), (config.rejected, "rejected_finished")))
+        return PairText(prompt, chosen, rejected, None if config.margin is None else _margin(rows, i, config.margin))
+
+    def encode(self, values: list[PairText]) -> tuple[Pairs, NDArray[np.int64]]:
+        """(pairs, [N] tokens of their prompts)."""
+        sides = [sequences_of(self._encode([(v.prompt, getattr(v, name)) for v in values]))
+                 for name in ("chosen", "rejected")]
+        margins = None if self._config.margin is None else np.array([v.margin for v in values], dtype=np.float32)
+        prompts = encode_prompts(self._tokenizer, [v.prompt for v in values])
+        return Pairs(sides[0], sides[1], margins), np.array([len(p) for p in prompts], dtype=np.int64)
+
+    def _encode(self, sides: list[tuple[PromptText, Side]]) -> list[Encoded]:
+        rows = encode_pieces(self._tokenizer, [[Piece.of(p), Piece(side.text, loss=True)] for p, side in sides])
+        return [self._end(row, side) for row, (_, side) in zip(rows, sides, strict=True)]
+
+    def _end(self, row: Encoded, side: Side) -> Encoded:
+        if not side.finished:
+            return row
+        return self._ends.close(row) if side.templated else ([*row[0], self._ends.end], [*row[1], True])
+
+    @staticmethod
+    def _are_whole(chats: dict[str, Messages]) -> bool:
+        """Whether the sides are conversations with the prompt in them."""
+        return any(messages[0]["role"] != ASSISTANT for messages in chats.values())
+
+    def _prompt_of_conversations(self, chats: dict[str, Messages], place: str) -> PromptText:
+        """The prompt that two conversations share: all but their last message."""
+        chosen, rejected = chats.values()
+        if chosen[:-1] != rejected[:-1] or not chosen[:-1] or chosen[-1]["role"] != ASSISTANT:
+            raise DataError(f"{place}: the two conversations must be the same but for their last message, the "
+                            f"assistant's; their roles are {[m['role'] for m in chosen]} and "
+                            f"{[m['role'] for m in rejected]}")
+        return self._prompts.chat(chosen[:-1], place)
+
+    def _side(self, rows: Rows, i: int, column: str, flag: str, prompt: PromptText,
+              chats: dict[str, Messages]) -> Side:
+        """One side; only a row that says how its response ended may have an empty one."""
+        finished, may_be_empty = rows.flag(i, flag, default=True), rows.records[i].get(flag) is not None
+        if column not in chats:
+            text = checked_text(rows.value(i, column), rows.place(i), column, may_be_empty=may_be_empty)
+            return Side(text, finished, templated=False)
+        answer = chats[column][-1:] if self._are_whole(chats) else chats[column]
+        checked_text(contents(answer), rows.place(i), column, may_be_empty=may_be_empty)
+        if not finished:
+            return Side(contents(answer), finished, templated=False)
+        whole = self._prompts.template.render([*(prompt.messages or []), *answer], rows.place(i), ask=False)
+        if not whole.startswith(prompt.text):
+            raise DataError(f"{rows.place(i)}: with this tokenizer's chat template the answered conversation does not "
+                            f"begin with the question; give column {column!r} as texts")
+        return Side(whole[len(prompt.text) :], finished, templated=True)
+
+
+def _margin(rows: Rows, i: int, column: str) -> float:
+    margin = rows.number(i, column)
+    if margin < 0:
+        raise DataError(f"{rows.place(i)}: column {column!r} is {margin:g}; a margin says how much better the chosen "
+                        "response is, so exchange chosen and rejected, or give 0")
+    return margin

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,10 +11,13 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.data import ProcessRowsConfig
 from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.data.chat import PromptFormat, PromptText
 from rlhf_ray.data.encoding import encode_prompts, flat_tokens
-from rlhf_ray.data.preferences import held_out_rows
-from rlhf_ray.data.report import LoadReport, keep_rows
-from rlhf_ray.data.rows import Rows, checked_text, read_rows
+from rlhf_ray.data.faults import Faults
+from rlhf_ray.data.held_out import held_out_rows
+from rlhf_ray.data.reading import section_values
+from rlhf_ray.data.report import LoadReport
+from rlhf_ray.data.rows import Rows, checked_text
 from rlhf_ray.data.step_format import StepTokens
 from rlhf_ray.errors import DataError
 from rlhf_ray.records import Ragged, offsets_of, per_token
@@ -37,31 +41,78 @@ class StepRows(Ragged):
     right (soft labels); IGNORE elsewhere and where there is no label."""
 
 
+@dataclass(frozen=True)
+class StepText:
+    """One row: a problem and its solution in judged steps."""
+
+    prompt: PromptText
+    solution: list[str]
+    labels: NDArray[np.float64]
+    """[steps] probability that each is right; NaN without a label."""
+
+
 def load_process_rows(
-    config: ProcessRowsConfig, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase
+    config: ProcessRowsConfig, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults | None = None
 ) -> tuple[StepRows, StepRows, LoadReport]:
     """(training rows, held-out rows, report of what was left out: long rows, rows without a label, steps that the
-    separator would split).
+    separator would split) of one data set.
 
     Labels are soft as soon as one of the data set lies strictly between 0 and 1, else hard.
 
+    Args:
+        config: a section that is no mix.
+        faults: takes malformed rows; when None they are an error.
+
     Raises:
-        DataError: a file or row that cannot be used (named), no row left, or no way to hold rows out.
+        DataError: a file or rows that cannot be used (named), no row left, or no way to hold rows out.
         ModelError: the placeholder, good or bad text is no single token; chat messages without a template.
     """
-    tokens, rows = StepTokens.of(steps, tokenizer), read_rows(config.path, config.split, config.limit)
-    texts, prompts = encode_prompts(rows, config.prompt, tokenizer, may_be_empty=True)
-    solutions = [_steps(rows, i, config.steps, steps.separator) for i in range(len(rows))]
-    labels = [_labels(rows, i, config.labels, steps, len(solutions[i])) for i in range(len(rows))]
+    tokens, faults = StepTokens.of(steps, tokenizer), faults or Faults()
+    rows, values = section_values(config, faults, StepFormat(config, steps, tokenizer).read)
+    faults.check()
+    prompts = encode_prompts(tokenizer, [value.prompt for value in values])
+    solutions, labels = [value.solution for value in values], [value.labels for value in values]
+    report = LoadReport(config.location)
     table = _table(*tokens.rows(tokenizer, prompts, solutions), labels, tokens)
-    kept, report = keep_rows(
-        rows, {"no step has a label": np.array([np.isnan(row).all() for row in labels]),
-               f"a step contains the separator {steps.separator!r}": np.array([
-                   any(steps.separator in step for step in solution) for solution in solutions]),
-               f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens},
-        fix="Label the steps, choose another steps.separator, or raise max_tokens")
-    held = held_out_rows([texts[i] for i in kept], config.held_out)
+    kept = report.keep(rows, {
+        "no step has a label": np.array([np.isnan(row).all() for row in labels], dtype=bool),
+        f"a step contains the separator {steps.separator!r}": np.array([
+            any(steps.separator in step for step in solution) for solution in solutions], dtype=bool),
+        f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens})
+    faults.finish(report, "Label the steps, choose another steps.separator, or raise max_tokens")
+    held = held_out_rows([values[i].prompt.text for i in kept], config.held_out)
     return table.select(kept[~held]), table.select(kept[held]), report
+
+
+class StepFormat:
+    """What the columns of one data set mean."""
+
+    def __init__(self, config: ProcessRowsConfig, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config, self._steps = config, steps
+        self._prompts = PromptFormat(
+            tokenizer, config.prompt, system=config.system, as_chat=config.as_chat, may_be_empty=True)
+
+    def read(self, rows: Rows, i: int) -> StepText:
+        """Row i.
+
+        Raises:
+            DataError, ModelError: the row cannot be used.
+        """
+        solution = _steps(rows, i, self._config.steps, self._steps.separator)
+        labels = _labels(rows, i, self._config.labels, self._steps, len(solution))
+        return StepText(self._prompts.read(rows, i), solution, labels)
+
+
+def join_step_rows(parts: Sequence[StepRows], good: int) -> StepRows:
+    """The rows of several data sets; hard labels among soft ones become 1 (the token `good`) and 0."""
+    if len({part.labels.dtype for part in parts}) > 1:
+        parts = [part if part.labels.dtype == np.float32 else _softened(part, good) for part in parts]
+    return StepRows.concat(parts)
+
+
+def _softened(part: StepRows, good: int) -> StepRows:
+    labels = np.where(part.labels == IGNORE, IGNORE, part.labels == good).astype(np.float32)
+    return replace(part, labels=labels)
 
 
 def _table(
@@ -70,7 +121,7 @@ def _table(
     """All rows, with labels at the placeholders."""
     offsets = offsets_of([len(row) for row in rows])
     at = np.array([start + place for start, row in zip(offsets[:-1], places, strict=True) for place in row], np.int64)
-    good = np.concatenate(labels)
+    good = np.concatenate([np.empty(0), *labels])
     soft = bool(((good > 0) & (good < 1)).any())
     placeholders = np.zeros(offsets[-1], dtype=bool)
     placeholders[at] = True

@@ -10,14 +10,18 @@ import errno
 import json
 import mmap
 import tempfile
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.data.encoding import flat_tokens
+from rlhf_ray.data.held_out import group_digest, held_out_digests
 from rlhf_ray.data.prompts import stream_prompts
 from rlhf_ray.data.report import LoadReport
 from rlhf_ray.errors import DataError
@@ -78,28 +82,92 @@ class PromptTable:
         return {name: column[i].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """Some rows of a table under numbers of their own: those to train on, or those held out."""
+
+    table: PromptTable
+    index: NDArray[np.int64] | None
+    """[N] the row of the table that each is; None when it is the row of that number."""
+    sizes: list[int]
+    """How many come from each data set, one data set after another."""
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def rows(self, numbers: Sequence[int]) -> Prompts:
+        """The rows of these numbers, in this order.
+
+        Raises:
+            DataError: no such row.
+        """
+        if self.index is None:
+            return self.table.rows(numbers)
+        if wrong := [number for number in numbers if not 0 <= number < len(self)]:
+            raise DataError(f"no prompt {wrong[0]}: there are rows 0 to {len(self) - 1}")
+        found = self.table.rows(self.index[np.array(numbers, dtype=np.int64)].tolist())
+        return replace(found, rows=np.array(numbers, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class OpenPrompts:
+    """A data section's prompts."""
+
+    training: PromptRows
+    held_out: PromptRows
+    reports: list[LoadReport]
+    """What was left out, for each data set."""
+
+
 def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
-                 directory: Path | None = None) -> tuple[PromptTable, LoadReport]:
-    """Tokenise a data set into a table, block by block, and say what was left out.
+                 directory: Path | None = None) -> OpenPrompts:
+    """Tokenise the data sets of a section into one table, block by block.
 
     Args:
         directory: where the table's bytes lie, for as long as it is open; the system's place for temporary files when
             None (which on some machines is memory).
 
     Raises:
-        DataError: a file or row that cannot be used (named), no prompt left, or the disk is full.
+        DataError: a file or rows that cannot be used (named), no prompt left, or the disk is full.
         ModelError: chat messages that the tokenizer has no template for.
     """
-    report = LoadReport(config.path)
+    reports = [LoadReport(part.location) for part in config.parts()]
+    digests = array("Q")
     with tempfile.TemporaryFile(dir=directory) as file:
         try:
-            write_blocks(file, stream_prompts(config, tokenizer, report))
+            write_blocks(file, _blocks(config, tokenizer, reports, digests))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise DataError(f"{config.path}: the table of tokenised prompts does not fit on the disk of "
+            raise DataError(f"{config.title}: the table of tokenised prompts does not fit on the disk of "
                             f"{directory or tempfile.gettempdir()}; free some space there") from error
-        return PromptTable(file), report
+        table = PromptTable(file)
+    training, held_out = _split(table, [report.kept for report in reports], np.frombuffer(digests, np.uint64), config)
+    return OpenPrompts(training, held_out, reports)
+
+
+def _blocks(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, reports: list[LoadReport],
+            digests: array[int]) -> Iterator[Prompts]:
+    """The blocks of all data sets; `digests` takes those of the prompts, if some are going to be held out."""
+    for part, report in zip(config.parts(), reports, strict=True):
+        for block in stream_prompts(part, tokenizer, report):
+            if config.held_out:
+                digests.extend(group_digest(text) for text in block.texts)
+            yield block
+
+
+def _split(table: PromptTable, sizes: list[int], digests: NDArray[np.uint64],
+           config: PromptsConfig) -> tuple[PromptRows, PromptRows]:
+    if not config.held_out:
+        return PromptRows(table, None, sizes), PromptRows(table, np.empty(0, np.int64), [0] * len(sizes))
+    held = held_out_digests(digests, config.held_out)
+    kept = [int((~part).sum()) for part in np.split(held, np.cumsum(sizes)[:-1])]
+    for size, left, part in zip(sizes, kept, config.parts(), strict=True):
+        if not left:
+            raise DataError(f"prompts.held_out={config.held_out} keeps all {size} prompts of {part.location} out of "
+                            "training; lower it, or give more prompts")
+    return (PromptRows(table, np.flatnonzero(~held), kept),
+            PromptRows(table, np.flatnonzero(held), [size - left for size, left in zip(sizes, kept, strict=True)]))
 
 
 def write_blocks(file: BinaryIO, blocks: Iterable[Prompts]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,15 @@ class LeftOut:
     """Rows left out for one reason."""
 
     count: int = 0
-    lines: list[int] = field(default_factory=list)
-    """Line numbers of the first of them, in file order."""
+    lines: list[int | str] = field(default_factory=list)
+    """Line numbers of the first of them, in file order; "file:line" where a data set has several files."""
 
     def __str__(self) -> str:
-        named = ", ".join(map(str, self.lines[:NAMED_LINES])) + (", ..." if self.count > NAMED_LINES else "")
+        return self.named(NAMED_LINES)
+
+    def named(self, most: int) -> str:
+        """Their first lines in words."""
+        named = ", ".join(map(str, self.lines[:most])) + (", ..." if self.count > most else "")
         return f"line{'s' if self.count > 1 else ''} {named}"
 
 
@@ -55,11 +60,14 @@ class LoadReport:
             if (fresh := np.flatnonzero(wrong & ~out)).size:
                 found = self.left_out.setdefault(reason, LeftOut())
                 found.count += len(fresh)
-                found.lines += [rows.lines[i] for i in fresh[: REMEMBERED_LINES - len(found.lines)]]
+                found.lines += [self._line(rows, int(i)) for i in fresh[: REMEMBERED_LINES - len(found.lines)]]
             out |= wrong
         self.rows += len(rows)
         self.kept += int((~out).sum())
         return np.flatnonzero(~out)
+
+    def _line(self, rows: Rows, i: int) -> int | str:
+        return rows.lines[i] if rows.source == self.source else f"{Path(rows.source).name}:{rows.lines[i]}"
 
     def require_rows(self, fix: str) -> None:
         """Check that something is left to train on.
@@ -72,13 +80,3 @@ class LoadReport:
         """
         if not self.kept:
             raise DataError(f"no row is left. {self}. {fix}")
-
-
-def keep_rows(rows: Rows, reasons: dict[str, NDArray[np.bool_]], fix: str) -> tuple[NDArray[np.int64], LoadReport]:
-    """`LoadReport.keep` and `require_rows` for rows that were read at once."""
-    report = LoadReport(rows.source)
-    kept = report.keep(rows, reasons)
-    report.require_rows(fix)
-    return kept, report
-
-

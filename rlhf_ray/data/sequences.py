@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.data.encoding import flat_tokens
+from rlhf_ray.data.encoding import Encoded, flat_tokens
 from rlhf_ray.records import Ragged, offsets_of, per_token
 
 
@@ -53,6 +55,22 @@ class Pairs:
         """The given pairs, in the given order (copies)."""
         margins = None if self.margins is None else self.margins[np.asarray(rows, dtype=np.int64)]
         return type(self)(self.chosen.select(rows), self.rejected.select(rows), margins)
+
+    @classmethod
+    def concat(cls, parts: Iterable[Self]) -> Self:
+        """All pairs in order; those of parts without margins count as 0, which asks for none."""
+        parts = list(parts)
+        margins = None
+        if any(part.margins is not None for part in parts):
+            margins = np.concatenate([np.zeros(len(p), np.float32) if p.margins is None else p.margins for p in parts])
+        return cls(Sequences.concat([p.chosen for p in parts]), Sequences.concat([p.rejected for p in parts]), margins)
+
+
+def sequences_of(rows: list[Encoded]) -> Sequences:
+    """A record of encoded rows."""
+    mask = np.fromiter(chain.from_iterable(mask for _, mask in rows), dtype=bool)
+    return Sequences(offsets=offsets_of([len(tokens) for tokens, _ in rows]), loss_mask=mask,
+                     tokens=flat_tokens([tokens for tokens, _ in rows]))
 
 
 def join_sequences(prompts: list[list[int]], responses: list[list[int]]) -> Sequences:

@@ -1,24 +1,44 @@
 """Reads what supervised stages train on, so that the driver never holds it: rows go straight to the object store."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig
+from rlhf_ray.config.data_source import DataSection
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.pretraining import load_pretraining_text
-from rlhf_ray.data.process_rows import StepRows, load_process_rows
+from rlhf_ray.data.process_rows import StepRows, join_step_rows, load_process_rows
+from rlhf_ray.data.report import LoadReport
 from rlhf_ray.data.sequences import Pairs, Sequences
+from rlhf_ray.data.step_format import StepTokens
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.models.loading import load_tokenizer
 
 
+@dataclass(frozen=True)
+class DataSummary:
+    """What a person and a learner's cursor should know about the rows to train on."""
+
+    sizes: list[int]
+    """Rows of each data set of a mix, one data set after another."""
+    weights: list[float]
+    reports: list[str]
+    """What was left out of each."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all data sets."""
+        return sum(self.sizes)
+
+
 class DataReader:
-    """Every method returns the data first and what a person should know about it (row count, report) last."""
+    """Every method returns training rows, held-out rows, and a summary."""
 
     def __init__(self, model: ModelConfig | NewModelConfig) -> None:
         self._model = model
@@ -28,24 +48,35 @@ class DataReader:
         self._tokenizer = load_tokenizer(self._model)
         return {"vocabulary": len(self._tokenizer), "digest": tokenizer_digest(self._tokenizer)}
 
-    def demonstrations(self, config: DemonstrationsConfig) -> tuple[Sequences, Sequences, tuple[int, str]]:
-        """Training rows, held-out rows (the last ones), the number of training rows and the loader's report."""
-        rows, report = load_demonstrations(config, self._tokenizer)
-        numbers, cut = np.arange(len(rows)), len(rows) - int(len(rows) * config.held_out)
-        return rows.select(numbers[:cut]), rows.select(numbers[cut:]), (cut, str(report))
+    def demonstrations(self, config: DemonstrationsConfig) -> tuple[Sequences, Sequences, DataSummary]:
+        """Demonstrations; the last rows of each data set are held out."""
+        train, held_out, reports = [], [], []
+        for part in config.parts():
+            rows, report = load_demonstrations(part, self._tokenizer)
+            numbers, cut = np.arange(len(rows)), len(rows) - int(len(rows) * config.held_out)
+            train.append(rows.select(numbers[:cut]))
+            held_out.append(rows.select(numbers[cut:]))
+            reports.append(report)
+        return Sequences.concat(train), Sequences.concat(held_out), summary(config, train, reports)
 
     def pretraining_text(self, config: PtxConfig) -> tuple[Sequences, str]:
         """Rows of pretraining text and the loader's report."""
         return load_pretraining_text(config, self._tokenizer)
 
-    def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, tuple[int, str]]:
-        """Training pairs, held-out pairs, the number of training pairs and the loader's report."""
-        train, held_out, report = load_preferences(config, self._tokenizer)
-        return train, held_out, (len(train), str(report))
+    def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, DataSummary]:
+        """Preference pairs."""
+        loaded = [load_preferences(part, self._tokenizer) for part in config.parts()]
+        train, held_out, reports = (list(column) for column in zip(*loaded, strict=True))
+        return Pairs.concat(train), Pairs.concat(held_out), summary(config, train, reports)
 
-    def process_rows(
-        self, config: ProcessRowsConfig, steps: StepsConfig
-    ) -> tuple[StepRows, StepRows, tuple[int, str]]:
-        """Training rows, held-out rows, the number of training rows and the loader's report."""
-        train, held_out, report = load_process_rows(config, steps, self._tokenizer)
-        return train, held_out, (len(train), str(report))
+    def process_rows(self, config: ProcessRowsConfig, steps: StepsConfig) -> tuple[StepRows, StepRows, DataSummary]:
+        """Solutions in judged steps."""
+        loaded = [load_process_rows(part, steps, self._tokenizer) for part in config.parts()]
+        train, held_out, reports = (list(column) for column in zip(*loaded, strict=True))
+        good = StepTokens.of(steps, self._tokenizer).good
+        return join_step_rows(train, good), join_step_rows(held_out, good), summary(config, train, reports)
+
+
+def summary(config: DataSection, train: list[Any], reports: list[LoadReport]) -> DataSummary:
+    """The summary of the training rows of each data set."""
+    return DataSummary([len(rows) for rows in train], config.weights, [str(report) for report in reports])

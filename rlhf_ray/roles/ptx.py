@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_ray.checkpoint.state import load_state, save_state
 from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.batching import rank_plan
-from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.packing import Packing

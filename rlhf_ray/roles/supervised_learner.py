@@ -1,6 +1,7 @@
 """The learners of the stages before PPO: supervised fine-tuning on demonstrations, reward modelling on preferences."""
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ from rlhf_ray.algorithms.losses import pairwise_loss
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan
-from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.sequences import Pairs, Sequences
 from rlhf_ray.models.loading import load_causal_lm, load_scalar_model
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel, last_token_scores
@@ -29,11 +30,18 @@ class SupervisedLearner(Learner):
         super().__init__(config, model, rank, world, seed, total_steps)
         self.batch_size = batch_size
 
-    def take(self, train: Any, held_out: Any) -> None:
-        """Keep the training rows and the held-out rows for the whole run."""
+    def take(
+        self, train: Any, held_out: Any, sizes: list[int] | None = None, weights: Sequence[float] = (1.0,)
+    ) -> None:
+        """Keep the training rows and the held-out rows for the whole run.
+
+        Args:
+            sizes: how many training rows come from each data set of a mix, one after another; one data set when None.
+            weights: of each data set.
+        """
         self._train, self._held_out = train, held_out
-        self._cursor = PromptCursor(len(train), self.seed, shuffle=True)
-        self._reached = 0
+        self._sizes, self._weights = sizes or [len(train)], weights
+        self._begin()
 
     def update(self, step: int) -> UpdateStats:
         """Update number `step` (from 1), on the batch that belongs to it.
@@ -60,10 +68,13 @@ class SupervisedLearner(Learner):
             meter.add(self.count(part) if len(rows) else 0.0, {"loss": loss, **stats})
         return meter.means()
 
+    def _begin(self) -> None:
+        self._cursor, self._reached = PromptCursor(self._sizes, self.seed, shuffle=True, weights=self._weights), 0
+
     def _rows_of(self, step: int) -> np.ndarray:
         """Rows of an update: a resumed learner skips what was visited before."""
         if step <= self._reached:
-            self._cursor, self._reached = PromptCursor(len(self._train), self.seed, shuffle=True), 0
+            self._begin()
         pairs = self._cursor.next((step - self._reached) * self.batch_size)[-self.batch_size :]
         self._reached = step
         return np.array([row for _, row in pairs])

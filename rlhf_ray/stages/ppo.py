@@ -19,7 +19,7 @@ from rlhf_ray.coordinator.state import RunState, kl_controller
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.models.loading import check_scalar_head
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -28,7 +28,15 @@ from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.ppo_export import export_policy, export_run
 from rlhf_ray.stages.ppo_team import critic_model, spawn_team, start_team
-from rlhf_ray.stages.preflight import check_adapters, check_context, check_data_file, check_model, check_same_tokens
+from rlhf_ray.stages.preflight import (
+    check_adapters,
+    check_context,
+    check_data,
+    check_data_file,
+    check_first_rows,
+    check_model,
+    check_same_tokens,
+)
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.supervised import newest_step
 from rlhf_ray.stages.workplace import run_stage, workplace
@@ -51,9 +59,10 @@ def preflight(config: PPOConfig) -> None:
     Raises:
         ModelError, DataError: naming the field, the value and the fix.
     """
-    check_data_file(config.prompts.path, "prompts.path")
-    if config.evaluation:
-        check_data_file(config.evaluation.prompts, "evaluation.prompts")
+    check_data(config.prompts, "prompts")
+    held_out = config.evaluation_prompts
+    if held_out:
+        check_data_file(held_out.location, "evaluation.prompts")
     check_pretraining_text(config)
     check_model(config.model, "model")
     check_model(config.reward_model, "reward_model")
@@ -64,6 +73,8 @@ def preflight(config: PPOConfig) -> None:
     check_same_tokens(config.model, config.reward_model, ("model", "reward_model"))
     longest, field = config.longest_response
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
+    for section in (config.prompts, held_out) if held_out else (config.prompts,):
+        check_first_rows(section, config.model)
 
 
 async def _run(config: PPOConfig, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
@@ -109,7 +120,7 @@ def _coordinator(
     training, held_out = prompts
     buffer_config = config.buffer
     state = RunState(kl_controller(config.algorithm.kl),
-                     PromptCursor(training.rows, config.run.seed, config.prompts.shuffle),
+                     PromptCursor(training.sizes, config.run.seed, config.prompts.shuffle, config.prompts.weights),
                      early_stop=EarlyStop(config.early_stop))
     buffer = ReplayBuffer(
         buffer_config.capacity_samples or config.samples_per_step,

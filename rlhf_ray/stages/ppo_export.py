@@ -32,6 +32,6 @@ def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo
     text = f", and text in {Path(config.ptx.path).name}" if config.ptx else ""
     return ModelCardInfo(
         stage="ppo", step=coordinator.state.step, base_model=config.model.path,
-        trained_on=f"prompts in {Path(config.prompts.path).name}{text}",
+        trained_on=f"prompts in {config.prompts.title}{text}",
         reward_model=config.reward_model.path, metrics=evaluations.last(),
     )

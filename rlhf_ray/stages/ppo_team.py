@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -108,13 +107,11 @@ async def _read_prompts(
     config: PPOConfig, reader: WorkerGroup, progress: StageProgress
 ) -> tuple[PromptSource, PromptSource | None]:
     await reader.values("start")
-    evaluation, training = config.evaluation, await PromptSource.open(reader, "training", config.prompts)
-    progress.note(training.report)
-    if evaluation is None:
-        return training, None
-    held_out = await PromptSource.open(reader, "evaluation", PromptsConfig(
-        path=evaluation.prompts, split=evaluation.split, column=evaluation.column,
-        max_tokens=config.prompts.max_tokens, limit=evaluation.limit,
-    ))
-    progress.note(held_out.report)
+    training = await PromptSource.open(reader, "training", config.prompts)
+    for report in training.reports:
+        progress.note(report)
+    if config.evaluation_prompts is None:
+        return training, training.first_held_out(config.evaluation.limit) if config.evaluation else None
+    held_out = await PromptSource.open(reader, "evaluation", config.evaluation_prompts)
+    progress.note(held_out.reports[0])
     return training, held_out

@@ -17,7 +17,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.roles.prompt_reader import PromptReader
-from rlhf_ray.stages.preflight import check_context, check_data_file, check_model
+from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model
 from rlhf_ray.stages.workplace import Workplace, run_stage, workplace
 
 
@@ -27,8 +27,9 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_data_file(config.prompts.path, "prompts.path")
+    check_data(config.prompts, "prompts")
     check_model(config.model, "model")
+    check_first_rows(config.prompts, config.model)
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
     summary = RunDirectory(config.run.dir).summary
@@ -52,7 +53,8 @@ async def _sample_pairs(config: PreferencesStageConfig) -> tuple[list[dict[str, 
     async with workplace(config) as place:
         sampler = await _Sampler.start(config, place)
         with StageProgress("preferences", sampler.prompts.rows) as progress:
-            progress.note(sampler.prompts.report)
+            for report in sampler.prompts.reports:
+                progress.note(report)
             pairs, left_out = await sampler.sample_all(progress)
             progress.note(f"{len(pairs)} pairs, {left_out} left out with a margin under {config.pairs.min_margin}")
     return pairs, left_out

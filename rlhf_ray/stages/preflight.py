@@ -1,14 +1,50 @@
 """What can be known to be wrong before Ray starts: files that are not there, models that do not fit together."""
 
 import json
+from glob import has_magic
 from pathlib import Path
 
+from rlhf_ray.config.data_source import DataSection
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.data.formats import check_rows
+from rlhf_ray.data.reading import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
+
+FIRST_ROWS = 1000
+"""Rows of each file that are looked at before anything starts: a moment's work."""
+
+
+def check_data(config: DataSection, field: str) -> None:
+    """Refuse local data files that are missing or empty.
+
+    Raises:
+        DataError: naming the field and the path.
+    """
+    for number, part in enumerate(config.parts()):
+        check_data_file(part.location, f"{field}.mix.{number}.path" if config.sources else f"{field}.path")
+
+
+def check_first_rows(
+    config: DataSection, model: ModelConfig | NewModelConfig, steps: StepsConfig | None = None
+) -> None:
+    """Refuse local data whose first rows cannot be read as the configuration says; the others are checked when all is
+    loaded.
+
+    Args:
+        steps: how steps are written, for process-labelled rows.
+
+    Raises:
+        DataError, ModelError: naming the rows.
+    """
+    tokenizer = load_tokenizer(model)
+    for part in config.parts():
+        if Path(part.location).suffix.lower() in READERS:
+            check_rows(part.model_copy(update={"limit": min(part.limit or FIRST_ROWS, FIRST_ROWS)}), tokenizer, steps)
 
 
 def check_data_file(path: str, field: str) -> None:
@@ -19,7 +55,7 @@ def check_data_file(path: str, field: str) -> None:
     """
     file = Path(path)
     looks_local = file.suffix in {".jsonl", ".json", ".parquet", ".csv"} or file.is_absolute() or path.startswith(".")
-    if looks_local and not file.exists():
+    if looks_local and not file.exists() and not has_magic(path):
         raise DataError(f"{field}={path!r}: no such file. Relative paths start at the working directory, "
                         f"{Path.cwd()}.")
     if file.is_file() and file.stat().st_size == 0:

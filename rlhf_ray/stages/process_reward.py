@@ -1,6 +1,5 @@
 """`rlhf-ray process-reward`: a process reward model trained on solutions whose steps are labelled."""
 
-from pathlib import Path
 from typing import Any
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
@@ -11,7 +10,7 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.process_learner import ProcessRewardLearner
-from rlhf_ray.stages.preflight import check_adapters, check_data_file, check_model
+from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model
 from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
@@ -21,19 +20,20 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_data_file(config.data.path, "data.path")
+    check_data(config.data, "data")
     check_model(config.model, "model")
     check_adapters(config.learner, config.model, "learner", scalar=False)
     StepTokens.of(config.steps, load_tokenizer(config.model))
     if config.learner.micro_batch_tokens < config.data.max_tokens:
         raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than "
                           f"data.max_tokens={config.data.max_tokens}; raise it to at least that")
+    check_first_rows(config.data, config.model, config.steps)
     return run_supervised(SupervisedStage(
         config=config, name="process_reward", title="process reward model", learner=ProcessRewardLearner,
         reader=DataReader, method="process_rows", reading=(config.steps,), options={"steps": config.steps},
         card=lambda step, metrics: ModelCardInfo(
             stage="process_reward", step=step, metrics=metrics,
-            trained_on=f"steps labelled in {Path(config.data.path).name}",
+            trained_on=f"steps labelled in {config.data.title}",
             base_model="scratch" if isinstance(config.model, NewModelConfig) else config.model.path,
         ),
     ), resume)

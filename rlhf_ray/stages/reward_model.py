@@ -1,6 +1,5 @@
 """`rlhf-ray reward-model`: a scalar reward model trained on preference pairs."""
 
-from pathlib import Path
 from typing import Any
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
@@ -8,7 +7,7 @@ from rlhf_ray.config.stages import RewardModelConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import RewardModelLearner
-from rlhf_ray.stages.preflight import check_adapters, check_data_file, check_model
+from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model
 from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
@@ -18,17 +17,18 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_data_file(config.data.path, "data.path")
+    check_data(config.data, "data")
     check_model(config.model, "model")
     check_adapters(config.learner, config.model, "learner", scalar=True)
     if config.learner.micro_batch_tokens < 2 * config.data.max_tokens:
         raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} cannot hold a pair of two "
                           f"rows of data.max_tokens={config.data.max_tokens}; raise it to at least twice that")
+    check_first_rows(config.data, config.model)
     return run_supervised(SupervisedStage(
         config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
         method="preferences", options={"kind": config.training.loss},
         card=lambda step, metrics: ModelCardInfo(
             stage="reward_model", step=step, base_model=config.model.path,
-            trained_on=f"preference pairs in {Path(config.data.path).name}", metrics=metrics,
+            trained_on=f"preference pairs in {config.data.title}", metrics=metrics,
         ),
     ), resume)

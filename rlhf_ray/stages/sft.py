@@ -1,6 +1,5 @@
 """`rlhf-ray sft`: supervised fine-tuning on demonstrations."""
 
-from pathlib import Path
 from typing import Any
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
@@ -9,7 +8,7 @@ from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import SFTLearner
-from rlhf_ray.stages.preflight import check_adapters, check_data_file, check_model
+from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model
 from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
@@ -19,16 +18,17 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_data_file(config.data.path, "data.path")
+    check_data(config.data, "data")
     check_model(config.model, "model")
     check_adapters(config.learner, config.model, "learner", scalar=False)
     if config.learner.micro_batch_tokens < config.data.max_tokens:
         raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than "
                           f"data.max_tokens={config.data.max_tokens}; raise it to at least that")
+    check_first_rows(config.data, config.model)
     return run_supervised(SupervisedStage(
         config=config, name="sft", title="SFT", learner=SFTLearner, reader=DataReader, method="demonstrations",
         card=lambda step, metrics: ModelCardInfo(
-            stage="sft", step=step, trained_on=f"demonstrations in {Path(config.data.path).name}", metrics=metrics,
+            stage="sft", step=step, trained_on=f"demonstrations in {config.data.title}", metrics=metrics,
             base_model="scratch" if isinstance(config.model, NewModelConfig) else config.model.path,
         ),
     ), resume)

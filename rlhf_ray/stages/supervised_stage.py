@@ -15,7 +15,7 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.roles.data_reader import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_step
 from rlhf_ray.stages.workplace import Workplace, run_stage, sizes_note, start_learners, workplace
@@ -83,17 +83,19 @@ async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProg
                       "batch_size": config.training.batch_size, **stage.options},
         goodbye="leave",
     )
-    progress.note(f"starting {len(learners)} learner(s) and reading {config.data.path}")
+    progress.note(f"starting {len(learners)} learner(s) and reading {config.data.title}")
 
-    async def read() -> tuple[Any, int]:
+    async def read() -> tuple[Any, DataSummary]:
         await reader.values("start")
         call = reader.call(0, stage.method, config.data, *stage.reading, outputs=3)
-        rows, report = await call.value(2)
-        progress.note(report)
-        return call, rows
+        summary: DataSummary = await call.value(2)
+        for report in summary.reports:
+            progress.note(report)
+        return call, summary
 
-    (call, rows), started = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
+    (call, summary), started = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
     progress.note(sizes_note(learners.role, started[0]))
-    await asyncio.gather(*(c.done() for c in learners.call_all("take", *call.refs[:2])))
+    await asyncio.gather(*(c.done() for c in learners.call_all("take", *call.refs[:2], summary.sizes,
+                                                                 summary.weights)))
     reader.kill()
-    return learners, rows
+    return learners, summary.rows

@@ -12,7 +12,7 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.ptx import PtxConfig
-from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
 from rlhf_ray.roles.updates import mini_batches, training_batch

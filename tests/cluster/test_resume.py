@@ -75,7 +75,7 @@ def test_data_order_and_kl_controller_end_where_the_uninterrupted_run_s_do(finis
     states = [json.loads((d / "checkpoints/step_4/coordinator.json").read_text()) for d in directories]
     assert states[0] == states[1]
     text = json.dumps(states[0])
-    assert '"position"' in text and '"value"' in text, "cursor and controller must be in there"
+    assert '"visited"' in text and '"value"' in text, "cursor and controller must be in there"
 
 
 def test_the_texts_of_the_steps_made_again_are_the_same(finished, resumed):

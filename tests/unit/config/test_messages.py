@@ -42,7 +42,11 @@ def problems(cls, path, overrides=()):
         ("--prompt.path=x", "prompt: unknown key; did you mean prompts?"),
         ("--steps=5", "steps: unknown key; did you mean run.steps?"),
         ("--pools.a.bundels=5", "pools.a.bundels: unknown key; did you mean bundles?"),
-        ("--evaluation.every=5", "evaluation.prompts: is required (jsonl, parquet or csv file"),
+        ("--evaluation.every=5", "evaluation.prompts is empty and prompts.held_out=0 keeps no prompts for it"),
+        ("--prompts.mix=[{path: x}]", "prompts: give a path or a mix of several data sets, not both"),
+        ("--prompts.mix=[{weight: 2}]", "prompts.mix.0.path: is required"),
+        ("--prompts.mix=[{path: x, wieght: 2}]", "prompts.mix.0.wieght: unknown key; did you mean weight?"),
+        ("--prompts.mix=[{path: x, weight: 0}]", "prompts.mix.0.weight=0: must be greater than 0"),
     ],
 )
 def test_one_wrong_value(write, override, line):

@@ -8,7 +8,7 @@ import pytest
 from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.state import RunState
-from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import RewardError
 from rlhf_ray.records import RewardTerms
 from rlhf_ray.replay.buffer import ReplayBuffer

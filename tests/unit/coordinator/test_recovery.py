@@ -9,7 +9,7 @@ from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState
-from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError, WorkerError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer

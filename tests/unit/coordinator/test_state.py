@@ -9,7 +9,7 @@ from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_ray.checkpoint.state import load_state, save_state
 from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.coordinator.state import RunState, kl_controller, summary_of, summary_state
-from rlhf_ray.data.prompts import PromptCursor
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import RewardTerms, SampleKey
 

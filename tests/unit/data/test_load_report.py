@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rlhf_ray.data.report import REMEMBERED_LINES, LeftOut, LoadReport, keep_rows
+from rlhf_ray.data.report import REMEMBERED_LINES, LeftOut, LoadReport
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import DataError
 
@@ -13,8 +13,9 @@ def where(*rows: int) -> np.ndarray:
 
 
 def test_each_row_is_kept_or_named_once_under_its_first_reason():
-    kept, report = keep_rows(ROWS, {"empty": where(1), "long": where(1, 3), "odd": where()}, fix="")
-    assert kept.tolist() == [0, 2]
+    report = LoadReport("rows.jsonl")
+    assert report.keep(ROWS, {"empty": where(1), "long": where(1, 3), "odd": where()}).tolist() == [0, 2]
+    report.require_rows("")
     left_out = {"empty": LeftOut(1, [3]), "long": LeftOut(1, [8])}
     assert report == LoadReport("rows.jsonl", rows=4, kept=2, left_out=left_out)
 
@@ -35,5 +36,7 @@ def test_a_report_counts_on_over_blocks_and_remembers_the_first_lines_only():
 
 
 def test_no_row_left_is_an_error_with_reasons_and_fix():
+    report = LoadReport("rows.jsonl")
+    report.keep(ROWS, {"long": where(0, 1, 2, 3)})
     with pytest.raises(DataError, match=r"no row is left.*0 of 4 rows.*4 left out: long.*raise the limit"):
-        keep_rows(ROWS, {"long": where(0, 1, 2, 3)}, fix="raise the limit")
+        report.require_rows("raise the limit")

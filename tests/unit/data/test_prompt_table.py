@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.data.prompt_table import PromptTable, open_prompts, write_blocks
-from rlhf_ray.data.rows import BLOCK
+from rlhf_ray.data.reading import BLOCK
 from rlhf_ray.errors import DataError
 from rlhf_ray.records import Prompts, offsets_of
 
@@ -57,7 +57,8 @@ def test_a_data_set_of_several_blocks_is_numbered_through_and_leaves_no_file(tmp
     count = 2 * BLOCK + 5
     path = write_jsonl(*({"prompt": "We" if n % 2 else "We saw the film and", "n": n} for n in range(count)))
     before = os.listdir(tmp_path)
-    table, report = open_prompts(PromptsConfig(path=path, max_tokens=2), tokenizer, tmp_path)
+    found = open_prompts(PromptsConfig(path=path, max_tokens=2), tokenizer, tmp_path)
+    table, report = found.training, found.reports[0]
     assert (len(table), report.rows, report.left_out["longer than max_tokens=2"].count) == (count // 2, count, 1003)
     assert [row["n"] for row in table.rows([0, 499, 500, 999, 1001]).metadata] == [1, 999, 1001, 1999, 2003]
     assert os.listdir(tmp_path) == before

@@ -17,8 +17,8 @@ CHAT = ("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
 
 def load_prompts(config: PromptsConfig, tokenizer: Any) -> tuple[Prompts, LoadReport]:
     """The whole table and its report."""
-    table, report = open_prompts(config, tokenizer)
-    return table.rows(range(len(table))), report
+    found = open_prompts(config, tokenizer)
+    return found.training.rows(range(len(found.training))), found.reports[0]
 
 
 @pytest.fixture

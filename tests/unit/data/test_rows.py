@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.data.rows import Rows, read_rows
+from rlhf_ray.data.reading import read_rows
+from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import DataError
 
 
@@ -67,7 +68,7 @@ def test_a_directory_and_an_unknown_format_are_errors(tmp_path: Path):
 def test_a_hub_name_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch):
     import datasets
 
-    def offline(name: str, split: str):
+    def offline(name: str, subset: str | None, split: str):
         raise ConnectionError("no route to the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
@@ -79,7 +80,7 @@ def test_a_hub_data_set_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch)
     import datasets
 
     table = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: table)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: table)
     rows = read_rows("someone/set", limit=2)
     assert (rows.records, rows.lines) == ([{"prompt": "a"}, {"prompt": "b"}], [1, 2])
 

@@ -146,7 +146,8 @@ def test_ppo_is_refused_before_its_directory_exists(ppo_config, tmp_path, change
 
 
 def supervised(cls, llama, tmp_path, budget):
-    (tmp_path / "d.jsonl").write_text("{}\n")
+    row = {"text": "w2 w3", "prompt": "w2", "chosen": "w3", "rejected": "w4"}
+    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
     return cls(run={"dir": str(tmp_path / "run")}, model={"path": str(llama)},
                data={"path": str(tmp_path / "d.jsonl"), "max_tokens": 20}, learner={"micro_batch_tokens": budget})
 
@@ -201,3 +202,13 @@ def test_adapters_beside_random_weights_are_refused():
     scratch = NewModelConfig(architecture=ArchitectureConfig(), tokenizer="t")
     with pytest.raises(ConfigError, match=r"^learner\.lora .* random weights"):
         check_adapters(LearnerConfig(lora=LoRAConfig()), scratch, "learner", scalar=False)
+
+
+@pytest.mark.parametrize("section", ["prompts", "evaluation"])
+def test_malformed_rows_are_named_before_anything_starts(ppo_config, tmp_path, section):
+    rows = tmp_path / "bad.jsonl"
+    rows.write_text('{"prompt": "w2"}\n{"prompt": 5}\n{torn\n')
+    changes = {"path": str(rows), "max_tokens": 32} if section == "prompts" else {"prompts": str(rows)}
+    with pytest.raises(DataError, match=r"(?s)2 rows cannot be used:.*line 2: .*line 3: not valid JSON"):
+        ppo.run(ppo_config(**{section: changes}))
+    assert not (tmp_path / "run").exists()

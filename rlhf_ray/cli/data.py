@@ -1,0 +1,94 @@
+"""`rlhf-ray data inspect`: what a data set becomes before a model is trained on it."""
+
+import sys
+from typing import Annotated, Any, Literal
+
+import typer
+
+from rlhf_ray.errors import DataError
+
+app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
+
+Kind = Literal["prompts", "demonstrations", "preferences", "process"]
+
+
+@app.callback()
+def before_command() -> None:
+    """Look at data before training on it."""
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def inspect(
+    context: typer.Context,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="File, pattern, saved directory or Hub data set.")],
+    model: Annotated[str, typer.Option(help="Model or tokenizer that reads it: directory or Hub name.")],
+    kind: Annotated[Kind | None, typer.Option(help="What it is; told by its columns when left out.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+) -> None:
+    """Show what will be trained on: how many rows, how long, the template applied, and every row that cannot be used.
+
+    More options are fields of the data section: --column=question, --max_tokens=256, --limit=1000, --system="...".
+    """
+    from rlhf_ray.cli.data_page import print_inspection
+    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.config.model import ModelConfig
+    from rlhf_ray.data.inspection import inspect as look
+    from rlhf_ray.models.loading import load_tokenizer
+
+    quiet_libraries()
+    given = _given(context.args)
+    if kind is None:
+        kind, columns = _kind(path, given)
+        given = {**columns, **given}
+    section, steps = _sections(kind, path, given)
+    tokenizer = load_tokenizer(ModelConfig(path=model))
+    found = look(section, tokenizer, rows, steps)
+    print_inspection(found, kind, tokenizer.chat_template is not None, sys.stdout)
+    if not found.report.kept:
+        raise DataError(f"nothing in {path} can be used as {kind}; see above what is wrong with its rows")
+
+
+def _given(arguments: list[str]) -> dict[str, Any]:
+    from rlhf_ray.config.sources import read_overrides
+
+    return read_overrides(arguments).values
+
+
+def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+    """The kind, and the columns, that the columns of the first usable row tell."""
+    from rlhf_ray.data.faults import Faults
+    from rlhf_ray.data.inspection import kind_of
+    from rlhf_ray.data.reading import stream_rows
+
+    rows = stream_rows(path, Faults(lenient=True), given.get("split") or "train", None, given.get("subset"))
+    first = next((block.records[0] for block in rows if len(block)), None)
+    if first is None:
+        raise DataError(f"{path}: no row can be read; say --kind to see what is wrong with them")
+    return kind_of(set(first))
+
+
+def _sections(kind: str, path: str, given: dict[str, Any]) -> tuple[Any, Any]:
+    """The data section and, for process-labelled rows, how steps are written.
+
+    Raises:
+        ConfigError: a field that the section does not have, or a wrong value.
+    """
+    from rlhf_ray.config.steps import StepsConfig
+    from rlhf_ray.data.inspection import KINDS
+
+    process = kind == "process"
+    written = {name: given.pop(name) for name in set(given) & set(StepsConfig.model_fields) if process}
+    return (_built(KINDS[kind], {**given, "path": path}), _built(StepsConfig, written) if process else None)
+
+
+def _built(cls: Any, values: dict[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    from rlhf_ray.config.explain import explain
+    from rlhf_ray.config.sources import Layer
+    from rlhf_ray.errors import ConfigError
+
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        raise ConfigError(explain(cls, error, values, [Layer(values)])) from None

@@ -1,0 +1,71 @@
+"""Prints an inspection: counts, faults, a histogram of lengths, rows with their loss shown."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.text import Text
+
+from rlhf_ray.data.inspection import Example, Inspection
+from rlhf_ray.observability.progress import is_terminal
+
+BARS, WIDTH = 12, 40
+"""Rows and characters of the histogram."""
+LOSS_STYLE = "bold green"
+
+
+def print_inspection(found: Inspection, kind: str, has_template: bool, stream: TextIO) -> None:
+    """Print an inspection; in a terminal tokens with loss are coloured, elsewhere they stand between « and »."""
+    plain = not is_terminal(stream)
+    console = Console(file=stream, soft_wrap=True, highlight=False, no_color=plain)
+    report, faults = found.report, found.faults
+    console.print(Text(f"{report.source}, as {kind}: {report.kept:,} rows to use, {faults.count:,} malformed, "
+                       f"{report.rows - report.kept:,} left out", style="bold"))
+    _print_faults(found, console)
+    if len(found.lengths):
+        _print_lengths(found.lengths, console)
+    console.print(Text(f"the tokenizer has {'a' if has_template else 'no'} chat template"))
+    for number, row in enumerate(found.examples, start=1):
+        for example in row:
+            _print_example(f"row {number}", example, plain, console)
+
+
+def _print_faults(found: Inspection, console: Console) -> None:
+    if found.faults.count:
+        console.print(Text(f"malformed; training stops at {'them' if found.faults.count > 1 else 'it'}:", style="red"))
+        for fault in found.faults.first:
+            console.print(Text(f"  {fault}"))
+        if (more := found.faults.count - len(found.faults.first)) > 0:
+            console.print(Text(f"  and {more:,} more"))
+    for reason, left_out in found.report.left_out.items():
+        console.print(Text(f"left out: {left_out.count:,} {reason} ({left_out.named(20)})"))
+
+
+def _print_lengths(lengths: NDArray[np.int64], console: Console) -> None:
+    low, middle, high, longest = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
+    console.print(Text(f"tokens a row: shortest {low}, median {middle}, 95% {high}, longest {longest}; "
+                       f"{int(lengths.sum()):,} in all"))
+    step = max(1, -(-(longest - low + 1) // BARS))
+    starts = np.arange(low, longest + 1, step)
+    counts = np.bincount((lengths - low) // step, minlength=len(starts))
+    for start, count in zip(starts, counts, strict=True):
+        bar = "█" * round(WIDTH * count / counts.max()) or ("▏" if count else "")
+        console.print(Text(f"  {start:>6} - {start + step - 1:<6} {bar} {count:,}"))
+
+
+def _print_example(title: str, example: Example, plain: bool, console: Console) -> None:
+    name = f", {example.name}" if example.name else ""
+    console.print(Text(f"{title}{name}: {example.tokens} tokens, {example.loss_tokens} with loss", style="bold"))
+    line = Text("  ")
+    for text, loss in example.spans:
+        shown = _visible(text)
+        line.append(f"«{shown}»" if loss and plain else shown, style=LOSS_STYLE if loss else "dim")
+    console.print(line)
+
+
+def _visible(text: str) -> str:
+    """`text` with line breaks indented and without control characters, which could move the cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text).replace("\n", "\n  ")

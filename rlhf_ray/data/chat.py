@@ -1,0 +1,165 @@
+"""Chat messages: what they must look like, and what a tokenizer's chat template makes of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlhf_ray.data.rows import Rows, checked_text
+from rlhf_ray.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]
+"""[{"role": ..., "content": ...}, ...]."""
+ASSISTANT = "assistant"
+
+
+def checked_messages(value: Any, place: str, column: str) -> Messages:
+    """`value`, if it is a list of chat messages.
+
+    Raises:
+        DataError: it is not; names the place, the column and what is wrong.
+    """
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: column {column!r} must be a list of chat messages like the first row's, "
+                        f"not {type(value).__name__ if not isinstance(value, list) else 'an empty list'}")
+    for message in value:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{place}: column {column!r}: each message must be an object with role and content")
+        checked_text(message["role"], place, f"{column}.role")
+        checked_text(message["content"], place, f"{column}.content", may_be_empty=True)
+    return value
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template.
+
+    Args:
+        system: message put before chats that begin without one.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None = None
+
+    def require(self, source: str, column: str) -> None:
+        """Check that there is a template.
+
+        Raises:
+            ModelError: there is none, but `column` holds chat messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise ModelError(f"{source}: column {column!r} holds chat messages, but the tokenizer "
+                             f"{self.tokenizer.name_or_path or '(unnamed)'} has no chat template; use texts, or a "
+                             "tokenizer with one")
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether it says by {% generation %} what the assistant writes."""
+        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(self.tokenizer.chat_template)))
+
+    def with_system(self, messages: Messages) -> Messages:
+        """The messages, after the system message where one is asked for and none is there."""
+        if self.system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def render(self, messages: Messages, place: str, *, ask: bool) -> str:
+        """The messages as text.
+
+        Args:
+            ask: end with the beginning of the assistant's turn.
+
+        Raises:
+            ModelError: the template refuses them.
+        """
+        return str(self._apply(messages, place, add_generation_prompt=ask, tokenize=False))
+
+    def marked_tokens(self, messages: Messages, place: str) -> tuple[list[int], list[bool]]:
+        """([T] token ids, [T] True on what the assistant writes), by the template's own marks."""
+        found = self._apply(messages, place, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
+
+    def turns(self, messages: Messages, place: str) -> list[tuple[str, bool]]:
+        """The whole conversation as pieces of text, with True on the assistant's turns.
+
+        A turn is what the rendered text gains when the message is added to those before it.
+
+        Raises:
+            DataError: the template writes earlier turns differently once others follow, so no piece of the text is
+                the turn.
+        """
+        pieces, written = [], ""
+        for i in (i for i, message in enumerate(messages) if message["role"] == ASSISTANT):
+            before = self.render(messages[:i], place, ask=True) if i else ""
+            after = self.render(messages[: i + 1], place, ask=False)
+            if not (before.startswith(written) and after.startswith(before)):
+                raise DataError(
+                    f"{place}: with this tokenizer's chat template the assistant's turn {i + 1} is no piece of the "
+                    "text: the template writes earlier turns differently once others follow. Mark what the assistant "
+                    "writes by {% generation %} in the template, or give prompt and response columns")
+            pieces += [(before[len(written) :], False), (after[len(before) :], True)]
+            written = after
+        return pieces
+
+    def _apply(self, messages: Messages, place: str, **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template is a program and raises what it likes (e.g. "roles must alternate")
+            raise ModelError(f"{place}: the tokenizer's chat template refuses the messages, of roles "
+                             f"{[m['role'] for m in messages]}: {error}") from error
+
+
+class PromptFormat:
+    """Reads prompts out of rows: texts, or chat messages, whichever the data set's first row has.
+
+    Args:
+        as_chat: take a text for a user's message.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, column: str, *, system: str | None = None,
+                 as_chat: bool = False, may_be_empty: bool = False) -> None:
+        self.template = ChatTemplate(tokenizer, system)
+        self._column, self._as_chat, self._may_be_empty = column, as_chat, may_be_empty
+        self._messages: bool | None = None
+
+    def read(self, rows: Rows, i: int) -> PromptText:
+        """The prompt of row i.
+
+        Raises:
+            DataError: it is neither a text nor messages, or not of the first row's kind.
+            ModelError: messages, but the tokenizer has no chat template or the template refuses them.
+        """
+        value, place = rows.value(i, self._column), rows.place(i)
+        if self._messages is None:
+            self._messages = isinstance(value, list)
+            if self._messages or self._as_chat:
+                self.template.require(rows.source, self._column)
+        if self._messages:
+            return self.chat(checked_messages(value, place, self._column), place)
+        text = checked_text(value, place, self._column, may_be_empty=self._may_be_empty)
+        return self.chat([{"role": "user", "content": text}], place) if self._as_chat else PromptText(text, None)
+
+    def chat(self, messages: Messages, place: str) -> PromptText:
+        """A prompt of these messages, which asks for the assistant's turn."""
+        messages = self.template.with_system(messages)
+        return PromptText(self.template.render(messages, place, ask=True), messages)
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """One prompt."""
+
+    text: str
+    """As the tokenizer sees it."""
+    messages: Messages | None
+    """None for a plain text, to which the tokenizer adds what it puts before texts; a template writes that itself."""
+
+
+def contents(messages: Sequence[dict[str, Any]]) -> str:
+    """What messages say, without the template."""
+    return "\n".join(str(message["content"]) for message in messages)

@@ -1,0 +1,51 @@
+"""Which reader of rows belongs to which section of the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
+from rlhf_ray.config.data_source import DataSection
+from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.data.demonstrations import DemonstrationFormat
+from rlhf_ray.data.faults import Faults
+from rlhf_ray.data.preferences import PreferenceFormat
+from rlhf_ray.data.process_rows import StepFormat
+from rlhf_ray.data.prompts import prompt_format
+from rlhf_ray.data.reading import section_rows
+from rlhf_ray.data.rows import Rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def row_reader(
+    config: DataSection, tokenizer: PreTrainedTokenizerBase, steps: StepsConfig | None = None
+) -> Callable[[Rows, int], Any]:
+    """What reads a row of a section that is no mix, and raises what is wrong with it.
+
+    Args:
+        steps: how steps are written, for process-labelled rows.
+    """
+    if isinstance(config, PromptsConfig):
+        return prompt_format(config, tokenizer).read
+    if isinstance(config, DemonstrationsConfig):
+        return DemonstrationFormat(config, tokenizer).read
+    if isinstance(config, PreferencesConfig):
+        return PreferenceFormat(config, tokenizer).read
+    if isinstance(config, ProcessRowsConfig) and steps:
+        return StepFormat(config, steps, tokenizer).read
+    raise TypeError(f"{type(config).__name__} has no reader of its own")
+
+
+def check_rows(config: DataSection, tokenizer: PreTrainedTokenizerBase, steps: StepsConfig | None = None) -> None:
+    """Read the rows of a section that is no mix, without tokenising them.
+
+    Raises:
+        DataError, ModelError: rows cannot be used; names them.
+    """
+    faults, read = Faults(), row_reader(config, tokenizer, steps)
+    for rows in section_rows(config, faults):
+        faults.values(rows, read)
+    faults.check()

@@ -1,0 +1,138 @@
+"""What would be trained on: a data section loaded as a stage would load it, with everything that is wrong beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
+from rlhf_ray.config.data_source import DataSection
+from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.data.demonstrations import load_demonstrations
+from rlhf_ray.data.faults import Faults
+from rlhf_ray.data.preferences import load_preferences
+from rlhf_ray.data.process_rows import IGNORE, load_process_rows
+from rlhf_ray.data.prompts import stream_prompts
+from rlhf_ray.data.report import LoadReport
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.records import Ragged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS: dict[str, type[DataSection]] = {
+    "prompts": PromptsConfig, "demonstrations": DemonstrationsConfig, "preferences": PreferencesConfig,
+    "process": ProcessRowsConfig,
+}
+"""What a data set may be read as."""
+Span = tuple[str, bool]
+"""(text of neighbouring tokens, whether they carry loss)."""
+
+
+@dataclass
+class Example:
+    """One row, as the model sees it."""
+
+    name: str
+    """"" or which side of a pair it is."""
+    spans: list[Span]
+    tokens: int
+    loss_tokens: int
+
+
+@dataclass
+class Inspection:
+    """What became of a data set."""
+
+    report: LoadReport
+    faults: Faults
+    lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """[N] tokens of each usable row (of a pair, both sides)."""
+    examples: list[list[Example]] = field(default_factory=list)
+    """The first rows; a pair is two examples."""
+
+
+def kind_of(columns: set[str]) -> tuple[str, dict[str, str]]:
+    """The kind of data set that has such columns, and the fields that say which is which where defaults do not.
+
+    Raises:
+        ConfigError: they fit none.
+    """
+    marks: list[tuple[set[str], str, dict[str, str]]] = [
+        ({"chosen", "rejected"}, "preferences", {}), ({"steps", "labels"}, "process", {}),
+        ({"messages"}, "demonstrations", {"messages": "messages"}),
+        ({"prompt", "response"}, "demonstrations", {"prompt": "prompt"}),
+        ({"text"}, "demonstrations", {}), ({"prompt"}, "prompts", {}),
+    ]
+    for needed, kind, fields in marks:
+        if needed <= columns:
+            return kind, fields
+    raise ConfigError(f"the columns {sorted(columns)} tell no kind of data; say --kind={'|'.join(KINDS)}, and which "
+                      "column is which (--column=..., --text=..., --chosen=...)")
+
+
+def inspect(config: DataSection, tokenizer: PreTrainedTokenizerBase, rows: int,
+            steps: StepsConfig | None = None) -> Inspection:
+    """Load a section that is no mix, and keep its first `rows` rows as text.
+
+    Args:
+        steps: how steps are written, for process-labelled rows.
+
+    Raises:
+        DataError, ModelError: the data set cannot be read at all.
+    """
+    found = Inspection(LoadReport(config.location), Faults(lenient=True))
+    whole = config.model_copy(update={"held_out": 0.0})
+    lengths = []
+    for block in _blocks(whole, tokenizer, found, steps):
+        lengths.append(block.lengths)
+        for i in range(min(len(block), rows - len(found.examples))):
+            found.examples.append(_examples(block, i, tokenizer))
+    found.lengths = np.concatenate([found.lengths, *lengths])
+    return found
+
+
+def _blocks(config: DataSection, tokenizer: PreTrainedTokenizerBase, found: Inspection,
+            steps: StepsConfig | None) -> Iterator[Any]:
+    """Blocks of usable rows; `found` gets their report."""
+    if isinstance(config, PromptsConfig):
+        yield from stream_prompts(config, tokenizer, found.report, found.faults)
+    elif isinstance(config, DemonstrationsConfig):
+        sequences, found.report = load_demonstrations(config, tokenizer, found.faults)
+        yield sequences
+    elif isinstance(config, PreferencesConfig):
+        pairs, _, found.report = load_preferences(config, tokenizer, found.faults)
+        yield pairs
+    elif isinstance(config, ProcessRowsConfig) and steps:
+        solutions, _, found.report = load_process_rows(config, steps, tokenizer, found.faults)
+        yield solutions
+
+
+def _examples(block: Any, i: int, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Row i of a block of any kind."""
+    if hasattr(block, "chosen"):
+        return [_example(side, i, tokenizer, name) for name, side in (("chosen", block.chosen),
+                                                                      ("rejected", block.rejected))]
+    return [_example(block, i, tokenizer, "")]
+
+
+def _example(rows: Ragged, i: int, tokenizer: PreTrainedTokenizerBase, name: str) -> Example:
+    tokens, mask = rows.row(i, "tokens"), _loss(rows, i)
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+    spans = [(str(tokenizer.decode(tokens[a:b].tolist(), clean_up_tokenization_spaces=False)), bool(mask[a]))
+             for a, b in pairwise(edges)]
+    return Example(name, spans, len(tokens), int(mask.sum()))
+
+
+def _loss(rows: Ragged, i: int) -> NDArray[np.bool_]:
+    """[T] True on the tokens of row i that carry loss: none of a prompt's, a step's label at its placeholder."""
+    if hasattr(rows, "loss_mask"):
+        return np.asarray(rows.row(i, "loss_mask"))
+    if hasattr(rows, "placeholders"):
+        return np.asarray(rows.row(i, "placeholders") & (rows.row(i, "labels") != IGNORE))
+    return np.zeros(int(rows.lengths[i]), dtype=bool)

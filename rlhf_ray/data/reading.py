@@ -1,0 +1,188 @@
+"""Reading rows from files or a Hub data set, block by block, so that whatever is malformed is named by file and line.
+
+Which library reads what: JSON lines and CSV are parsed here, because an error must name its line, which `datasets`
+(through pyarrow's readers) does not tell, and because it would give all rows one type per column. Parquet has types and
+no lines, and pyarrow streams it. Hub names, and directories written by `save_to_disk`, are `datasets`' own: it
+downloads, checks, caches and maps them into memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from glob import glob, has_magic
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhf_ray.config.data_source import DataSection
+from rlhf_ray.data.faults import Faults
+from rlhf_ray.data.rows import Rows, brief
+from rlhf_ray.errors import DataError
+
+T = TypeVar("T")
+Numbered = Iterator[tuple[int, dict[str, Any] | DataError]]
+"""(line number from 1, row or what is wrong with it)."""
+BLOCK = 1000
+"""Rows that are read, tokenised and written together."""
+
+
+def read_rows(path: str, split: str = "train", limit: int | None = None, subset: str | None = None) -> Rows:
+    """All rows, or the first `limit`, at once; see `stream_rows`."""
+    faults = Faults()
+    blocks = list(stream_rows(path, faults, split, limit, subset))
+    faults.check()
+    return Rows(path, [r for block in blocks for r in block.records], [n for block in blocks for n in block.lines])
+
+
+def section_rows(config: DataSection, faults: Faults) -> Iterator[Rows]:
+    """The rows of a section that is no mix; see `stream_rows`."""
+    return stream_rows(config.location, faults, config.split, config.limit, config.subset)
+
+
+def section_values(config: DataSection, faults: Faults, read: Callable[[Rows, int], T]) -> tuple[Rows, list[T]]:
+    """All usable rows of a section that is no mix, and what `read` makes of each."""
+    blocks = [faults.values(rows, read) for rows in section_rows(config, faults)]
+    rows = Rows(config.location, [r for block, _ in blocks for r in block.records],
+                [line for block, _ in blocks for line in block.lines])
+    return rows, [value for _, values in blocks for value in values]
+
+
+def stream_rows(path: str, faults: Faults, split: str = "train", limit: int | None = None,
+                subset: str | None = None) -> Iterator[Rows]:
+    """Blocks of rows, all or the first `limit`. No more than a block is in memory at a time.
+
+    Args:
+        path: a .jsonl/.json (JSON lines), .csv or .parquet file, a pattern of such files (in the order of their names),
+            a directory of `datasets.save_to_disk`, or the name of a Hub data set.
+        faults: takes the malformed rows.
+
+    Raises:
+        DataError: nothing there, not readable, or no rows at all.
+    """
+    left, found = limit, 0
+    for source, rows in _open(path, split, subset):
+        rows = islice(rows, left)
+        while block := list(islice(rows, BLOCK)):
+            found += len(block)
+            left = None if limit is None else limit - found
+            for line, row in block:
+                if isinstance(row, DataError):
+                    faults.add(row, source, line)
+            good = [(line, row) for line, row in block if isinstance(row, dict)]
+            yield Rows(source, [row for _, row in good], [line for line, _ in good])
+    if not found:
+        raise DataError(f"{path}: no rows; give a file with at least one")
+
+
+def _open(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Numbered]]:
+    """Each file of `path` with its rows."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        yield path, _open_file(file)
+    elif file.is_dir():
+        yield path, _read_saved(file, split)
+    elif has_magic(path):
+        names = sorted(name for name in glob(str(file), recursive=True) if Path(name).is_file())
+        if not names:
+            raise DataError(f"no file fits the pattern {path} (looked from {Path.cwd()})")
+        yield from ((name, _open_file(Path(name))) for name in names)
+    elif file.suffix.lower() in READERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        raise DataError(f"no such file: {path} (looked from {Path.cwd()}); write it first (`rlhf-ray quickstart` makes "
+                        "a set of its own) or correct the path in the configuration")
+    else:
+        yield path, _read_hub(path, split, subset)
+
+
+def _open_file(file: Path) -> Numbered:
+    if file.suffix.lower() not in READERS:
+        raise DataError(f"{file}: unknown format {file.suffix!r}; name the file .jsonl, .csv or .parquet")
+    return READERS[file.suffix.lower()](file)
+
+
+def _read_json_lines(file: Path) -> Numbered:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark, as some editors write it
+            if line.strip():
+                yield number, _parse_json_row(line, f"{file}, line {number}")
+
+
+def _parse_json_row(line: bytes, place: str) -> dict[str, Any] | DataError:
+    try:
+        row = json.loads(line.rstrip(b"\r\n").decode())
+    except UnicodeDecodeError as error:
+        return DataError(f"{place}: not UTF-8 text (byte {error.start + 1}: {error.reason}); save it as UTF-8")
+    except json.JSONDecodeError as error:
+        wrong = error.msg.removesuffix(" at")
+        return DataError(f"{place}: not valid JSON: {wrong} at column {error.colno}; write one object a line")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets nested a thousand deep
+        return DataError(f"{place}: JSON that cannot be read: {error}; write one flat object per line")
+    if not isinstance(row, dict):
+        return DataError(f"{place}: a row must be an object {{...}}, not {type(row).__name__} ({brief(row)})")
+    return row
+
+
+def _read_csv(file: Path) -> Numbered:
+    """Rows of a CSV file with a header; every value is a text."""
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        reader = csv.DictReader(text, strict=True)
+        try:
+            for row in reader:
+                whole = None not in row and None not in row.values()
+                yield reader.line_num, row if whole else DataError(
+                    f"{file}, line {reader.line_num}: not as many fields as the header has ({reader.fieldnames}); "
+                    "quote fields that hold commas")
+        except csv.Error as error:  # where the next row begins is anybody's guess
+            yield reader.line_num, DataError(f"{file}, line {reader.line_num}: not valid CSV: {error}")
+        except UnicodeDecodeError as error:
+            yield reader.line_num, DataError(f"{file}, after line {reader.line_num}: not UTF-8 text ({error.reason}); "
+                                             "save it as UTF-8")
+
+
+def _read_parquet(file: Path) -> Numbered:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        parquet = pq.ParquetFile(file)
+        rows = (row for batch in parquet.iter_batches(BLOCK) for row in batch.to_pylist())
+        yield from enumerate(rows, start=1)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a readable parquet file: {error}") from error
+
+
+READERS = {".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet}
+"""By suffix."""
+
+
+def _read_saved(directory: Path, split: str) -> Numbered:
+    """A directory that `datasets` wrote: one split, or several by name."""
+    from datasets import DatasetDict, load_from_disk
+
+    if not any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        raise DataError(f"{directory} is a directory that `datasets` did not save; name one .jsonl, .csv or .parquet "
+                        f"file, or several by a pattern such as {directory / '*.jsonl'}")
+    try:
+        saved = load_from_disk(str(directory))
+    except Exception as error:  # a damaged file shows as whatever pyarrow or json make of it
+        raise DataError(f"{directory}: not a readable data set: {type(error).__name__}: {error}") from error
+    if isinstance(saved, DatasetDict):
+        if split not in saved:
+            raise DataError(f"{directory} has no split {split!r}; it has {sorted(saved)}")
+        saved = saved[split]
+    return enumerate(saved, start=1)
+
+
+def _read_hub(name: str, split: str, subset: str | None) -> Numbered:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, subset, split=split)
+    except Exception as error:  # datasets raises a dozen kinds: offline, unknown name, unknown split, gated
+        raise DataError(f"{name} is neither a local file nor a Hub data set that could be read (split {split!r}): "
+                        f"{type(error).__name__}: {error}. Correct the path, or go online for the Hub") from error
+    yield from enumerate(rows, start=1)

@@ -1,0 +1,156 @@
+"""Chat templates in demonstrations, preferences and prompts: what carries loss, where turns end, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from rlhf_ray.data.demonstrations import load_demonstrations
+from rlhf_ray.data.preferences import load_preferences
+from rlhf_ray.data.prompt_table import open_prompts
+from rlhf_ray.errors import DataError, ModelError
+
+OPEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|eos|>\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}[assistant]{% endif %}"
+CLOSED = OPEN + ASK
+"""Ends each turn with the end-of-sequence token and a line break."""
+MARKED = ("{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eos|>"
+          "{% endgeneration %}{% else %}{{ m.content }}<|eos|>{% endif %}{{ '\\n' }}{% endfor %}" + ASK)
+ENDLESS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + ASK
+"""Writes no token that could end a turn."""
+FORGETFUL = "{% for m in messages[-2:] %}[{{ m.role }}]{{ m.content }}<|eos|>\n{% endfor %}" + ASK
+"""Leaves earlier turns out once later ones follow."""
+
+
+@pytest.fixture
+def chat(tokenizer_directory) -> Any:
+    """chat(template) -> a tokenizer with that chat template."""
+    from transformers import AutoTokenizer
+
+    def make(template: str) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+TALK = [turn("user", "Hi"), turn("assistant", "We saw"), turn("user", "And"), turn("assistant", "I read")]
+
+
+def learned(rows: Any, tokenizer: Any, i: int = 0) -> tuple[str, list[str]]:
+    """(the row as text, the pieces of it that carry loss)."""
+    tokens, mask = rows.row(i, "tokens").tolist(), rows.row(i, "loss_mask").tolist()
+    pieces: list[list[int]] = []
+    for n, (token, loss) in enumerate(zip(tokens, mask, strict=True)):
+        if loss and not (n and mask[n - 1]):
+            pieces.append([])
+        if loss:
+            pieces[-1].append(token)
+    return tokenizer.decode(tokens), [tokenizer.decode(piece) for piece in pieces]
+
+
+def conversation(tokenizer: Any, path: str, **fields: Any) -> tuple[str, list[str]]:
+    rows, _ = load_demonstrations(DemonstrationsConfig(path=path, messages="messages", **fields), tokenizer)
+    return learned(rows, tokenizer)
+
+
+@pytest.mark.parametrize("template", [CLOSED, MARKED])
+def test_the_assistants_turns_carry_loss_with_their_ends_and_nothing_else_does(chat, write_jsonl, template):
+    text, pieces = conversation(chat(template), write_jsonl({"messages": TALK}))
+    assert pieces == ["We saw<|eos|>", "I read<|eos|>"]
+    assert text == "[user]Hi<|eos|>\n[assistant]We saw<|eos|>\n[user]And<|eos|>\n[assistant]I read<|eos|>"
+
+
+def test_a_row_ends_with_its_last_turn_to_learn(chat, write_jsonl):
+    text, pieces = conversation(chat(CLOSED), write_jsonl({"messages": [*TALK, turn("user", "Bye")]}))
+    assert pieces == ["We saw<|eos|>", "I read<|eos|>"] and text.endswith("I read<|eos|>")
+
+
+def test_a_template_without_ends_gets_one_at_the_last_turn(chat, write_jsonl):
+    text, pieces = conversation(chat(ENDLESS), write_jsonl({"messages": TALK}))
+    assert pieces == ["We saw\n", "I read\n<|eos|>"] and text.endswith("[assistant]I read\n<|eos|>")
+
+
+def test_a_conversation_may_begin_with_the_assistant(chat, write_jsonl):
+    text, pieces = conversation(chat(CLOSED), write_jsonl({"messages": TALK[1:]}))
+    assert pieces == ["[assistant]We saw<|eos|>", "I read<|eos|>"] and text.startswith("[assistant]We saw")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_by_line(chat, write_jsonl):
+    path = write_jsonl({"messages": TALK[:2]}, {"messages": TALK})
+    with pytest.raises(DataError, match=r"line 2: .*assistant's turn 4 is no piece.*Mark .* \{% generation %\}"):
+        conversation(chat(FORGETFUL), path)
+    assert conversation(chat(FORGETFUL), write_jsonl({"messages": TALK[:2]}))[1] == ["We saw<|eos|>"]
+
+
+@pytest.mark.parametrize(("messages", "said"), [
+    (TALK[:1], r"line 1: .* has no message of the role 'assistant' to learn from; its roles are \['user'\]"),
+    ("Hi", "must be a list of chat messages"), ([], "not an empty list"),
+])
+def test_rows_without_a_turn_to_learn_are_named(chat, write_jsonl, messages, said):
+    with pytest.raises(DataError, match=said):
+        conversation(chat(CLOSED), write_jsonl({"messages": messages}))
+
+
+def test_conversations_need_a_template(tokenizer, write_jsonl):
+    with pytest.raises(ModelError, match="no chat template"):
+        conversation(tokenizer, write_jsonl({"messages": TALK}))
+
+
+def test_a_system_message_is_put_before_chats_that_have_none(chat, write_jsonl):
+    path = write_jsonl({"messages": TALK[:2]}, {"messages": [turn("system", "Own"), *TALK[:2]]})
+    tokenizer = chat(CLOSED)
+    config = DemonstrationsConfig(path=path, messages="messages", system="Be kind")
+    rows, _ = load_demonstrations(config, tokenizer)
+    starts = [learned(rows, tokenizer, i)[0].split("<|eos|>")[0] for i in range(2)]
+    assert starts == ["[system]Be kind", "[system]Own"]
+
+
+def test_texts_become_chats_when_asked(chat, write_jsonl):
+    tokenizer, path = chat(CLOSED), write_jsonl({"prompt": "Hi", "answer": 4})
+    found = open_prompts(PromptsConfig(path=path, as_chat=True, system="Be kind"), tokenizer).training.rows([0])
+    assert found.texts == ["[system]Be kind<|eos|>\n[user]Hi<|eos|>\n[assistant]"]
+    assert found.messages == [[turn("system", "Be kind"), turn("user", "Hi")]] and found.metadata == [{"answer": 4}]
+
+
+def pair_texts(tokenizer: Any, path: str, **fields: Any) -> list[tuple[str, list[str]]]:
+    pairs, _, _ = load_preferences(PreferencesConfig(path=path, held_out=0, **fields), tokenizer)
+    return [learned(side, tokenizer) for side in (pairs.chosen, pairs.rejected)]
+
+
+ASKED = "[user]Hi<|eos|>\n[assistant]"
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": [turn("user", "Hi")], "chosen": "We saw", "rejected": "I read"},
+    {"prompt": [turn("user", "Hi")], "chosen": TALK[1:2], "rejected": TALK[3:]},
+    {"prompt": "Hi", "chosen": TALK[1:2], "rejected": TALK[3:]},
+    {"prompt": "Hi", "chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]},
+    {"chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]},
+])
+def test_sides_as_texts_answers_or_conversations_come_to_the_same(chat, write_jsonl, row):
+    assert pair_texts(chat(CLOSED), write_jsonl(row)) == [
+        (ASKED + "We saw<|eos|>", ["We saw<|eos|>"]), (ASKED + "I read<|eos|>", ["I read<|eos|>"])]
+
+
+def test_an_answer_that_was_cut_has_no_end(chat, write_jsonl):
+    row = {"prompt": [turn("user", "Hi")], "chosen": TALK[1:2], "rejected": TALK[3:], "rejected_finished": False}
+    assert [pieces for _, pieces in pair_texts(chat(CLOSED), write_jsonl(row))] == [["We saw<|eos|>"], ["I read"]]
+
+
+@pytest.mark.parametrize(("row", "said"), [
+    ({"prompt": "Hi", "chosen": TALK[:2], "rejected": "I read"}, "must both be texts, or both messages"),
+    ({"chosen": TALK[:2], "rejected": [turn("user", "Ho"), TALK[3]]}, "must be the same but for their last message"),
+    ({"chosen": TALK[:1], "rejected": TALK[2:3]}, r"line 1: .*roles are \['user'\] and \['user'\]"),
+    ({"prompt": "Hi", "chosen": [turn("assistant", "")], "rejected": TALK[3:]}, "column 'chosen' is empty"),
+])
+def test_pairs_that_do_not_pair_are_named(chat, write_jsonl, row, said):
+    with pytest.raises(DataError, match=said):
+        pair_texts(chat(CLOSED), write_jsonl(row))

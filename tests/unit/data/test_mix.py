@@ -1,0 +1,114 @@
+"""Several data sets in place of one: what each contributes, under which numbers, and what is held out."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.data.prompt_table import open_prompts
+from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.roles.prompt_reader import HELD_OUT, PromptReader
+
+
+@pytest.fixture
+def two(write_jsonl) -> list[dict[str, Any]]:
+    """Eight prompts in one file, four in another under another column."""
+    first = write_jsonl(*({"prompt": f"We saw {n}", "n": n} for n in range(8)), name="first.jsonl")
+    second = write_jsonl(*({"q": f"I read {n}", "n": n} for n in range(4)), name="second.jsonl")
+    return [{"path": first, "weight": 3}, {"path": second, "column": "q", "limit": 3}]
+
+
+@pytest.fixture
+def reader(tokenizer_directory) -> DataReader:
+    found = DataReader(ModelConfig(path=str(tokenizer_directory)))
+    found.start()
+    return found
+
+
+def test_parts_take_what_they_do_not_say_from_the_section():
+    config = PromptsConfig(mix=[{"path": "a", "column": "q", "weight": 2}, {"path": "b", "split": "test"}],
+                           split="dev", max_tokens=7, limit=5)
+    assert [(p.path, p.column, p.split, p.limit, p.max_tokens) for p in config.parts()] == [
+        ("a", "q", "dev", 5, 7), ("b", "prompt", "test", 5, 7)]
+    assert config.weights == [2, 1] and config.title == "a + b"
+    assert PromptsConfig(path="a").parts() == [PromptsConfig(path="a")]
+
+
+def test_a_column_of_two_formats_is_refused():
+    with pytest.raises(ValueError, match="prompt='p' and messages='m' are two formats"):
+        DemonstrationsConfig(mix=[{"path": "a", "messages": "m"}], prompt="p")
+
+
+def test_prompts_of_all_data_sets_are_numbered_through(two, tokenizer):
+    found = open_prompts(PromptsConfig(mix=two), tokenizer)
+    assert found.training.sizes == [8, 3] and [report.kept for report in found.reports] == [8, 3]
+    rows = found.training.rows([9, 0, 7])
+    assert rows.texts == ["I read 1", "We saw 0", "We saw 7"] and rows.rows.tolist() == [9, 0, 7]
+    assert rows.metadata == [{"n": 1}, {"n": 0}, {"n": 7}]
+
+
+def test_held_out_prompts_are_whole_groups_in_neither_half(write_jsonl, tokenizer):
+    path = write_jsonl(*({"prompt": f"We saw {n % 50}"} for n in range(200)))
+    found = open_prompts(PromptsConfig(path=path, held_out=0.2), tokenizer)
+    halves = [set(half.rows(range(len(half))).texts) for half in (found.training, found.held_out)]
+    assert (len(found.training), len(found.held_out)) == (160, 40)
+    assert len(halves[1]) == 10 and not halves[0] & halves[1]
+    assert found.held_out.rows([3]).rows.tolist() == [3]
+    with pytest.raises(DataError, match="no prompt 40: there are rows 0 to 39"):
+        found.held_out.rows([40])
+
+
+def test_a_data_set_that_would_be_held_out_whole_is_named(write_jsonl, tokenizer):
+    mix = [{"path": write_jsonl(*({"prompt": f"We saw {n}"} for n in range(9)), name="a.jsonl")},
+           {"path": write_jsonl({"prompt": "I read"}, name="b.jsonl")}]
+    with pytest.raises(DataError, match=r"prompts.held_out=0.9 keeps all 1 prompts of .*b.jsonl out"):
+        open_prompts(PromptsConfig(mix=mix, held_out=0.9), tokenizer)
+
+
+def test_the_prompt_reader_keeps_both_tables(two, tokenizer_directory):
+    reader = PromptReader(ModelConfig(path=str(tokenizer_directory)))
+    reader.start()
+    found = reader.open("training", PromptsConfig(mix=two, held_out=0.2))
+    assert sum(found["sizes"]) + found["held_out"] == 11 and found["held_out"] == 2
+    texts = [set(reader.rows(range(n), table).texts) for n, table in ((9, "training"), (2, HELD_OUT))]
+    assert len(texts[0] | texts[1]) == 11
+    assert [report.split(": ")[1] for report in found["reports"]] == ["8 of 8 rows used", "3 of 3 rows used"]
+
+
+def test_demonstrations_hold_out_the_end_of_each_data_set(write_jsonl, reader):
+    mix = [{"path": write_jsonl(*({"text": f"{name} {n}"} for n in range(10)), name=f"{name}.jsonl"), "weight": w}
+           for name, w in (("We", 1), ("I", 4))]
+    train, held, summary = reader.demonstrations(DemonstrationsConfig(mix=mix, held_out=0.2))
+    assert (summary.sizes, summary.weights, summary.rows, len(held)) == ([8, 8], [1, 4], 16, 4)
+    assert len(train) == 16 and len(summary.reports) == 2
+
+
+def test_pairs_without_margins_count_as_zero_among_those_with(write_jsonl, reader):
+    pair = {"prompt": "We", "chosen": " saw", "rejected": " read"}
+    mix = [{"path": write_jsonl({**pair, "m": 2}, name="a.jsonl"), "margin": "m"},
+           {"path": write_jsonl(pair, name="b.jsonl")}]
+    train, _, summary = reader.preferences(PreferencesConfig(mix=mix, held_out=0))
+    assert train.margins is not None and train.margins.tolist() == [2, 0] and summary.sizes == [1, 1]
+
+
+def test_hard_labels_among_soft_ones_become_probabilities(write_jsonl, reader):
+    mix = [{"path": write_jsonl({"prompt": "p", "steps": ["a", "b", "c"], "labels": labels}, name=f"{i}.jsonl")}
+           for i, labels in enumerate(([True, False, None], [0.25, 1, 0]))]
+    train, _, _ = reader.process_rows(ProcessRowsConfig(mix=mix, held_out=0), StepsConfig(placeholder="?"))
+    assert train.labels.dtype == np.float32
+    assert [train.row(i, "labels")[train.row(i, "placeholders")].tolist() for i in range(2)] == [
+        [1, 0, -100], [0.25, 1, 0]]
+
+
+def test_an_evaluation_without_prompts_needs_some_held_out():
+    from rlhf_ray.config.load import load
+    from rlhf_ray.config.stages import PPOConfig
+
+    given = ["--model.path=m", "--reward_model.path=r", "--prompts.path=p", "--evaluation={}"]
+    with pytest.raises(ConfigError, match=r"evaluation.prompts is empty and prompts.held_out=0"):
+        load(PPOConfig, None, given)
+    assert load(PPOConfig, None, [*given, "--prompts.held_out=0.1"]).evaluation is not None
