@@ -49,6 +49,19 @@ def test_all_ranks_agree_on_the_batch_and_another_seed_does_not():
     assert one._rows_of(3).tolist() != learner(50, 8, seed=5)._rows_of(3).tolist()
 
 
+def test_batches_of_a_mix_follow_the_weights_and_resume():
+    def mixed():
+        made = learner(rows=12, batch_size=4)
+        made.take(sequences([1] * 12), sequences([]), sizes=[2, 10], weights=[3.0, 1.0])
+        return made
+
+    whole, resumed = mixed(), mixed()
+    batches = [whole._rows_of(step) for step in range(1, 11)]
+    assert [int((rows < 2).sum()) for rows in batches] == [3] * 10, "three of four rows are of the first data set"
+    assert sorted(row for rows in batches for row in rows if row >= 2) == list(range(2, 12))
+    assert resumed._rows_of(7).tolist() == batches[6].tolist()
+
+
 def test_a_rows_first_token_carries_no_loss():
     part = sequences([3, 1, 4], [1, 1, 1, 1, 0, 0, 1, 1])
     assert predictable(part).astype(int).tolist() == [0, 1, 1, 0, 0, 0, 1, 1]
