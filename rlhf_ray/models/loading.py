@@ -83,11 +83,12 @@ def load_causal_lm(config: ModelConfig | NewModelConfig) -> "PreTrainedModel":
     return _load(AutoModelForCausalLM, config)
 
 
-def load_scalar_model(config: ModelConfig, new_head: bool) -> "PreTrainedModel":
+def load_scalar_model(config: ModelConfig, new_head: bool, packed: bool = True) -> "PreTrainedModel":
     """A backbone with a one-number head per token: a reward model or a critic.
 
     Args:
         new_head: start the head at zero-centred small random weights instead of requiring one in the directory.
+        packed: with attention over packed rows; transformers' own, over padded ones, otherwise.
 
     Raises:
         ModelError: no such model, or it carries no one-label head although `new_head` is False.
@@ -96,7 +97,7 @@ def load_scalar_model(config: ModelConfig, new_head: bool) -> "PreTrainedModel":
 
     if not new_head:
         check_scalar_head(config)
-    model = _load(AutoModelForSequenceClassification, config, num_labels=1)
+    model = _load(AutoModelForSequenceClassification, config, packed, num_labels=1)
     if new_head:
         # Ouyang et al. 2022 and Huang et al. 2024 start scalar heads with std 1/sqrt(hidden + 1).
         torch.nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
@@ -146,11 +147,12 @@ def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def _load(auto: Any, config: ModelConfig, **more: Any) -> "PreTrainedModel":
+def _load(auto: Any, config: ModelConfig, packed: bool = True, **more: Any) -> "PreTrainedModel":
+    attention = {"attn_implementation": register()} if packed else {}
     try:
         return auto.from_pretrained(
             config.path, revision=config.revision, dtype=getattr(torch, config.dtype), use_safetensors=True,
-            trust_remote_code=config.trust_remote_code, attn_implementation=register(), **more,
+            trust_remote_code=config.trust_remote_code, **attention, **more,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error

@@ -1,0 +1,122 @@
+"""One-label sequence classifiers of any architecture as scorers: packed where that is proven, padded elsewhere.
+
+Decoders score a row at its last token, whatever that token is; encoders as their own head does. Decoders outside
+`PACKED`, or with attention that packing does not know (a sliding window), run on rows padded to the longest of a
+micro-batch, with transformers' own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import ModelError
+from rlhf_ray.models.loading import load_scalar_model
+from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
+from rlhf_ray.models.packing import Packing
+
+PACKED = frozenset({
+    "gemma", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3",
+})
+"""Architectures (`model_type`) whose packed forward pass is tested against transformers' own."""
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """A text as a classifier reads it."""
+
+    ids: NDArray[np.int32]
+    """[T] token ids."""
+    types: NDArray[np.int32] | None = None
+    """[T] which text of a pair each token is of, for models that want to know."""
+
+
+def packs(shape: Any) -> bool:
+    """Whether a model of this transformers configuration may run on packed rows."""
+    window, layers = getattr(shape, "sliding_window", None), getattr(shape, "layer_types", None) or ()
+    sliding = window is not None and window < shape.max_position_embeddings and (
+        not layers or "sliding_attention" in layers)
+    return shape.model_type in PACKED and not sliding
+
+
+def check_packs(config: ModelConfig, field: str) -> None:
+    """Refuse a model that cannot be trained on packed rows, by its configuration alone.
+
+    Raises:
+        ModelError: naming the field and the architecture.
+    """
+    from transformers import AutoConfig
+
+    shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    if not packs(shape):
+        raise ModelError(f"{field}: {config.path!r} is of architecture {shape.model_type!r}, which runs on padded rows "
+                         f"only and cannot be trained here; architectures that can: {', '.join(sorted(PACKED))} "
+                         "(without a sliding window shorter than the context)")
+
+
+class Classifier:
+    """A frozen one-label classifier on this process's device."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """
+        Raises:
+            ModelError: no such model, or no classifier with one label.
+        """
+        from transformers import AutoConfig
+
+        shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+        self._packs = packs(shape)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = load_scalar_model(config, new_head=False, packed=self._packs)
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._packed = PackedScalarModel(self._model)
+        self.reads_pairs = not hasattr(self._model, "score")
+        """Whether it is an encoder, which reads prompt and response as a pair of texts."""
+        self.longest = _context(self._model)
+        """Most tokens of a row; None when the model does not say."""
+
+    @torch.no_grad()
+    def scores(self, rows: Sequence[EncodedRow], plan: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
+        """[N] float32 scores, by micro-batches of row numbers."""
+        scores = np.zeros(len(rows), dtype=np.float32)
+        for numbers in plan:
+            part = [rows[i] for i in numbers]
+            scores[numbers] = (self._score_packed(part) if self._packs else self._score_padded(part)).cpu().numpy()
+        return scores
+
+    def _score_packed(self, rows: Sequence[EncodedRow]) -> Tensor:
+        tokens = torch.as_tensor(np.concatenate([row.ids for row in rows]).astype(np.int64), device=self._device)
+        packing = Packing.of(np.array([len(row.ids) for row in rows]), self._device)
+        return last_token_scores(self._packed(tokens, packing), packing)
+
+    def _score_padded(self, rows: Sequence[EncodedRow]) -> Tensor:
+        packing = Packing.of(np.array([len(row.ids) for row in rows]), self._device)
+        inputs = {"input_ids": self._grid(packing, [row.ids for row in rows], self._model.config.pad_token_id or 0)}
+        inputs["attention_mask"] = self._grid(packing, [np.ones_like(row.ids) for row in rows], 0)
+        if types := [row.types for row in rows if row.types is not None]:
+            inputs["token_type_ids"] = self._grid(packing, types, 0)
+        if self.reads_pairs:
+            return self._model(**inputs).logits[:, 0].float()
+        hidden = self._model.base_model(**inputs, use_cache=False).last_hidden_state
+        last = hidden[torch.arange(packing.rows, device=self._device), packing.lengths - 1]
+        return self._model.score(last)[:, 0].float()
+
+    def _grid(self, packing: Packing, columns: Sequence[NDArray[np.int32]], fill: int) -> Tensor:
+        flat = torch.as_tensor(np.concatenate(columns).astype(np.int64), device=self._device)
+        return packing.to_grid(flat, fill)
+
+
+def _context(model: Any) -> int | None:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is None or longest < 0:
+        return None
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    first = getattr(table, "padding_idx", None)  # RoBERTa's positions start behind the padding's
+    return longest if first is None else longest - first - 1

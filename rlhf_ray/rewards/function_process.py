@@ -1,0 +1,173 @@
+"""The process in which foreign code gives rewards: loads one function and calls it as often as it is asked.
+
+Started as a program of its own, with the number of an open socket as its argument. Requests come as pickles, answers go
+back as JSON, so that nothing this process says is ever unpickled. It ends when the socket closes, and is killed with
+the process that started it. Imports the standard library alone: what the function needs, it imports itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HEADER = struct.Struct("!Q")
+"""Length of the frame that follows, in bytes."""
+PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the socket until it closes. The first frame says which function and what it may be given."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        return
+    with socket.socket(fileno=descriptor) as channel, asyncio.Runner() as runner:
+        order = receive(channel)
+        if order is None:
+            return
+        try:
+            function = load(order["function"])
+            names = accepted(function, order["offers"])
+        except BaseException as error:
+            send(channel, {"error": describe(error)})
+            return
+        send(channel, {"takes": names})
+        while (arguments := receive(channel)) is not None:
+            send(channel, answer(function, {name: arguments[name] for name in names}, runner))
+
+
+def answer(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+    """What the function gives, as {"scores": [...]}, or {"error": ..., "sample": number of the row or None}."""
+    try:
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            result = runner.run(_awaited(result))
+        return {"scores": plain(result)}
+    except BaseException as error:  # also SystemExit: what a function does is told, not obeyed
+        return {"error": describe(error), "sample": getattr(error, "sample", None)}
+
+
+def plain(result: Any) -> list[float]:
+    """A list, tuple, array or tensor of numbers as floats.
+
+    Raises:
+        TypeError: it is none of these, or holds something else.
+    """
+    if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__iter__"):
+        raise TypeError(f"it returned {_brief(result)}, and must return a list with one number per response")
+    scores = []
+    for place, item in enumerate(result):
+        try:
+            if isinstance(item, (str, bytes)):
+                raise TypeError
+            scores.append(float(item))
+        except (TypeError, ValueError):
+            raise TypeError(f"score {place} of its list is {_brief(item)}, and must be a number") from None
+    return scores
+
+
+def load(target: str) -> Callable[..., Any]:
+    """The function that `module:name` or `file.py:name` names. The working directory is on the path.
+
+    Raises:
+        ValueError, TypeError, and whatever the import raises.
+    """
+    where, colon, name = target.rpartition(":")
+    if not (where and colon and name):
+        raise ValueError(f"{target!r} is not of the form module:name or file.py:name")
+    sys.path.insert(0, os.getcwd())
+    found: Any = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{name} is {_brief(found)}, which cannot be called")
+    return found
+
+
+def accepted(function: Callable[..., Any], offers: list[str]) -> list[str]:
+    """Which of the arguments on offer the function takes: those it names, or all with `**kwargs`.
+
+    Raises:
+        TypeError: it takes none of them, or requires others.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if strange := [p.name for p in parameters
+                   if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+                   and (p.name not in offers or p.kind == p.POSITIONAL_ONLY)]:
+        raise TypeError(f"it requires {', '.join(strange)}; it is called with keyword arguments out of "
+                        f"{', '.join(offers)}")
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return offers
+    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if not taken & set(offers):
+        raise TypeError(f"it takes none of {', '.join(offers)}")
+    return [name for name in offers if name in taken]
+
+
+def describe(error: BaseException) -> str:
+    """An exception with the place in foreign code that raised it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__
+              and "importlib" not in f.filename]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def receive(channel: socket.socket) -> Any:
+    """The next request; None when the other side is gone."""
+    header = _exactly(channel, HEADER.size)
+    body = _exactly(channel, HEADER.unpack(header)[0]) if header else None
+    return pickle.loads(body) if body else None  # noqa: S301 - from the process that started this one
+
+
+def send(channel: socket.socket, message: dict[str, Any]) -> None:
+    """Answer; NaN and infinity go as the words that Python's JSON knows."""
+    body = json.dumps(message).encode()
+    channel.sendall(HEADER.pack(len(body)) + body)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = channel.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path} (relative paths start at {Path.cwd()})")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _brief(value: Any) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,161 @@
+"""A function in a process of its own, which can be killed when it does not answer.
+
+Foreign code may raise, block, crash or fill memory; none of that may take the reward scorer with it. A blocked call
+cannot be interrupted inside one process (nothing stops a C function), so deadlines are kept by killing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from rlhf_ray.errors import RewardError
+from rlhf_ray.rewards.function_process import HEADER
+
+IMPORT_S = 120.0
+"""How long a function may take to be imported: it may import a whole framework."""
+GOODBYE_S = 0.5
+"""How long an idle process gets to end by itself."""
+GONE_S = 5.0
+"""How long the system gets to take away a killed one."""
+ANSWER_BYTES = 1 << 26
+"""More than any answer is long: the other side talks nonsense then."""
+
+
+class KillableFunction:
+    """One function, one process, one call at a time. A process that was killed is started anew by the next call."""
+
+    def __init__(self, who: str, function: str, offers: Sequence[str], timeout_s: float) -> None:
+        """
+        Args:
+            who: the function as the subject of a sentence, for messages.
+            function: `module:name` or `file.py:name`.
+            offers: names of the arguments that calls will have.
+            timeout_s: longest wait for each call.
+        """
+        self._who, self._function, self._offers, self._timeout_s = who, function, list(offers), timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._calling = False
+        self._turn = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The process, when there is one."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start the process and import the function.
+
+        Raises:
+            RewardError: it cannot be imported in time, or does not take the arguments.
+        """
+        async with self._turn:
+            await self._start()
+
+    async def call(self, arguments: dict[str, Any], samples: Sequence[str]) -> list[float]:
+        """Call the function.
+
+        Args:
+            arguments: everything in `offers`; the function gets what it takes.
+            samples: names of the rows, for messages.
+
+        Raises:
+            RewardError: it raised, ended its process, or gave no answer in time. Says for which samples.
+        """
+        async with self._turn:
+            if self._process is None:
+                await self._start()
+            reply = await self._exchange(arguments, self._timeout_s, f" for {_named(samples)}")
+        if "error" in reply:
+            of = _named(samples) if reply.get("sample") is None else samples[reply["sample"]]
+            raise RewardError(f"{self._who} failed for {of}: {reply['error']}. No score is made up in its place: mend "
+                              "the function")
+        return list(reply["scores"])
+
+    async def stop(self) -> None:
+        """End the process: by itself when it is idle, for certain when it is not."""
+        if self._process is None:
+            return
+        if not self._calling:
+            self._writer.close()
+            await self._gone(GOODBYE_S)
+        await self._kill()
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlhf_ray.rewards.function_process", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+            )
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        order = {"function": self._function, "offers": self._offers}
+        reply = await self._exchange(order, IMPORT_S, " when it was imported")
+        if "error" in reply:
+            await self._kill()
+            raise RewardError(f"{self._who} cannot be used: {reply['error']}. Correct the name (module:name or "
+                              "file.py:name), or mend the function")
+
+    async def _exchange(self, message: dict[str, Any], timeout_s: float, about: str) -> dict[str, Any]:
+        """Send a frame and wait for the answer. The process does not outlive a failure."""
+        process, self._calling = self._process, True
+        try:
+            async with asyncio.timeout(timeout_s):
+                body = pickle.dumps(message)
+                self._writer.write(HEADER.pack(len(body)) + body)
+                await self._writer.drain()
+                size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
+                if size > ANSWER_BYTES:
+                    raise RewardError(f"{self._who} answered with {size} bytes; mend the function")
+                return dict(json.loads(await self._reader.readexactly(size)))
+        except TimeoutError:
+            await self._kill()
+            raise RewardError(f"{self._who} gave no answer within {timeout_s:g} s{about}; its process was killed. Make "
+                              "it faster, or raise timeout_s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self._gone(GONE_S)
+            told = _ending(process.poll() if process else None)
+            await self._kill()
+            raise RewardError(f"{self._who} {told}{about}. No score is made up in its place: mend the function (the "
+                              "worker's log has what it printed)") from None
+        except BaseException:  # cancelled, say: the answer to this call must not be taken for one to the next
+            await self._kill()
+            raise
+        finally:
+            self._calling = False
+
+    async def _kill(self) -> None:
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with whatever it has started itself
+        self._writer.close()
+        await self._gone(GONE_S)
+        self._process = None
+
+    async def _gone(self, patience_s: float) -> None:
+        """Wait for the process to be over. (uvloop, which Ray uses, has no subprocesses off the main thread.)"""
+        deadline = time.monotonic() + patience_s
+        while self._process and self._process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+def _named(samples: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(samples) - most} more" if len(samples) > most else ""
+    return ", ".join(samples[:most]) + more
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "closed its connection"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"

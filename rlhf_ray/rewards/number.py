@@ -1,0 +1,68 @@
+"""The number in the response must be the answer: found in the text, compared as decimals, never evaluated."""
+
+from __future__ import annotations
+
+import re
+from decimal import Context, Decimal
+from typing import Any
+
+from rlhf_ray.config.rewards import NumberReward
+from rlhf_ray.rewards.rules import RuleSource, Verdict, after_marker
+
+# A sign only where it is no subtraction or range; 1,000 with groups of three; .5 without a leading zero; 3/4; 1.5e3.
+_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w.,)\]}}])[-+])?\$?(?:\\[dt]?frac\s*{{\s*(?P<top>-?[0-9]+)\s*}}\s*{{\s*(?P<below>-?[0-9]+)\s*}}"
+    rf"|(?P<value>{_PLAIN})(?:[eE](?P<power>[-+]?[0-9]{{1,4}})(?![\w])|/(?P<under>[0-9]+(?:\.[0-9]+)?))?)",
+    re.ASCII,
+)
+_ARITHMETIC = Context(prec=60, traps=[])
+"""60 digits; what is out of range becomes infinity or NaN, which equals nothing."""
+
+
+def number_source(name: str, config: NumberReward) -> RuleSource:
+    """The source of a section of `rewards`."""
+
+    def rule(response: str, answer: Any) -> Verdict:
+        return number_match(response, answer, config.after, config.tolerance)
+
+    return RuleSource(name, config, rule, config.answer)
+
+
+def number_match(response: str, answer: Any, after: str | None, tolerance: float) -> Verdict:
+    """Compare the response's number with the answer's. An answer without a number equals none."""
+    found, wanted = number_in(response, after), _wanted(answer, after)
+    if found is None:
+        return Verdict.UNREADABLE
+    if wanted is None:
+        return Verdict.WRONG
+    difference = _ARITHMETIC.abs(_ARITHMETIC.subtract(found, wanted))
+    near = not difference.is_nan() and difference <= Decimal(repr(tolerance))
+    return Verdict.RIGHT if near else Verdict.WRONG
+
+
+def number_in(text: str, after: str | None = None) -> Decimal | None:
+    """The number a text comes to: the first one after the marker, the last one without a marker; None for none."""
+    text = text.replace("\N{MINUS SIGN}", "-")
+    part = after_marker(text, after)
+    if part is None:
+        return None
+    numbers = [value for match in _NUMBER.finditer(part) if (value := _value(match)) is not None]
+    return numbers[0 if after else -1] if numbers else None
+
+
+def _wanted(answer: Any, after: str | None) -> Decimal | None:
+    text = str(answer)
+    marked = after is not None and after in text
+    return number_in(text, after if marked else None)
+
+
+def _value(match: re.Match[str]) -> Decimal | None:
+    """The number that was matched; None when it is none (a division by zero, out of range)."""
+    top, below = match["top"] or match["value"], match["below"] or match["under"]
+    number = _ARITHMETIC.create_decimal(top.replace(",", "") + (f"e{match['power']}" if match["power"] else ""))
+    if below is not None:
+        number = _ARITHMETIC.divide(number, _ARITHMETIC.create_decimal(below))
+    if match["sign"] == "-":
+        number = _ARITHMETIC.minus(number)
+    return number if number.is_finite() else None

@@ -1,0 +1,175 @@
+"""Regular expressions and JSON schemas as rewards. Both may take for ever on unlucky texts, so both run guarded.
+
+`judge_pattern` and `judge_json` are what the guarded process calls, with one verdict per response.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.config.rewards import JSONSchemaReward, RegexReward
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.rewards.rules import GuardedRuleSource, Verdict
+
+GRACE_S = 5.0
+"""What a chunk gets beyond its deadline before the process, which should have told of it, is killed."""
+
+
+def regex_source(name: str, config: RegexReward) -> GuardedRuleSource:
+    """The source of a section of `rewards`."""
+    settings = {"what": f"pattern {config.pattern!r}", "pattern": config.pattern, "match": config.match,
+                "group": config.group, "timeout_s": config.timeout_s}
+    column = None if config.group is None else config.answer
+    return GuardedRuleSource(name, config, f"{__name__}:judge_pattern", settings, column, config.timeout_s + GRACE_S)
+
+
+def json_schema_source(name: str, config: JSONSchemaReward) -> GuardedRuleSource:
+    """The source of a section of `rewards`.
+
+    Raises:
+        ConfigError: the schema's file cannot be read, or the schema is none.
+    """
+    settings = {"what": "JSON schema", "schema": read_schema(config.accepts, f"rewards.{name}.accepts"),
+                "timeout_s": config.timeout_s}
+    return GuardedRuleSource(name, config, f"{__name__}:judge_json", settings, config.answer,
+                             config.timeout_s + GRACE_S)
+
+
+def judge_pattern(settings: dict[str, Any], responses: Sequence[str], answers: Sequence[Any]) -> list[Verdict]:
+    """Verdicts of a regular expression."""
+    pattern = compiled(settings["pattern"])
+    find = pattern.search if settings["match"] == "search" else pattern.fullmatch
+
+    def verdict(response: str, answer: Any) -> Verdict:
+        found = find(response if settings["match"] == "search" else response.strip())
+        if found is None:
+            return Verdict.WRONG if settings["group"] is None else Verdict.UNREADABLE
+        if settings["group"] is None:
+            return Verdict.RIGHT
+        given = found[settings["group"]]
+        return Verdict.RIGHT if given is not None and given.split() == str(answer).split() else Verdict.WRONG
+
+    return _one_by_one(verdict, responses, answers, settings["timeout_s"])
+
+
+def judge_json(settings: dict[str, Any], responses: Sequence[str], answers: Sequence[Any]) -> list[Verdict]:
+    """Verdicts of a JSON schema."""
+    validator = schema_validator(settings["schema"])
+
+    def verdict(response: str, answer: Any) -> Verdict:
+        try:
+            value = json.loads(response, parse_constant=_refused)
+        except (ValueError, RecursionError):
+            return Verdict.UNREADABLE
+        try:
+            fits = validator.is_valid(value)
+        except RecursionError:  # nested beyond what a schema that refers to itself can follow
+            fits = False
+        return Verdict.RIGHT if fits and (answer is None or same_json(value, parsed(answer))) else Verdict.WRONG
+
+    return _one_by_one(verdict, responses, answers, settings["timeout_s"])
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The pattern as rewards use it. Raises re.error when it is none."""
+    return re.compile(pattern, re.DOTALL | re.MULTILINE)
+
+
+def read_schema(accepts: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
+    """The schema of a configuration: itself, or out of a file.
+
+    Raises:
+        ConfigError: no such file, not JSON, or no schema.
+    """
+    import jsonschema
+
+    schema: Any = accepts
+    if isinstance(accepts, str):
+        try:
+            schema = json.loads(Path(accepts).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{field}={accepts!r} cannot be read as a JSON schema: {error}") from None
+    try:
+        jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ConfigError(f"{field} is no JSON schema: {error.message} at {error.json_path}") from None
+    return schema
+
+
+def schema_validator(schema: Any) -> Any:
+    """A validator that looks nothing up: references beyond the schema itself are errors, not downloads."""
+    import jsonschema
+    from referencing import Registry
+
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    return kind(schema, registry=Registry())
+
+
+def parsed(answer: Any) -> Any:
+    """An answer as a JSON value: a text that is JSON counts as what it says."""
+    if not isinstance(answer, str):
+        return answer
+    try:
+        return json.loads(answer)
+    except ValueError:
+        return answer
+
+
+def same_json(a: Any, b: Any) -> bool:
+    """Whether two JSON values are equal; true is not 1."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_json(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same_json, a, b))
+    return bool(a == b)
+
+
+class TooSlow(Exception):
+    """A response on which a pattern did not come to an end."""
+
+    def __init__(self, timeout_s: float, sample: int) -> None:
+        super().__init__(f"no verdict within {timeout_s:g} s (timeout_s); simplify the pattern (nested repetitions "
+                         "such as (a+)+ can take for ever), or raise timeout_s")
+        self.sample = sample
+
+
+def _one_by_one(
+    verdict: Callable[[str, Any], Verdict], responses: Sequence[str], answers: Sequence[Any], timeout_s: float
+) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    with _alarm(timeout_s, lambda: len(verdicts)):
+        for response, answer in zip(responses, answers, strict=True):
+            verdicts.append(verdict(response, answer))
+    return verdicts
+
+
+@contextmanager
+def _alarm(timeout_s: float, at: Callable[[], int]) -> Iterator[None]:
+    """A deadline by signal, which `re` heeds in the midst of a match. For the main thread of a process of our own.
+
+    Raises:
+        TooSlow: the time is over; `at` says which sample was looked at.
+    """
+
+    def ring(*_: Any) -> None:
+        raise TooSlow(timeout_s, at())
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,32 @@
+"""Rollouts as requests: the words that go with the token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlhf_ray.records import Prompts, Rollout
+from rlhf_ray.rewards.protocol import RewardRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def requests_of(rollout: Rollout, prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> list[RewardRequest]:
+    """[N] requests of a rollout's rows. `prompts` holds the prompts that they answer, in any order."""
+    places = {row: i for i, row in enumerate(prompts.rows.tolist())}
+    return [_request(rollout, i, prompts, places[key.row], tokenizer) for i, key in enumerate(rollout.keys)]
+
+
+def _request(
+    rollout: Rollout, i: int, prompts: Prompts, row: int, tokenizer: PreTrainedTokenizerBase
+) -> RewardRequest:
+    tokens, mask = rollout.row(i, "tokens"), rollout.row(i, "response_mask")
+    begin = int(np.argmax(mask)) if mask.any() else len(mask)
+    return RewardRequest(
+        key=rollout.keys[i], prompt=prompts.texts[row],
+        response=tokenizer.decode(tokens[begin:].tolist(), skip_special_tokens=True),
+        tokens=tokens, response_mask=mask, finish_reason=rollout.finish_reasons[i], metadata=prompts.metadata[row],
+        messages=None if prompts.messages is None else prompts.messages[row],
+    )

@@ -1,0 +1,110 @@
+"""Rewards that a rule decides: how a response and a row's answer become a verdict, and verdicts scores.
+
+Rules read text and evaluate nothing: what a policy wrote is never run as code. Rules that may take for ever on unlucky
+texts (regular expressions, schemas that hold some) run in a process that can be killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from rlhf_ray.config.rewards import VerifiableReward
+from rlhf_ray.errors import RewardError
+from rlhf_ray.rewards.killable import KillableFunction
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
+
+
+class Verdict(IntEnum):
+    """What a rule says of a response."""
+
+    RIGHT = 1
+    WRONG = 0
+    UNREADABLE = -1
+    """Wrong, because what the rule looks for is not there: no number, no JSON, no marker."""
+
+
+Rule = Callable[[str, Any], Verdict]
+"""(response, answer) -> verdict."""
+
+
+class RuleSource:
+    """A rule that answers at once."""
+
+    def __init__(self, name: str, config: VerifiableReward, rule: Rule, column: str | None) -> None:
+        """`column` holds the answers; None for a rule that needs none."""
+        self._name, self._config, self._rule, self._column = name, config, rule, column
+
+    async def start(self) -> None:
+        """Nothing to make ready."""
+
+    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        """`right` or `wrong` for each response.
+
+        Raises:
+            RewardError: a prompt's row has no answer; names the sample.
+        """
+        return verdicts_as_answer(await self._verdicts(requests), self._config)
+
+    async def stop(self) -> None:
+        """Nothing to let go of."""
+
+    async def _verdicts(self, requests: Sequence[RewardRequest]) -> Sequence[float]:
+        answers = answers_of(requests, self._column, self._name)
+        return [self._rule(r.response, answer) for r, answer in zip(requests, answers, strict=True)]
+
+
+class GuardedRuleSource(RuleSource):
+    """A rule in a process of its own, named as `module:function`; it gets `settings`, `responses` and `answers`."""
+
+    def __init__(self, name: str, config: VerifiableReward, function: str, settings: dict[str, Any],
+                 column: str | None, timeout_s: float) -> None:
+        self._name, self._config, self._settings, self._column = name, config, settings, column
+        self._process = KillableFunction(f"rewards.{name} ({settings['what']})", function,
+                                         ("settings", "responses", "answers"), timeout_s)
+
+    async def start(self) -> None:
+        """Start the process."""
+        await self._process.start()
+
+    async def stop(self) -> None:
+        """End it."""
+        await self._process.stop()
+
+    async def _verdicts(self, requests: Sequence[RewardRequest]) -> Sequence[float]:
+        given = {"settings": self._settings, "responses": [r.response for r in requests],
+                 "answers": answers_of(requests, self._column, self._name)}
+        return await self._process.call(given, [sample_names([r.key]) for r in requests])
+
+
+def verdicts_as_answer(verdicts: Sequence[float], config: VerifiableReward) -> RewardAnswer:
+    """Scores of verdicts; unreadable responses are wrong, and counted."""
+    told = np.asarray(verdicts, dtype=np.int64)
+    scores = np.where(told == Verdict.RIGHT, config.right, config.wrong).astype(np.float32)
+    return RewardAnswer(scores, failures=int((told == Verdict.UNREADABLE).sum()))
+
+
+def answers_of(requests: Sequence[RewardRequest], column: str | None, name: str) -> list[Any]:
+    """[N] the answers in the prompts' rows; None for each without a column.
+
+    Raises:
+        RewardError: a row has no such column, or nothing in it.
+    """
+    if column is None:
+        return [None] * len(requests)
+    for request in requests:
+        if request.metadata.get(column) is None:
+            raise RewardError(f"rewards.{name}.answer={column!r}: the prompt of {sample_names([request.key])} has no "
+                              f"such column or nothing in it; its row has {sorted(request.metadata)} beside the prompt")
+    return [request.metadata[column] for request in requests]
+
+
+def after_marker(text: str, marker: str | None) -> str | None:
+    """What follows the last occurrence of the marker; the whole text without a marker; None when it is not there."""
+    if marker is None:
+        return text
+    _, found, rest = text.rpartition(marker)
+    return rest if found else None

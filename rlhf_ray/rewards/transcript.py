@@ -1,0 +1,53 @@
+"""Prompt and response in the words and ids of a model that does not share the policy's tokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_ray.data.encoding import encode
+from rlhf_ray.errors import RewardError
+from rlhf_ray.rewards.protocol import RewardRequest, sample_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf_ray.models.classifier import EncodedRow
+
+
+def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, pair: bool) -> EncodedRow:
+    """The request as a reward model of another tokenizer reads it.
+
+    An encoder reads prompt and response as a pair of texts. A decoder reads a conversation through its own chat
+    template, if the prompt is chat messages and there is a template; else prompt and response as one text, with an
+    end-of-sequence token where the response ended by itself, as our own reward models are trained.
+
+    Raises:
+        RewardError: the chat template refuses the conversation.
+    """
+    from rlhf_ray.models.classifier import EncodedRow
+
+    if pair:
+        both = tokenizer(request.prompt, request.response, verbose=False)
+        types = both.get("token_type_ids")
+        return EncodedRow(_ids(both["input_ids"]), None if types is None else _ids(types))
+    if request.messages is not None and tokenizer.chat_template:
+        return EncodedRow(_ids(encode(tokenizer, [_conversation(request, tokenizer)], leading=False)[0]))
+    ids = encode(tokenizer, [request.prompt + request.response], leading=True)[0]
+    ended = [tokenizer.eos_token_id] if request.finish_reason == "stop" else []
+    return EncodedRow(_ids([*ids, *ended]))
+
+
+def _conversation(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> str:
+    messages: list[dict[str, Any]] = [*(request.messages or ()), {"role": "assistant", "content": request.response}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # a template is a program and raises what it likes
+        raise RewardError(f"the chat template of the reward model's tokenizer {tokenizer.name_or_path!r} refuses the "
+                          f"conversation of {sample_names([request.key])}, of roles {[m['role'] for m in messages]}: "
+                          f"{error}") from error
+
+
+def _ids(values: Any) -> np.ndarray:
+    return np.asarray(values, dtype=np.int32)

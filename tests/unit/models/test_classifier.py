@@ -1,0 +1,124 @@
+"""Reward models of any family against transformers' own forward pass, a row at a time."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import ModelError
+from rlhf_ray.models.classifier import PACKED, Classifier, EncodedRow, check_packs, packs
+
+SHAPE = {"vocab_size": 64, "num_labels": 1, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+USUAL = {**SHAPE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "max_position_embeddings": 32, "initializer_range": 0.2}
+GROUPED = {**USUAL, "num_key_value_heads": 1, "head_dim": 16}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, GROUPED), "qwen2": (transformers.Qwen2Config, GROUPED),
+    "qwen3": (transformers.Qwen3Config, GROUPED), "mistral": (transformers.MistralConfig, GROUPED),
+    "gemma": (transformers.GemmaConfig, GROUPED), "gpt_neox": (transformers.GPTNeoXConfig, USUAL),
+    "gpt2": (transformers.GPT2Config, {**SHAPE, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32,
+                                       "initializer_range": 0.2}),
+    "phi": (transformers.PhiConfig, USUAL), "phi3": (transformers.Phi3Config, GROUPED),
+    "olmo2": (transformers.Olmo2Config, GROUPED),
+    "opt": (transformers.OPTConfig, {**SHAPE, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2,
+                                     "num_attention_heads": 2, "max_position_embeddings": 32,
+                                     "word_embed_proj_dim": 32, "init_std": 0.2}),
+    "sliding mistral": (transformers.MistralConfig, {**GROUPED, "sliding_window": 4}),
+    "gemma2": (transformers.Gemma2Config, {**GROUPED, "sliding_window": 4}),
+    "bloom": (transformers.BloomConfig, {**SHAPE, "hidden_size": 32, "n_layer": 2, "n_head": 2,
+                                         "initializer_range": 0.2}),
+    "bert": (transformers.BertConfig, USUAL), "distilbert": (transformers.DistilBertConfig, {
+        **SHAPE, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32}),
+    "roberta": (transformers.RobertaConfig, {**USUAL, "pad_token_id": 1, "eos_token_id": 2}),
+    "deberta-v2": (transformers.DebertaV2Config, USUAL),
+    "modernbert": (transformers.ModernBertConfig, {**USUAL, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}),
+}
+LENGTHS = (5, 9, 3, 9, 1, 12)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """saved(family) -> directory of a tiny random model, made once."""
+    made: dict[str, Path] = {}
+
+    def save(family: str) -> Path:
+        if family not in made:
+            cls, shape = FAMILIES[family]
+            torch.manual_seed(0)
+            model = transformers.AutoModelForSequenceClassification.from_config(cls(**shape))
+            with torch.no_grad():  # biases and heads start at zero or nearly so; scores must differ to tell anything
+                for name, p in model.named_parameters():
+                    if name.split(".")[0] in ("score", "classifier", "pooler", "head", "pre_classifier"):
+                        p.normal_(std=0.5)
+            made[family] = tmp_path_factory.mktemp("families") / family.replace(" ", "_")
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return save
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_transformers_own_whatever_the_neighbours(saved, family):
+    directory, random = saved(family), np.random.default_rng(0)
+    rows = [EncodedRow(random.integers(4, 64, n).astype(np.int32)) for n in LENGTHS]
+    classifier = Classifier(ModelConfig(path=str(directory)))
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    with torch.no_grad():
+        expected = [plain(torch.from_numpy(row.ids.astype(np.int64))[None]).logits.item() for row in rows]
+    assert np.std(expected) > 0.01
+    for plan in ([[0, 1, 2, 3, 4, 5]], [[4, 2], [5, 0], [3], [1]]):
+        scores = classifier.scores(rows, [np.array(part) for part in plan])
+        assert scores.dtype == np.float32 and scores == pytest.approx(expected, abs=2e-5)
+
+
+def test_packing_is_for_the_proven_and_encoders_read_pairs(saved):
+    packed = {family for family in FAMILIES if packs(transformers.AutoConfig.from_pretrained(saved(family)))}
+    assert packed == PACKED, "what packs is tested here, and only that"
+    pairs = {family for family in FAMILIES if Classifier(ModelConfig(path=str(saved(family)))).reads_pairs}
+    assert pairs == {"bert", "distilbert", "roberta", "deberta-v2", "modernbert"}
+
+
+def test_contexts(saved):
+    def longest(family):
+        return Classifier(ModelConfig(path=str(saved(family)))).longest
+
+    assert (longest("llama"), longest("gpt2"), longest("bloom")) == (32, 32, None)
+    assert longest("roberta") == 30, "its positions start behind the padding's"
+    edge = [EncodedRow(np.full(30, 7, dtype=np.int32))]
+    assert np.isfinite(Classifier(ModelConfig(path=str(saved("roberta")))).scores(edge, [np.array([0])])).all()
+
+
+def test_an_end_token_that_is_also_the_padding_is_scored_all_the_same(saved, tmp_path):
+    """transformers takes the last token that is not padding; the end of a response is where ours are scored."""
+    directory = tmp_path / "same"
+    directory.mkdir()
+    for file in saved("bloom").iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    shape = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**shape, "pad_token_id": 1}))
+    row = EncodedRow(np.array([5, 6, 1], dtype=np.int32))
+    other = EncodedRow(np.array([5, 6], dtype=np.int32))
+    scores = Classifier(ModelConfig(path=str(directory))).scores([row, other], [np.array([0, 1])])
+    assert abs(scores[0] - scores[1]) > 1e-4
+
+
+def test_second_texts_of_a_pair_are_told_apart(saved):
+    ids, classifier = np.arange(4, 10, dtype=np.int32), Classifier(ModelConfig(path=str(saved("bert"))))
+    pair = EncodedRow(ids, np.array([0, 0, 0, 1, 1, 1], dtype=np.int32))
+    score = classifier.scores([pair], [np.array([0])])[0]
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(saved("bert")).eval()
+    with torch.no_grad():
+        expected = plain(torch.arange(4, 10)[None], token_type_ids=torch.tensor([[0, 0, 0, 1, 1, 1]])).logits.item()
+    assert score == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_cannot_be_packed_starts_no_critic(saved):
+    check_packs(ModelConfig(path=str(saved("qwen2"))), "critic.init=reward")
+    for family in ("bert", "sliding mistral", "bloom"):
+        said = r"^critic\.init=reward: '.*' is of architecture '\w+', which runs on padded rows"
+        with pytest.raises(ModelError, match=said):
+            check_packs(ModelConfig(path=str(saved(family))), "critic.init=reward")

@@ -1,0 +1,260 @@
+"""A user's function in its real process: what it may look like, and every way in which it can fail."""
+
+import asyncio
+import os
+import sys
+import time
+
+import pytest
+
+from rlhf_ray.config.rewards import FunctionReward
+from rlhf_ray.errors import RewardError
+from rlhf_ray.rewards import killable
+from rlhf_ray.rewards.function import FunctionSource
+
+TEXTS = ["one", "two words", "three words here"]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """source(code, name="score", timeout_s=20): the function of that name in a file with this code."""
+
+    def build(code: str, name: str = "score", timeout_s: float = 20.0) -> FunctionSource:
+        (tmp_path / "mine.py").write_text(code)
+        return FunctionSource("mine", FunctionReward(
+            type="function", function=f"{tmp_path}/mine.py:{name}", timeout_s=timeout_s))
+
+    return build
+
+
+@pytest.fixture
+def requests(ask):
+    return [ask(text, row, prompt=f"p{row}", metadata={"answer": row}, finish_reason=reason)
+            for row, (text, reason) in enumerate(zip(TEXTS, ("stop", "length", "stop"), strict=True))]
+
+
+def scores(source, requests, times=1):
+    """The source's scores of one life: start, ask, stop."""
+
+    async def live():
+        try:
+            await source.start()
+            return [(await source.score(requests)).scores.tolist() for _ in range(times)][-1]
+        finally:
+            await source.stop()
+
+    return asyncio.run(live())
+
+
+@pytest.mark.parametrize("code, expected", [
+    ("def score(prompts, responses, labels, finish_reasons):\n"
+     "    return [len(p) + len(r.split()) + 10 * l['answer'] + 100 * (f == 'length')\n"
+     "            for p, r, l, f in zip(prompts, responses, labels, finish_reasons)]", [3.0, 114.0, 25.0]),
+    ("def score(responses): return [len(r.split()) for r in responses]", [1.0, 2.0, 3.0]),
+    ("def score(*, labels, scale=2): return (scale * l['answer'] for l in labels)", [0.0, 2.0, 4.0]),
+    ("def score(**given): return [len(given)] * len(given['prompts'])", [4.0] * 3),
+    ("async def score(responses):\n    import asyncio\n    await asyncio.sleep(0)\n    return [True, 0, 0.5]",
+     [1.0, 0.0, 0.5]),
+    ("import numpy\ndef score(responses): return numpy.arange(3, dtype='float32')", [0.0, 1.0, 2.0]),
+    ("class score:\n    def __new__(cls, responses): return [1, 2, 3]", [1.0, 2.0, 3.0]),
+    ("def score(responses):\n    print('to a person, not to the protocol')\n    return [1, 2, 3]", [1.0, 2.0, 3.0]),
+])
+def test_what_a_function_may_look_like(source, requests, code, expected):
+    assert scores(source(code), requests) == expected
+
+
+def test_the_function_keeps_its_state_and_its_event_loop_between_calls(source, requests):
+    code = ("import asyncio\nloops, calls = set(), []\nasync def score(responses):\n"
+            "    loops.add(id(asyncio.get_running_loop())); calls.append(1)\n"
+            "    return [len(calls), len(loops), 0]")
+    assert scores(source(code), requests, times=3) == [3.0, 1.0, 0.0]
+
+
+def test_a_module_is_found_from_the_working_directory(tmp_path, monkeypatch, requests):
+    (tmp_path / "rewarding").mkdir()
+    (tmp_path / "rewarding/short.py").write_text("class By:\n    @staticmethod\n    def words(responses):\n"
+                                                 "        return [len(r.split()) for r in responses]")
+    monkeypatch.chdir(tmp_path)
+    for function in ("rewarding.short:By.words", "rewarding/short.py:By.words"):
+        config = FunctionReward(type="function", function=function)
+        assert scores(FunctionSource("mine", config), requests) == [1.0, 2.0, 3.0]
+
+
+NAMES = r"epoch 0 row 0 sample 0, epoch 0 row 1 sample 0, epoch 0 row 2 sample 0"
+
+
+@pytest.mark.parametrize("code, said", [
+    ("def score(responses): return [1 / (len(r) - 3) for r in responses]",
+     rf"failed for {NAMES}: ZeroDivisionError: .* \(.*mine\.py:1\)\. No score is made up"),
+    ("import os\ndef score(responses): os._exit(3)", rf"ended its process with exit code 3 for {NAMES}"),
+    ("import sys\ndef score(responses): sys.exit(2)", rf"failed for {NAMES}: SystemExit: 2"),
+    ("import os, signal\ndef score(responses): os.kill(os.getpid(), signal.SIGSEGV)", r"was killed by SIGSEGV for "),
+    ("def score(responses): return [1, float('nan'), 2]", r"gave nan for 1 of 3 samples \(epoch 0 row 1 sample 0\)"),
+    ("def score(responses): return [1, 2, float('-inf')]", r"gave -inf for 1 of 3 samples \(epoch 0 row 2 sample 0\)"),
+    ("def score(responses): return [1e39, 2, 3]", r"gave inf for 1 of 3 samples \(epoch 0 row 0 sample 0\)"),
+    ("def score(responses): return [1, 2]", rf"gave 2 scores for 3 samples \({NAMES}\); it must give one number "),
+    ("def score(responses): return 1.0", r"it returned float 1\.0, and must return a list with one number per "),
+    ("def score(responses): return 'abc'", r"it returned str 'abc', and must return a list"),
+    ("def score(responses): pass", r"it returned NoneType None, and must return a list"),
+    ("def score(responses): return [1, None, 2]", r"score 1 of its list is NoneType None, and must be a number"),
+    ("def score(responses): return [1, '2', 2]", r"score 1 of its list is str '2', and must be a number"),
+    ("async def score(responses): raise RuntimeError('no luck')", r"RuntimeError: no luck \(.*mine\.py:1\)"),
+])
+def test_what_goes_wrong_in_a_call_is_told_with_the_function_and_the_samples(source, requests, code, said):
+    with pytest.raises(RewardError, match=rf"^the reward function '.*mine\.py:score' \(rewards\.mine\) .*{said}"):
+        scores(source(code), requests)
+
+
+@pytest.mark.parametrize("code, name, said", [
+    ("import no_such_module_anywhere", "score", r"ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+    ("def score(responses) return", "score", r"SyntaxError"),
+    ("def other(responses): return []", "score", r"AttributeError: module 'mine' has no attribute 'score'"),
+    ("score = 3", "score", r"TypeError: score is int 3, which cannot be called"),
+    ("def score(completions, texts, n=1): pass", "score",
+     r"TypeError: it requires completions, texts; it is called with keyword arguments out of prompts, responses"),
+    ("def score(responses, /): pass", "score", r"it requires responses"),
+    ("def score(): pass", "score", r"it takes none of prompts, responses, labels, finish_reasons"),
+    ("raise SystemExit(1)", "score", r"SystemExit: 1"),
+    ("import os; os._exit(7)", "score", r"ended its process with exit code 7"),
+])
+def test_what_cannot_be_used_is_told_at_the_start(source, requests, code, name, said):
+    with pytest.raises(RewardError, match=said) as caught:
+        asyncio.run(source(code, name).start())
+    assert "(rewards.mine)" in str(caught.value) and "mine.py:score" in str(caught.value)
+
+
+@pytest.mark.parametrize("function, said", [
+    ("/nowhere/mine.py:score", "no such file: /nowhere/mine.py"), ("no_such_module:score", "No module named"),
+    ("just_a_name", "is not of the form module:name or file.py:name"), ("os:", "is not of the form"),
+])
+def test_names_that_lead_nowhere(function, said):
+    with pytest.raises(RewardError, match=said):
+        asyncio.run(FunctionSource("mine", FunctionReward(type="function", function=function)).start())
+
+
+@pytest.mark.parametrize("block", [
+    "import time; time.sleep(600)",
+    "while True: pass",
+    "import re; re.match('(a+)+$', 'a' * 60 + 'b')",  # holds the interpreter's lock
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)",
+])
+def test_a_function_that_blocks_is_killed_at_its_deadline(source, requests, block):
+    blocked = source(f"def score(responses):\n    {block}\n    return [0] * 3", timeout_s=1.0)
+
+    async def live():
+        await blocked.start()
+        pid = blocked._function.pid
+        began = time.monotonic()
+        with pytest.raises(RewardError, match=rf"gave no answer within 1 s for {NAMES}; its process was killed"):
+            await blocked.score(requests)
+        assert 0.9 < time.monotonic() - began < 20
+        assert gone(pid)
+
+    asyncio.run(live())
+
+
+def test_an_import_that_blocks_is_killed_at_its_deadline(source, monkeypatch):
+    monkeypatch.setattr(killable, "IMPORT_S", 1.0)
+    with pytest.raises(RewardError, match=r"mine\.py:score' \(rewards\.mine\) gave no answer within 1 s when it was "):
+        asyncio.run(source("import time; time.sleep(600)").start())
+
+
+def test_a_wedged_call_does_not_hold_up_the_end(source, requests):
+    wedged = source("def score(responses):\n    while True: pass", timeout_s=60.0)
+
+    async def live():
+        await wedged.start()
+        pid = wedged._function.pid
+        call = asyncio.create_task(wedged.score(requests))
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        await wedged.stop()
+        assert time.monotonic() - began < 10 and gone(pid)
+        with pytest.raises(RewardError, match="was killed by SIGKILL"):
+            await call
+
+    asyncio.run(live())
+
+
+def test_after_a_crash_the_next_call_starts_a_new_process(source, requests, tmp_path):
+    flag = tmp_path / "crashed"
+    code = (f"import os\ndef score(responses):\n    if not os.path.exists({str(flag)!r}):\n"
+            f"        open({str(flag)!r}, 'w').close()\n        os._exit(1)\n    return [1, 2, 3]")
+    again = source(code)
+
+    async def live():
+        await again.start()
+        with pytest.raises(RewardError, match="exit code 1"):
+            await again.score(requests)
+        return (await again.score(requests)).scores.tolist()
+
+    assert asyncio.run(live()) == [1.0, 2.0, 3.0]
+
+
+def test_calls_wait_for_each_other(source, ask):
+    code = ("import time\ndef score(responses):\n    time.sleep(0.05)\n    return [float(r) for r in responses]")
+    one = source(code)
+
+    async def live():
+        await one.start()
+        try:
+            answers = await asyncio.gather(*(one.score([ask(str(i)), ask(str(i + 1))]) for i in range(5)))
+        finally:
+            await one.stop()
+        return [a.scores.tolist() for a in answers]
+
+    assert asyncio.run(live()) == [[i, i + 1] for i in range(5)]
+
+
+def test_a_cancelled_call_leaves_no_answer_for_the_next(source, requests, ask):
+    code = ("import time\ndef score(responses):\n    time.sleep(0.5 if 'one' in responses else 0)\n"
+            "    return [len(responses)] * len(responses)")
+    one = source(code)
+
+    async def live():
+        await one.start()
+        call = asyncio.create_task(one.score(requests))
+        await asyncio.sleep(0.2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        try:
+            return (await one.score([ask("x")])).scores.tolist()
+        finally:
+            await one.stop()
+
+    assert asyncio.run(live()) == [1.0]
+
+
+def test_the_process_dies_with_the_one_that_started_it(source, tmp_path):
+    one = source("import time\ndef score(responses):\n    while True: pass")
+    script = (
+        "import asyncio, sys\nfrom rlhf_ray.rewards.killable import KillableFunction\n"
+        f"f = KillableFunction('f', {one._function._function!r}, ['responses'], 60)\n"
+        "async def live():\n    await f.start()\n    print(f.pid, flush=True)\n"
+        "    await f.call({'responses': ['x']}, ['x'])\nasyncio.run(live())"
+    )
+
+    async def live():
+        parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+        pid = int(await parent.stdout.readline())
+        await asyncio.sleep(0.3)
+        parent.kill()
+        await parent.wait()
+        return pid
+
+    pid, until = asyncio.run(live()), time.monotonic() + 5
+    while not gone(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert gone(pid)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat") as stat:  # killed, and waiting to be noticed
+        return stat.read().rpartition(")")[2].split()[0] == "Z"
+
+

@@ -1,0 +1,137 @@
+"""Rewards by rule, case by case, and what holds for any text."""
+
+import asyncio
+import time
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_ray.config.rewards import ExactMatchReward, NumberReward
+from rlhf_ray.errors import RewardError
+from rlhf_ray.rewards.exact_match import exact_match, exact_match_source, normalise
+from rlhf_ray.rewards.number import number_in, number_match, number_source
+from rlhf_ray.rewards.patterns import same_json
+from rlhf_ray.rewards.rules import Verdict
+
+RIGHT, WRONG, UNREADABLE = Verdict.RIGHT, Verdict.WRONG, Verdict.UNREADABLE
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("The answer is 42.", "42"), ("42", "42"), ("about 3.14!", "3.14"), (".5 of it", "0.5"),
+    ("no number", None), ("", None),
+    ("1,000", "1000"), ("$1,234,567.89 in all", "1234567.89"), ("1, 2, 3", "3"), ("1,23", "23"), ("12,345,6", "6"),
+    ("-5", "-5"), ("= -5", "-5"), ("\N{MINUS SIGN}7", "-7"), ("3-5", "5"), ("3 - 5", "5"), ("(-2)", "-2"),
+    ("+4", "4"),
+    ("$-3", "-3"), ("-$3", "-3"), ("x=-3/4", "-0.75"), ("3/4", "0.75"), ("1/0 then 2/0", None), ("8 / 2", "2"),
+    ("1.5e3", "1500"), ("2E-2", "0.02"), ("1e5x", "5"), ("5 kg", "5"), ("50%", "50"), ("007", "7"), ("1.2.3", "3"),
+    (r"\boxed{17}", "17"), (r"\frac{1}{4}", "0.25"), (r"-\frac{3}{2}", "-1.5"), (r"\dfrac{ 6 }{ -3 }", "-2"),
+    ("1e9999", "1E+9999"), ("9" * 50, "9" * 50), ("٣", None), ("²", None), ("1\n2\n", "2"),
+])
+def test_the_last_number_of_a_text(text, expected):
+    found = number_in(text)
+    assert found == (None if expected is None else Decimal(expected))
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("2 + 2 = 4 #### 4 of 9", 4), ("#### 3 no, #### 5", 5), ("the answer is 7", None), ("####", None),
+    ("#### -1,000.5", -1000.5),
+])
+def test_the_first_number_after_a_marker(text, expected):
+    found = number_in(text, "####")
+    assert (None if found is None else float(found)) == expected
+
+
+@pytest.mark.parametrize("response, answer, options, verdict", [
+    ("it is 42", 42, {}, RIGHT), ("it is 42", "42", {}, RIGHT), ("it is 42.0", 42, {}, RIGHT), ("43", 42, {}, WRONG),
+    ("0.3333333", "1/3", {}, RIGHT), ("0.333", "1/3", {}, WRONG), ("0.333", "1/3", {"tolerance": 1e-3}, RIGHT),
+    ("1000", "1,000", {}, RIGHT), ("so 5", "2+3=5 #### 5", {"after": "####"}, UNREADABLE),
+    ("#### 5", "2+3=5 #### 5", {"after": "####"}, RIGHT), ("#### 5", 5, {"after": "####"}, RIGHT),
+    ("none", 42, {}, UNREADABLE), ("42", "unknown", {}, WRONG), ("2 1e9999", "1e9998", {}, WRONG),
+    ("1" + "0" * 400, "1" + "0" * 400, {}, RIGHT), ("__import__('os').getpid()", 1, {}, UNREADABLE),
+    ("2**10", 1024, {}, WRONG),
+    ("0.1", 0.1, {"tolerance": 0.0}, RIGHT), ("-0", 0, {"tolerance": 0.0}, RIGHT), ("True 1", True, {}, WRONG),
+])
+def test_numbers_are_compared(response, answer, options, verdict):
+    assert number_match(response, answer, options.get("after"), options.get("tolerance", 1e-6)) is verdict
+
+
+numbers = st.one_of(st.integers(-10**12, 10**12), st.decimals(-10**6, 10**6, places=4).map(float))
+words = st.text(st.characters(categories=("Lu", "Ll", "Zs")), max_size=20)
+
+
+@given(number=st.integers(-10**15, 10**15), before=words, after=words)
+def test_a_number_among_words_is_found_however_it_is_written(number, before, after):
+    for written in (str(number), f"{number:,}", f"{number}.0", f"{number * 2}/2"):
+        assert number_in(f"{before} {written} {after}") == number
+
+
+@given(text=st.text(max_size=200), answer=st.one_of(st.text(max_size=20), numbers, st.none()))
+@settings(max_examples=300)
+def test_any_text_gets_a_verdict(text, answer):
+    for after in (None, "a"):
+        assert number_match(text, answer, after, 0.0) in Verdict
+        assert exact_match(text, str(answer), after, ["case", "space"]) in Verdict
+
+
+hundredths = st.integers(0, 1000).map(lambda n: n / 100)
+
+
+@given(number=st.decimals(-10**6, 10**6, places=2), gap=hundredths, tolerance=hundredths)
+def test_tolerance_is_an_absolute_difference_both_ways(number, gap, tolerance):
+    other, verdict = number + Decimal(str(gap)), RIGHT if gap <= tolerance else WRONG
+    assert number_match(f"{other:f}", str(number), None, tolerance) is verdict
+    assert number_match(f"{number:f}", str(other), None, tolerance) is verdict
+
+
+def test_a_long_text_of_digits_and_signs_takes_no_time():
+    began = time.monotonic()
+    for text in ("1," * 20_000, "-" * 50_000, "9" * 50_000, "1/" * 20_000, r"\frac{1" * 5_000, "1e" * 20_000,
+                 "," * 50_000, r"\frac " + " " * 20_000):
+        number_match(text, 1, None, 0.0)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("response, answer, options, verdict", [
+    ("Paris", "Paris", {}, RIGHT), (" Paris\n", "Paris", {}, RIGHT), ("New  York", "New York", {}, RIGHT),
+    ("paris", "Paris", {}, WRONG), ("paris", "Paris", {"ignore": ["case"]}, RIGHT), ("Paris.", "Paris", {}, WRONG),
+    ("Paris.", "Paris", {"ignore": ["punctuation", "space"]}, RIGHT), (" Paris", "Paris", {"ignore": []}, WRONG),
+    ("so: A", "A", {"after": ":"}, RIGHT), ("so A", "A", {"after": ":"}, UNREADABLE),
+    ("so: A", "because: A", {"after": ":"}, RIGHT), ("", "", {}, RIGHT),
+    ("straße", "STRASSE", {"ignore": ["case"]}, RIGHT),
+])
+def test_exact_matches(response, answer, options, verdict):
+    assert exact_match(response, answer, options.get("after"), options.get("ignore", ["space"])) is verdict
+
+
+@given(text=st.text(max_size=60), ignore=st.lists(st.sampled_from(["case", "space", "punctuation"]), unique=True))
+def test_normalising_twice_is_once_and_a_text_equals_itself(text, ignore):
+    once = normalise(text, ignore)
+    assert normalise(once, ignore) == once
+    assert exact_match(text, text, None, ignore) is RIGHT
+
+
+def test_scores_and_failures_of_a_chunk(ask):
+    source = number_source("sum", NumberReward(type="number", right=2.0, wrong=-1.0))
+    texts = ["it is 4", "5", "none", "4.0"]
+    answer = asyncio.run(source.score([ask(t, i, metadata={"answer": 4}) for i, t in enumerate(texts)]))
+    assert answer.scores.tolist() == [2.0, -1.0, -1.0, 2.0] and answer.scores.dtype.name == "float32"
+    assert answer.failures == 1 and answer.token_rewards is None
+
+
+@pytest.mark.parametrize("metadata", [{}, {"truth": None}, {"answer": 4}])
+def test_a_row_without_an_answer_is_an_error_not_a_wrong_response(ask, metadata):
+    source = exact_match_source("match", ExactMatchReward(type="exact_match", answer="truth"))
+    said = r"rewards\.match\.answer='truth': the prompt of epoch 0 row 3 sample 0 has no such column or nothing in it"
+    with pytest.raises(RewardError, match=said):
+        asyncio.run(source.score([ask("a", 1, metadata={"truth": "a"}), ask("a", 3, metadata=metadata)]))
+
+
+@pytest.mark.parametrize("a, b, same", [
+    (1, 1.0, True), (1, True, False), ([1, [2]], [1, [2]], True), ([1, 2], [2, 1], False),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+    ({"a": True}, {"a": 1}, False), (None, None, True), (None, False, False), ("1", 1, False), ([], {}, False),
+])
+def test_equal_json(a, b, same):
+    assert same_json(a, b) is same and same_json(b, a) is same
