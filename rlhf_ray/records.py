@@ -240,9 +240,14 @@ class ExperienceSummary:
     behaviour_gap: float
     """Mean absolute difference of behaviour and old log-probabilities over response tokens."""
     samples: list[dict[str, Any]]
-    """A few rows as text, for the samples/ folder: prompt, response, score, kl, gold (when a judge is set)."""
+    """A few rows as text, for the samples/ folder: prompt, response, score and its components (reward/NAME), kl, gold
+    (when a judge is set)."""
     gold: NDArray[np.float32] | None
     """[N] independent judge's scores, when one is configured."""
+    components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """What the scores are made of, by name, before the weights."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Rows that a component could not judge in the ordinary way."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +269,8 @@ class EvaluationPart:
     """[sum of (length - 1)] a code per pair of neighbouring response tokens."""
     texts: list[dict[str, str]]
     """A few rows: prompt and response."""
+    components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """What the scores are made of, by name, before the weights."""
 
 
 @dataclass(frozen=True)

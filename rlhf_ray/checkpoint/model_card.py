@@ -37,8 +37,8 @@ class ModelCardInfo:
     """Data, in words: a path or Hub name and what was done with it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Final numbers by name."""
-    reward_model: str | None = None
-    """Path or Hub name of the reward model, for PPO."""
+    rewards: str | None = None
+    """What it was rewarded for, in words, for PPO."""
     weights: str | None = None
     """Which weights these are, where they are not the trained ones as they stand."""
     license: str | None = None
@@ -72,7 +72,7 @@ def adapter_card(info: ModelCardInfo, name: str) -> ModelCard:
 
 
 def _text(info: ModelCardInfo, name: str, loading: str) -> str:
-    reward = f"\n- Reward model: `{info.reward_model}`" if info.reward_model else ""
+    reward = f"\n- Rewarded for: {info.rewards}" if info.rewards else ""
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
     return f"""# {name}
 

@@ -32,8 +32,8 @@ COMMON: dict[str, list[str]] = {
         "pairs.output",
     ],
     "ppo": [
-        "run.dir", "run.steps", "run.seed", "model.path", "reward_model.path", "prompts.path", "prompts.max_tokens",
-        "coordinator.prompts_per_step", "coordinator.max_staleness", "generator.workers",
+        "run.dir", "run.steps", "run.seed", "model.path", "rewards.NAME.type", "rewards.NAME.path", "prompts.path",
+        "prompts.max_tokens", "coordinator.prompts_per_step", "coordinator.max_staleness", "generator.workers",
         "generator.sampling.max_tokens", "policy.workers", "policy.zero_stage", "policy.optimizer.learning_rate",
         "critic.optimizer.learning_rate", "algorithm.kl.coef", "algorithm.epochs", "algorithm.mini_batches",
         "algorithm.clip_low", "checkpoint.every", "evaluation.prompts", "logging.wandb_project",

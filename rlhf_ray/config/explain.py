@@ -3,11 +3,18 @@
 import difflib
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from rlhf_ray.config.fields import describe_fields, section_of_items, section_of_values, sections_of
+from rlhf_ray.config.fields import (
+    describe_fields,
+    section_of_items,
+    section_tagged,
+    sections_of,
+    sections_of_values,
+    type_tag,
+)
 from rlhf_ray.config.sources import Layer
 
 _SCALARS = {
@@ -29,6 +36,7 @@ _LIMITS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "less than"),
 }
+_TYPE_ERRORS = ("union_tag_invalid", "union_tag_not_found")
 _SECTION_TYPES = ("model_type", "model_attributes_type", "dict_type")
 
 
@@ -81,7 +89,9 @@ def _place(cls: type[BaseModel], loc: tuple[Any, ...]) -> _Place:
     path: tuple[str, ...] = ()
     union: tuple[str, ...] = ()
     for part in loc:
-        members, values = sections_of(annotation), section_of_values(annotation) or section_of_items(annotation)
+        members, values = sections_of(annotation), sections_of_values(annotation)
+        if item := section_of_items(annotation):
+            values = (item,)
         if len(members) > 1 and (tagged := _tagged(members, str(part))):
             annotation, branch, union = tagged, tagged, path
             continue
@@ -91,17 +101,19 @@ def _place(cls: type[BaseModel], loc: tuple[Any, ...]) -> _Place:
             info = parent.model_fields.get(str(part))
             annotation = info.annotation if info else None
         else:
-            annotation = values
+            annotation = Union[values] if values else None  # noqa: UP007 - of sections known at run time only
     return _Place(path, parent, annotation, branch, union)
 
 
 def _tagged(members: tuple[type[BaseModel], ...], tag: str) -> type[BaseModel] | None:
-    """The member that a union tag such as "ModelConfig" or "function-after[check(), ModelConfig]" speaks of."""
-    return next((m for m in members if re.search(rf"\b{m.__name__}\b", tag)), None)
+    """The member that a union tag speaks of: its `type`, "ModelConfig", or "function-after[check(), ModelConfig]"."""
+    return next((m for m in members if tag == type_tag(m) or re.search(rf"\b{m.__name__}\b", tag)), None)
 
 
 def _chosen(members: tuple[type[BaseModel], ...], given: Any) -> type[BaseModel] | None:
-    """The section that the given keys fit; None when they fit none of them, or several equally well."""
+    """The section that the given type or keys fit; None when they fit none of them, or several equally well."""
+    if tagged := section_tagged(members, given):
+        return tagged
     keys = set(given) if isinstance(given, dict) else set()
     marks = [keys & set(m.model_fields) - _shared(members) for m in members]
     fitting = [m for m, own in zip(members, marks, strict=True) if own]
@@ -130,6 +142,12 @@ def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]
         return f"{name}: is required{_sentence(place)}; set it in the file or with --{name}=..."
     if kind == "extra_forbidden":
         return f"{name}: unknown key; {_meant(cls, place)}{_origin(place.path, layers)}"
+    if kind in _TYPE_ERRORS:
+        types = ", ".join(tag for member in sections_of(place.annotation) if (tag := type_tag(member)))
+        given = problem["input"].get("type") if isinstance(problem["input"], dict) else None
+        what = f"is required (one of {types})" if given is None else f"must be one of {types}"
+        shown = "" if given is None else f"={given!r}"
+        return f"{name}.type{shown}: {what}{_origin((*place.path, 'type'), layers)}"
     return f"{name}{_value(place, problem['input'])}: {_rule(place, problem)}{_origin(place.path, layers)}"
 
 

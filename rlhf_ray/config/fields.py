@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
@@ -41,7 +41,8 @@ class FieldDescription:
 def describe_fields(cls: type[BaseModel]) -> list[FieldDescription]:
     """Every field of a stage's configuration that can be set, depth first, in the order of the models.
 
-    A field that may be one of two sections (`SFTConfig.model`) lists the fields of both, shared ones once.
+    A field that may be one of two sections (`SFTConfig.model`) lists the fields of both, shared ones once. Where a
+    `type` says which (`PPOConfig.rewards`), fields that not all types have, or not alike, say of which they are.
     """
     described: dict[str, FieldDescription] = {}
     for item in _walk(cls, _UNSET, ()):
@@ -51,17 +52,28 @@ def describe_fields(cls: type[BaseModel]) -> list[FieldDescription]:
 
 def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:
     """The sections that an annotation allows: one for `X` and `X | None`, several for a union, none for a scalar."""
+    if get_origin(annotation) is Annotated:
+        return sections_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return tuple(s for member in get_args(annotation) for s in sections_of(member))
     return (annotation,) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ()
 
 
-def section_of_values(annotation: Any) -> type[BaseModel] | None:
-    """The section that every value of a `dict[str, Section]` is; None for other annotations."""
-    if get_origin(annotation) is dict:
-        members = sections_of(get_args(annotation)[1])
-        return members[0] if members else None
-    return None
+def sections_of_values(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The sections that the values of a `dict[str, Section]` may be; none for other annotations."""
+    return sections_of(get_args(annotation)[1]) if get_origin(annotation) is dict else ()
+
+
+def type_tag(section: type[BaseModel]) -> str | None:
+    """The value of `type` by which a section is chosen from a union; None for a section without such a field."""
+    field = section.model_fields.get("type")
+    return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
+
+
+def section_tagged(members: tuple[type[BaseModel], ...], value: Any) -> type[BaseModel] | None:
+    """The member of a union that the key `type` of a mapping chooses; None when it chooses none."""
+    tag = value.get("type") if isinstance(value, dict) else None
+    return next((m for m in members if tag is not None and type_tag(m) == tag), None)
 
 
 def section_of_items(annotation: Any) -> type[BaseModel] | None:
@@ -120,16 +132,41 @@ def _walk(cls: type[BaseModel], instance: Any, prefix: tuple[str, ...]) -> Itera
     for name, field in cls.model_fields.items():
         path = (*prefix, name)
         default = getattr(instance, name) if isinstance(instance, cls) else _default(field)
-        members, values = sections_of(field.annotation), section_of_values(field.annotation)
-        if values:
+        members, values = sections_of(field.annotation), sections_of_values(field.annotation)
+        if len(values) > 1:
+            yield from _walk_types(values, (*path, "NAME"))
+        elif values:
             first = next(iter(default.values()), _UNSET) if isinstance(default, dict) else _UNSET
-            yield from _walk(values, first, (*path, "NAME"))
+            yield from _walk(values[0], first, (*path, "NAME"))
         elif members:
             for member in members:
                 inside = _walk(member, default, path)
                 yield from (_if_used(f) for f in inside) if default is None else inside
         else:
             yield _describe(path, field, default)
+
+
+def _walk_types(members: tuple[type[BaseModel], ...], prefix: tuple[str, ...]) -> Iterator[FieldDescription]:
+    """Fields of sections between which `type` chooses: each once, with the types that have it unless all do.
+
+    Fields of one name that differ between types are one field with the sentence of each, as their path is the same.
+    """
+    tags = [str(type_tag(m)) for m in members]
+    yield FieldDescription(".".join((*prefix, "type")), " | ".join(tags), "", True, "", "What gives this reward.")
+    found: dict[str, dict[FieldDescription, list[str]]] = {}
+    for member, tag in zip(members, tags, strict=True):
+        for item in _walk(member, _UNSET, prefix):
+            if not item.path.endswith(".type"):
+                found.setdefault(item.path, {}).setdefault(item, []).append(tag)
+    for variants in found.values():
+        first = next(iter(variants))
+        if len(variants) == 1 and len(variants[first]) == len(members):
+            yield first
+            continue
+        told = " ".join(f"{', '.join(of)}: {v.sentence}" for v, of in variants.items())
+        alike = all((v.type, v.default, v.required) == (first.type, first.default, first.required) for v in variants)
+        told_default = first.default if alike else "by type"
+        yield replace(first, sentence=told, required=first.required and alike, default=told_default)
 
 
 def _if_used(item: FieldDescription) -> FieldDescription:

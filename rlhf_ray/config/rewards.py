@@ -1,8 +1,10 @@
 """Where rewards come from: `rewards: {NAME: {type: ..., weight: ...}}`, a weighted sum of named components."""
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.http_reward import HTTPReward
@@ -48,10 +50,12 @@ class FunctionReward(Section):
     function: str
     """`module:name`, or `file.py:name`."""
     timeout_s: float = Field(60.0, gt=0)
-    """Longest wait for the scores of a chunk, and for the function to be imported; the process is killed then."""
+    """Longest wait for the scores of a chunk; its process is killed then. (Its import may take two minutes.)"""
 
 
-class _Verifiable(Section):
+class VerifiableReward(Section):
+    """What all rewards by a rule have in common."""
+
     weight: float = 1.0
     """Factor of this component in the sum; negative for a penalty."""
     right: float = 1.0
@@ -63,7 +67,7 @@ class _Verifiable(Section):
 Normalisation = Literal["case", "space", "punctuation"]
 
 
-class ExactMatchReward(_Verifiable):
+class ExactMatchReward(VerifiableReward):
     """Whether the response is the row's answer."""
 
     type: Literal["exact_match"]
@@ -72,11 +76,11 @@ class ExactMatchReward(_Verifiable):
     """Column of the prompts with the answer."""
     after: str | None = Field(None, min_length=1)
     """Compare only what follows the last occurrence of this text, such as "####"; the whole response when empty."""
-    ignore: list[Normalisation] = ["space"]
+    ignore: list[Normalisation] = Field(["space"])
     """Differences that do not count: letters' case, runs of white space, punctuation."""
 
 
-class NumberReward(_Verifiable):
+class NumberReward(VerifiableReward):
     """Whether the number in the response is the row's answer."""
 
     type: Literal["number"]
@@ -89,7 +93,7 @@ class NumberReward(_Verifiable):
     """Largest absolute difference that still counts as equal."""
 
 
-class RegexReward(_Verifiable):
+class RegexReward(VerifiableReward):
     """Whether a regular expression finds what it looks for."""
 
     type: Literal["regex"]
@@ -105,8 +109,20 @@ class RegexReward(_Verifiable):
     timeout_s: float = Field(10.0, gt=0)
     """Longest wait for a chunk; patterns can take for ever on unlucky texts."""
 
+    @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        try:
+            groups = re.compile(self.pattern).groupindex, re.compile(self.pattern).groups
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+        known = self.group in groups[0] if isinstance(self.group, str) else (self.group or 0) in range(groups[1] + 1)
+        if not known:
+            raise ValueError(f"group={self.group!r} is no group of pattern={self.pattern!r}, which has {groups[1]} "
+                             f"and names {sorted(groups[0])}")
+        return self
 
-class JSONSchemaReward(_Verifiable):
+
+class JSONSchemaReward(VerifiableReward):
     """Whether the response is JSON of a given shape."""
 
     type: Literal["json_schema"]
@@ -124,3 +140,14 @@ RewardConfig = Annotated[
     | JSONSchemaReward,
     Field(discriminator="type"),
 ]
+
+
+def rewards_in_words(rewards: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of `rewards` on one line: "quality (model runs/rm/model), length (function rewards.py:short, x 0.1)"."""
+    return ", ".join(f"{name} ({_in_words(reward)})" for name, reward in rewards.items())
+
+
+def _in_words(reward: Mapping[str, Any]) -> str:
+    what = next((str(reward[key]) for key in ("path", "function", "pattern", "urls") if reward.get(key)), "")
+    weight = reward.get("weight", 1.0)
+    return " ".join(filter(None, (str(reward.get("type")), what))) + ("" if weight == 1.0 else f", x {weight:g}")

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
-from rlhf_ray.config.fields import section_of_values, sections_of
+from rlhf_ray.config.fields import section_tagged, sections_of, sections_of_values
 from rlhf_ray.errors import ConfigError
 
 Path_ = tuple[str, ...]
@@ -116,7 +116,7 @@ def _merge(cls: type[BaseModel] | None, low: dict[str, Any], high: dict[str, Any
         members = sections_of(info.annotation) if info else ()
         if isinstance(value, dict) and isinstance(low.get(key), dict):
             below = _without_rivals(members, low[key], value)
-            inner = section_of_values(info.annotation) if info else None
+            inner = sections_of_values(info.annotation) if info else ()
             if inner:
                 merged[key] = {**below, **{n: _merge_value(inner, below.get(n), v) for n, v in value.items()}}
             else:
@@ -126,8 +126,15 @@ def _merge(cls: type[BaseModel] | None, low: dict[str, Any], high: dict[str, Any
     return merged
 
 
-def _merge_value(cls: type[BaseModel], low: Any, high: Any) -> Any:
-    return _merge(cls, low, high) if isinstance(low, dict) and isinstance(high, dict) else high
+def _merge_value(members: tuple[type[BaseModel], ...], low: Any, high: Any) -> Any:
+    if not isinstance(low, dict) or not isinstance(high, dict):
+        return high
+    if len(members) == 1:
+        return _merge(members[0], low, high)
+    chosen = section_tagged(members, low | high)
+    if chosen and high.get("type", low.get("type")) != low.get("type"):  # another type: keys of the former one go
+        low = {key: value for key, value in low.items() if key in chosen.model_fields}
+    return _merge(chosen, low, high)
 
 
 def _without_rivals(members: tuple[type[BaseModel], ...], low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:

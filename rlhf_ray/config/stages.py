@@ -1,5 +1,6 @@
 """The whole configuration of each stage, and the checks that involve more than one section."""
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -20,6 +21,7 @@ from rlhf_ray.config.loop import (
 )
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.ptx import PtxConfig
+from rlhf_ray.config.rewards import ModelReward, RewardConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
 from rlhf_ray.config.steps import StepsConfig
 
@@ -185,17 +187,17 @@ class CriticConfig(LearnerConfig):
     """A model of its own, or a value head on the policy's: then one model is trained by `policy`'s settings on both
     losses (`algorithm.value_coef`), no critic is started, and the rest of this section has no effect."""
     init: Literal["policy", "reward"] = "policy"
-    """Start from the policy's weights with a new head, or from the reward model with its head. From the reward model
-    its values leak the reward while λ < 1; the default keeps that out."""
+    """Start from the policy's weights with a new head, or from the reward model (the only one of `rewards`) with its
+    head. From the reward model its values leak the reward while λ < 1; the default keeps that out."""
 
 
 class PPOConfig(StageConfig):
-    """`rlhf-ray ppo`: proximal policy optimisation against a reward model, with a reference KL."""
+    """`rlhf-ray ppo`: proximal policy optimisation for rewards, with a reference KL."""
 
     model: ModelConfig
     """Policy to start from, and the frozen reference."""
-    reward_model: ModelConfig
-    """Reward model directory (made by `rlhf-ray reward-model`, or any one-label sequence classifier)."""
+    rewards: dict[str, RewardConfig] = Field(min_length=1)
+    """What responses are rewarded for: named components of which the weighted sum is the score."""
     prompts: PromptsConfig
     """Prompts that rollouts start from."""
     generator: GenerationConfig = Field(default_factory=GenerationConfig)
@@ -203,7 +205,7 @@ class PPOConfig(StageConfig):
     reference: "ScorerConfig" = Field(default_factory=lambda: ScorerConfig())
     """Frozen reference model; not started with `policy.lora`, whose frozen base is the reference."""
     reward: "ScorerConfig" = Field(default_factory=lambda: ScorerConfig())
-    """Frozen reward model."""
+    """Workers that give the rewards."""
     assembler: PlacementConfig = Field(default_factory=lambda: PlacementConfig(cpus=0.05))
     """Turns rollouts and scores into experience."""
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
@@ -259,6 +261,15 @@ class PPOConfig(StageConfig):
             "column": self.evaluation.column, "limit": self.evaluation.limit, "held_out": 0.0,
         })
 
+    @property
+    def critic_model(self) -> ModelConfig:
+        """Model that the critic starts from."""
+        return self._reward_models[0] if self.critic.init == "reward" else self.model
+
+    @property
+    def _reward_models(self) -> list[ModelReward]:
+        return [reward for reward in self.rewards.values() if isinstance(reward, ModelReward)]
+
     def placements(self) -> dict[str, PlacementConfig]:
         """The roles that are started: a critic where it is a model of its own, a reference where it is not the policy's
         own frozen base."""
@@ -290,6 +301,22 @@ class PPOConfig(StageConfig):
         if self.algorithm.critic_warmup_steps:
             raise ValueError(f"algorithm.critic_warmup_steps={self.algorithm.critic_warmup_steps} trains the critic "
                              "alone, and with critic.backbone=policy that would move the policy; set it to 0")
+        return self
+
+    @model_validator(mode="after")
+    def _reward_names(self) -> Self:
+        for name in self.rewards:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ValueError(f"rewards: {name!r} is no name for a component (it becomes part of the names of "
+                                 "metrics); use letters, digits, _ and -")
+        return self
+
+    @model_validator(mode="after")
+    def _critic_start(self) -> Self:
+        models = self._reward_models
+        if self.starts_critic and self.critic.init == "reward" and len(models) != 1:
+            raise ValueError(f"critic.init=reward starts the critic from the one reward of type model, but rewards has "
+                             f"{len(models) or 'none'} of them; use critic.init=policy, or one such reward")
         return self
 
     @model_validator(mode="after")

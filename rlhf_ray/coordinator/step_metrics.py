@@ -81,5 +81,10 @@ def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version:
         "staleness/max": float(staleness.max()),
         "staleness/mean": float(staleness.mean()),
     }
+    for name in summaries[0].components:
+        component = np.concatenate([s.components[name] for s in summaries])
+        metrics[f"reward/component/{name}"] = float(component.mean())
+        metrics[f"reward/component/{name}/std"] = float(component.std())
+        metrics[f"reward/failures/{name}"] = sum(s.failures.get(name, 0) for s in summaries) / len(component)
     gold = [s.gold for s in summaries if s.gold is not None]
     return {**metrics, "reward/gold": float(np.concatenate(gold).mean())} if gold else metrics

@@ -19,8 +19,8 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "reward/mean": Metric("Reward model's score, mean", "reward units"),
-    "reward/std": Metric("Reward model's score, standard deviation", "reward units"),
+    "reward/mean": Metric("Reward, mean", "reward units"),
+    "reward/std": Metric("Reward, standard deviation", "reward units"),
     "reward/gold": Metric("Independent judge's score, mean", "judge units"),
     "kl/sequence": Metric("KL from the reference per response", "nats"),
     "kl/coef": Metric("KL penalty coefficient", "reward units per nat"),
@@ -76,6 +76,9 @@ METRICS: dict[str, Metric] = {
 }
 
 _PREFIXES = {
+    "reward/component/": ("mean before its weight", "reward units"),
+    "reward/failures/": ("not judged in the ordinary way", "share"),
+    "eval/reward/": ("held-out mean before its weight", "reward units"),
     "idle/": ("idle share", "share"),
     "share/": ("share of its time", "share"),
     "busy/": ("busy time", "seconds"),
@@ -103,6 +106,8 @@ def readable(name: str) -> str:
 
 def better(name: str) -> Literal["higher", "lower"] | None:
     """Which way this metric improves; None when neither way is good in itself (length, KL, entropy)."""
+    if name.startswith("reward/failures/"):
+        return "lower"
     words = set(name.lower().replace("/", "_").split("_"))
     if words & {"loss", "perplexity", "error", "toxicity"}:
         return "lower"

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.metrics import read_metrics
@@ -23,7 +24,6 @@ KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "s
 
 FACTS = {
     "Model": ("model", "path"),
-    "Reward model": ("reward_model", "path"),
     "Prompts": ("prompts", "path"),
     "Data": ("data", "path"),
     "Judge": ("logging", "judge"),
@@ -143,6 +143,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
         value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
             found[label] = str(value)
+    if isinstance(rewards := config.get("rewards"), Mapping):
+        found["Rewards"] = rewards_in_words(rewards)
     return found
 
 

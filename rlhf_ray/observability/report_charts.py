@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.observability.catalogue import describe, readable
-from rlhf_ray.observability.report_plan import CHARTS, PHASES, ROLE_COLOURS, ChartPlan
+from rlhf_ray.observability.report_plan import CHARTS, PHASES, ROLE_COLOURS, ChartPlan, reward_components
 from rlhf_ray.observability.waiting import BUSY, COORDINATOR, mean_shares
 
 Rows = Sequence[dict[str, Any]]
@@ -41,8 +41,19 @@ class Chart:
 
 def charts_of(rows: Rows) -> list[Chart]:
     """The charts that these rows have numbers for, in the report's order."""
-    made = [_line_chart(plan, rows) for plan in CHARTS]
+    made = [chart for plan in CHARTS for chart in (_line_chart(plan, rows), *_beside(plan, rows))]
     return [c for c in (*made, *_held_out_charts(rows), _time_chart(rows), _waiting_chart(rows)) if c is not None]
+
+
+def _beside(plan: ChartPlan, rows: Rows) -> list[Chart | None]:
+    """What stands after a planned chart: the components after the reward, where there are several."""
+    if plan.metrics != ("reward/mean",):
+        return []
+    names = list(dict.fromkeys(
+        name.removeprefix("reward/failures/") for row in rows for name in row if name.startswith("reward/failures/")))
+    components = reward_components(names)
+    failing = any(value for name in names for value in series(rows, f"reward/failures/{name}")[1])
+    return [_line_chart(p, rows) for p in (*components[: len(names) > 1], *components[1 : 1 + failing])]
 
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 ROLE_COLOURS = {
@@ -25,6 +27,9 @@ PHASES = {
     "publish": "weights",
 }
 """Kinds of work in a step (`time/<phase>`) by colour: one hue a role, paler for its forward passes."""
+
+COMPONENT_COLOURS = ("reward", "generator", "weights", "reference", "critic", "policy")
+"""Lines of a reward's components, over and over."""
 
 
 class ChartPlan(NamedTuple):
@@ -172,3 +177,21 @@ CHARTS = (
         axis="Samples held",
     ),
 )
+
+
+def reward_components(names: Sequence[str]) -> tuple[ChartPlan, ChartPlan]:
+    """The components of a reward that has several, and how often they could not be judged in the ordinary way."""
+    colours = tuple(itertools.islice(itertools.cycle(COMPONENT_COLOURS), len(names)))
+    return (
+        ChartPlan(
+            "Components of the reward", tuple(f"reward/component/{name}" for name in names), "Learning",
+            "Each before its weight. One that climbs while another falls is being traded for it: weights say at which "
+            "rate.",
+            colours, axis="Mean score (reward units)", names=tuple(names),
+        ),
+        ChartPlan(
+            "Not judged in the ordinary way", tuple(f"reward/failures/{name}" for name in names), "Learning",
+            "Near 0, or falling towards it: responses without what a rule looks for, calls that had to be repeated.",
+            colours, axis="Share of responses", ticks=".0%", names=tuple(names),
+        ),
+    )

@@ -98,15 +98,17 @@ class SampleWriter:
                     part.unlink()
 
     def write(self, step: int, samples: Sequence[dict[str, Any]]) -> Path | None:
-        """Write one step's rows (keys prompt, response, score, kl, gold; missing ones are null). None for no rows."""
+        """Write one step's rows. Keys are COLUMNS, missing ones null, and any of numbers beside them (the components of
+        the score, `reward/NAME`). None for no rows."""
         if not samples:
             return None
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        text, number = pa.string(), pa.float32()
-        schema = pa.schema(zip(self.COLUMNS, (pa.int64(), text, text, number, number, number), strict=True))
-        rows = [{name: step if name == "step" else s.get(name) for name in self.COLUMNS} for s in samples]
+        more = [name for name in samples[0] if name not in self.COLUMNS]
+        kinds = {"step": pa.int64(), "prompt": pa.string(), "response": pa.string()}
+        schema = pa.schema([(name, kinds.get(name, pa.float32())) for name in (*self.COLUMNS, *more)])
+        rows = [{**sample, "step": step} for sample in samples]
         buffer = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer)
         target = self.directory / f"step_{step:06d}.parquet"

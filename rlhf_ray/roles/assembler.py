@@ -78,7 +78,7 @@ class Assembler:
         mask, starts = rollout.response_mask, rollout.offsets[:-1]
         prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout))
         return EvaluationPart(
-            scores=rewards.scores, gold=self._gold(responses),
+            scores=rewards.scores, components=rewards.components, gold=self._gold(responses),
             kl=np.add.reduceat(np.where(mask, rollout.logprobs - reference.values, 0), starts),
             reference_logprobs=np.add.reduceat(np.where(mask, reference.values, 0), starts),
             lengths=np.add.reduceat(mask.astype(np.int64), starts), finished=finished(rollout),
@@ -144,11 +144,13 @@ class Assembler:
         gold = self._gold(responses)
         texts = [
             {"prompt": prompts[i], "response": responses[i], "score": float(scores.rewards.scores[i]),
-             "kl": float(kl[i]), "gold": None if gold is None else float(gold[i])}
+             "kl": float(kl[i]), "gold": None if gold is None else float(gold[i]),
+             **{f"reward/{name}": float(part[i]) for name, part in scores.rewards.components.items()}}
             for i in range(min(keep_texts, len(rollout)))
         ]
         return ExperienceSummary(
-            keys=rollout.keys, scores=scores.rewards.scores, kl=kl.astype(np.float32),
+            keys=rollout.keys, scores=scores.rewards.scores, components=scores.rewards.components,
+            failures=scores.rewards.failures, kl=kl.astype(np.float32),
             response_lengths=np.add.reduceat(mask.astype(np.int32), offsets), finished=finished(rollout),
             min_version=int(rollout.versions[mask].min()), nbytes=experience.nbytes, tokens=len(rollout.tokens),
             behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),

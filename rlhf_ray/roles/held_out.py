@@ -25,7 +25,8 @@ def summarise(parts: list[EvaluationPart], policy_itself: bool = True) -> dict[s
     - log reference over samples of the policy. Over samples of another distribution (greedy, truncated, at another
     temperature) the same mean estimates nothing. Perplexity is under the reference: exp of minus the mean
     log-probability per response token. `distinct` is the share of different responses, `distinct_bigrams` that of
-    different pairs of neighbouring tokens among all pairs.
+    different pairs of neighbouring tokens among all pairs. `reward/NAME` is a component of the
+    reward before its weight.
     """
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])
@@ -41,4 +42,6 @@ def summarise(parts: list[EvaluationPart], policy_itself: bool = True) -> dict[s
         "distinct_bigrams": len(np.unique(bigrams)) / max(1, len(bigrams)),
         "responses": float(len(lengths)),
     }
+    metrics |= {f"reward/{name}": float(np.concatenate([part.components[name] for part in parts]).mean())
+                for name in parts[0].components}
     return metrics if parts[0].gold is None else {**metrics, "gold": float(joined("gold").mean())}

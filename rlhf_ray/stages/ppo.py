@@ -1,4 +1,4 @@
-"""`rlhf-ray ppo`: proximal policy optimisation against a reward model."""
+"""`rlhf-ray ppo`: proximal policy optimisation for rewards."""
 
 import time
 from typing import Any
@@ -20,14 +20,13 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.models.loading import check_scalar_head
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.ppo_export import export_policy, export_run
-from rlhf_ray.stages.ppo_team import critic_model, spawn_team, start_team
+from rlhf_ray.stages.ppo_team import spawn_team, start_team
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
@@ -35,9 +34,9 @@ from rlhf_ray.stages.preflight import (
     check_data_file,
     check_first_rows,
     check_model,
-    check_same_tokens,
 )
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
+from rlhf_ray.stages.reward_preflight import check_rewards
 from rlhf_ray.stages.supervised import newest_step
 from rlhf_ray.stages.workplace import run_stage, workplace
 
@@ -65,12 +64,10 @@ def preflight(config: PPOConfig) -> None:
         check_data_file(held_out.location, "evaluation.prompts")
     check_pretraining_text(config)
     check_model(config.model, "model")
-    check_model(config.reward_model, "reward_model")
-    check_scalar_head(config.reward_model)
+    check_rewards(config)
     check_adapters(config.policy, config.model, "policy", scalar=False)
     if config.starts_critic:
-        check_adapters(config.critic, critic_model(config), "critic", scalar=True)
-    check_same_tokens(config.model, config.reward_model, ("model", "reward_model"))
+        check_adapters(config.critic, config.critic_model, "critic", scalar=True)
     longest, field = config.longest_response
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
     for section in (config.prompts, held_out) if held_out else (config.prompts,):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.evaluation_log import EvaluationLog
@@ -33,5 +34,6 @@ def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo
     return ModelCardInfo(
         stage="ppo", step=coordinator.state.step, base_model=config.model.path,
         trained_on=f"prompts in {config.prompts.title}{text}",
-        reward_model=config.reward_model.path, metrics=evaluations.last(),
+        rewards=rewards_in_words({name: reward.model_dump() for name, reward in config.rewards.items()}),
+        metrics=evaluations.last(),
     )

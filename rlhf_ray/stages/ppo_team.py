@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import PromptSource
@@ -43,7 +42,8 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
         ) if config.starts_reference else None,
         reward=place.spawn(
             "reward_scorer", RewardScorer, config.reward,
-            lambda _: {"model": config.reward_model, "micro_batch_tokens": config.reward.micro_batch_tokens},
+            lambda _: {"rewards": config.rewards, "policy": config.model,
+                       "micro_batch_tokens": config.reward.micro_batch_tokens}, goodbye="stop",
         ),
         assembler=place.spawn(
             "assembler", Assembler, config.assembler,
@@ -62,15 +62,10 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
     )
 
 
-def critic_model(config: PPOConfig) -> ModelConfig:
-    """The model that the critic starts from."""
-    return config.reward_model if config.critic.init == "reward" else config.model
-
-
 def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
     """Arguments of a learner's rank; the policy makes no optimizer step while the critic warms up."""
     learner = getattr(config, role)
-    model = critic_model(config) if role == "critic" else config.model
+    model = config.critic_model if role == "critic" else config.model
     steps = config.run.steps - (config.algorithm.critic_warmup_steps if role == "policy" else 0)
     return {"config": learner, "model": model, "rank": rank, "world": learner.workers, "seed": config.run.seed,
             "total_steps": max(1, steps) * config.algorithm.epochs * config.algorithm.mini_batches,

@@ -109,7 +109,7 @@ def ppo_settings(files: Files, directory: Path) -> dict[str, Any]:
         "cluster": {"dashboard": False, "object_store_mb": 128, "start_timeout_s": 200, "call_timeout_s": 120},
         "pools": {"default": {"cpus": 4}},
         "model": {"path": str(files.policy)},
-        "reward_model": {"path": str(files.reward)},
+        "rewards": {"main": {"type": "model", "path": str(files.reward)}},
         "prompts": {"path": str(files.prompts), "max_tokens": PROMPT_TOKENS},
         "evaluation": {"prompts": str(files.evaluation), "limit": 4},
         "logging": {"ray_metrics": False, "tensorboard": True, "samples_per_step": 2},

@@ -75,9 +75,9 @@ def test_prompts_that_are_not_there_or_empty(refused, tmp_path):
     assert "is empty" in refused(prompts={"path": str(tmp_path / "empty.jsonl")})
 
 
-def test_a_reward_model_of_another_vocabulary(refused, tmp_path):
+def test_a_critic_from_a_reward_model_of_another_vocabulary(refused, tmp_path):
     other = make_tiny_reward_model(tmp_path / "other", 48)
-    message = refused(reward_model={"path": str(other)})
+    message = refused("--critic.init=reward", rewards={"main": {"type": "model", "path": str(other)}})
     assert "different tokenizers" in message and str(other) in message
 
 
@@ -88,7 +88,7 @@ def test_a_tokenizer_with_ids_that_the_model_lacks(refused, files, tmp_path):
 
 
 def test_a_reward_model_that_is_a_language_model(refused, files):
-    message = refused(reward_model={"path": str(files.policy)})
+    message = refused(rewards={"main": {"type": "model", "path": str(files.policy)}})
     assert "is no reward model" in message and "rlhf-ray reward-model" in message
 
 
@@ -147,9 +147,10 @@ def make_nan_reward_model(files, directory):
 
 def test_a_reward_that_is_nan_stops_the_run_and_is_never_made_up(command_line, configure, files, tmp_path):
     broken = make_nan_reward_model(files, tmp_path / "nan")
-    outcome = command_line("ppo", configure(tmp_path / "run", **SMALL, reward_model={"path": str(broken)}))
+    rewards = {"main": {"type": "model", "path": str(broken)}}
+    outcome = command_line("ppo", configure(tmp_path / "run", **SMALL, rewards=rewards))
     assert outcome.code == FAILED
-    assert f"the reward model {str(broken)!r} gave nan" in outcome.err and "Traceback" not in outcome.err
+    assert f"the reward model {str(broken)!r} (rewards.main) gave nan" in outcome.err and "Traceback" not in outcome.err
     assert "epoch 0 row" in outcome.err and "No score is made up" in outcome.err
     assert [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row or "eval/reward" in row] == []
     assert not (tmp_path / "run/model").exists() and not (tmp_path / "run/summary.json").exists()

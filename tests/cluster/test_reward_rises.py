@@ -24,7 +24,7 @@ def learn(configure, directory, max_staleness):
     reward = make_counting_reward_model(directory.parent / "counting", VOCAB)
     learner = {"workers": 1, "micro_batch_tokens": 512, "optimizer": {"learning_rate": 0.01}}
     sections = {
-        **SMALL, "reward_model": {"path": str(reward)}, "run": {"steps": STEPS, "seed": 1},
+        **SMALL, "rewards": {"main": {"type": "model", "path": str(reward)}}, "run": {"steps": STEPS, "seed": 1},
         "policy": learner, "critic": learner, "checkpoint": {"every": 0},
         "generator": {"workers": 2 if max_staleness else 1, "chunk": 8, "max_sequences": 16},
         "coordinator": {"prompts_per_step": 64, "samples_per_prompt": 1, "max_staleness": max_staleness},

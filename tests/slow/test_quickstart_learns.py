@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from rlhf_ray.records import RewardScores, Rollout
+from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages import ppo, ppo_team, quickstart
 from tests.slow.conftest import SEEDS
@@ -30,8 +30,8 @@ def test_the_judge_who_was_never_trained_on_agrees_that_it_improved(seed, finish
 class PermutedScores(RewardScorer):
     """The reward model's scores, dealt out to the wrong samples of the batch."""
 
-    def score(self, rollout: Rollout) -> RewardScores:
-        scores = super().score(rollout).scores
+    async def score(self, rollout: Rollout, prompts: Prompts) -> RewardScores:
+        scores = (await super().score(rollout, prompts)).scores
         return RewardScores(np.random.default_rng(rollout.seeds[0]).permutation(scores))
 
 

@@ -185,9 +185,11 @@ def test_the_model_card_says_where_the_model_comes_from(tmp_path):
     from huggingface_hub import ModelCard
 
     model, tokenizer = tiny(tmp_path)
-    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card(reward_model="models/judge"))
+    info = card(rewards="main (model models/judge)")
+    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", info)
     text = (directory / "README.md").read_text()
-    for part in ("12 updates", "2031-02-03", "`models/start`", "`models/judge`", "reviews.jsonl", "| reward | 1.25 |"):
+    for part in ("12 updates", "2031-02-03", "`models/start`", "Rewarded for: main (model models/judge)",
+                 "reviews.jsonl", "| reward | 1.25 |"):
         assert part in text
     data = ModelCard.load(directory / "README.md").data
     assert data.library_name == "transformers" and data.pipeline_tag == "text-generation" and "ppo" in data.tags

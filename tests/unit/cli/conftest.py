@@ -56,7 +56,7 @@ def stage(monkeypatch):
 @pytest.fixture
 def ppo_file(tmp_path):
     path = tmp_path / "ppo.yaml"
-    path.write_text("model: {path: m}\nreward_model: {path: r}\nprompts: {path: p}\n")
+    path.write_text("model: {path: m}\nrewards: {main: {type: model, path: r}}\nprompts: {path: p}\n")
     return str(path)
 
 

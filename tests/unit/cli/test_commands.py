@@ -19,7 +19,7 @@ FILES = {
     "reward-model": ("reward_model", RewardModelConfig, MODEL_AND_DATA),
     "process-reward": ("process_reward", ProcessRewardConfig, MODEL_AND_DATA + "steps: {placeholder: x}\n"),
     "preferences": ("preferences", PreferencesStageConfig, "model: {path: m}\nprompts: {path: p}\n"),
-    "ppo": ("ppo", PPOConfig, "model: {path: m}\nreward_model: {path: r}\nprompts: {path: p}\n"),
+    "ppo": ("ppo", PPOConfig, "model: {path: m}\nrewards: {main: {type: model, path: r}}\nprompts: {path: p}\n"),
 }
 
 

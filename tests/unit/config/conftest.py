@@ -11,7 +11,8 @@ MINIMAL = {
     "reward-model": {"model": {"path": "m"}, "data": {"path": "d.jsonl"}},
     "process-reward": {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "steps": {"placeholder": "?"}},
     "preferences": {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}},
-    "ppo": {"model": {"path": "m"}, "reward_model": {"path": "r"}, "prompts": {"path": "p.jsonl"}},
+    "ppo": {"model": {"path": "m"}, "rewards": {"main": {"type": "model", "path": "r"}},
+            "prompts": {"path": "p.jsonl"}},
 }
 
 

@@ -16,7 +16,8 @@ def ppo_config() -> Callable[..., PPOConfig]:
 
     def build(prompts: int = 8, chunk: int = 2, staleness: int = 0, steps: int = 3, **sections: Any) -> PPOConfig:
         return PPOConfig(
-            model={"path": "m"}, reward_model={"path": "r"}, prompts={"path": "p"}, run={"steps": steps, "seed": 5},
+            model={"path": "m"}, rewards={"main": {"type": "model", "path": "r"}},
+            prompts={"path": "p"}, run={"steps": steps, "seed": 5},
             generator={"chunk": chunk}, algorithm={"mini_batches": 1},
             coordinator={"prompts_per_step": prompts, "max_staleness": staleness}, **sections,
         )

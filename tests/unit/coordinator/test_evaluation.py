@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,13 @@ def test_one_token_responses_have_no_bigrams():
 def test_the_judges_mean_is_told_when_there_is_one():
     judged = part([1.0, 2.0], [1, 1], [True, True], [7, 8], [], [0, 0], [-1, -1], gold=[0.5, -1.0])
     assert summarise([judged])["gold"] == -0.25
+
+
+def test_components_of_the_reward_are_told_one_by_one():
+    parts = [replace(FIRST, components={"a": np.array([1.0, 2.0]), "b": np.array([0.0, 0.0])}),
+             replace(SECOND, components={"a": np.array([6.0]), "b": np.array([-3.0])})]
+    found = summarise(parts)
+    assert (found["reward"], found["reward/a"], found["reward/b"]) == (3.0, 3.0, -1.0)
 
 
 class StandInPipeline:

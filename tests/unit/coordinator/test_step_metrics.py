@@ -95,3 +95,17 @@ def test_shares_of_time_say_who_waited_for_whom(row, clock):
     assert found["share/critic_learner/generator"] == pytest.approx(0.6)
     assert found["share/critic_learner/busy"] == pytest.approx(0.2)
     assert found["share/critic_learner/coordinator"] == pytest.approx(0.2)
+
+
+def test_components_of_the_reward_one_by_one(summary, clock):
+    def chunk(row, quality, length, failures):
+        return summary([SampleKey(0, row, 0), SampleKey(0, row, 1)], components={
+            "quality": np.array(quality, dtype=np.float32), "length": np.array(length, dtype=np.float32),
+        }, failures={"quality": 0, "length": failures})
+
+    chunks = [chunk(0, [1, 3], [0, 0], 1), chunk(1, [5, 7], [2, 2], 0)]
+    outcome = StepOutcome(chunks, None, stats(loss=2.0), 0, 0.07, 0.4, 1500, began=100.0, ended=110.0)
+    found = step_metrics(outcome, BUFFER, clock, WORKERS)
+    assert (found["reward/component/quality"], found["reward/component/length"]) == (4.0, 1.0)
+    assert (found["reward/component/quality/std"], found["reward/component/length/std"]) == (pytest.approx(5**0.5), 1.0)
+    assert (found["reward/failures/quality"], found["reward/failures/length"]) == (0.0, 0.25)

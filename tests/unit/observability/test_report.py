@@ -104,6 +104,24 @@ def test_missing_metrics_leave_their_plots_out(tmp_path):
     assert [chart.title for chart in charts_of(read_metrics(tmp_path))] == ["Reward"]
 
 
+def test_a_reward_of_several_components_has_a_chart_of_them_and_one_of_failures_if_there_are_any(tmp_path):
+    def row(failing, **components):
+        return {"reward/mean": 1.0, **{f"reward/component/{n}": v for n, v in components.items()},
+                **{f"reward/failures/{n}": failing for n in components}}
+
+    def charts(name, *rows):
+        write_rows(tmp_path / name, rows)
+        return charts_of(read_metrics(tmp_path / name))
+
+    assert [c.title for c in charts("one", row(0.0, a=1.0), row(0.0, a=2.0))] == ["Reward"]
+    both = charts("two", row(0.0, a=1.0, b=5.0), row(0.5, a=2.0, b=6.0))
+    assert [c.title for c in both] == ["Reward", "Components of the reward", "Not judged in the ordinary way"]
+    assert [(line["name"], line["y"]) for line in both[1].data] == [("a", [1.0, 2.0]), ("b", [5.0, 6.0])]
+    assert [line["y"] for line in both[2].data] == [[0.0, 0.5]] * 2
+    quiet = charts("quiet", row(0.0, a=1.0, b=5.0), row(0.0, a=2.0, b=6.0))
+    assert [c.title for c in quiet] == ["Reward", "Components of the reward"]
+
+
 @pytest.mark.parametrize(
     "room, values, kind, plots",
     [

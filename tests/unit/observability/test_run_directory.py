@@ -79,6 +79,14 @@ def test_samples_come_back_with_missing_numbers_as_null(tmp_path):
     ]
 
 
+def test_numbers_beside_the_usual_ones_get_columns_of_their_own(tmp_path):
+    rows = [{"prompt": "p", "response": "r", "score": 0.5, "reward/a": 1.0, "reward/b": -0.5}]
+    part = SampleWriter(tmp_path / "samples").write(3, rows * 2)
+    row = {"step": 3, "prompt": "p", "response": "r", "score": 0.5, "kl": None, "gold": None,
+           "reward/a": 1.0, "reward/b": -0.5}
+    assert pq.read_table(part).to_pylist() == [row, row]
+
+
 def test_samples_of_steps_after_the_resumed_one_are_dropped(tmp_path):
     first = SampleWriter(tmp_path)
     for step in (1, 2, 10, 1_000_001):

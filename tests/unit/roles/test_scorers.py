@@ -1,5 +1,6 @@
 """The frozen models against transformers' own outputs; a score that is no number is an error."""
 
+import asyncio
 import shutil
 
 import numpy as np
@@ -7,10 +8,33 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.rewards import ExactMatchReward, FunctionReward, ModelReward
 from rlhf_ray.errors import RewardError
+from rlhf_ray.records import Prompts, offsets_of
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
+
+
+def reward(path, **fields):
+    return ModelReward(type="model", path=path, **fields)
+
+
+def scored(rollout, policy, rewards, budget=1000):
+    """What a reward scorer says of the rollout, in an order of prompts that is not the rollout's."""
+    order = list(reversed(range(len(rollout))))
+    prompts = Prompts(
+        offsets=offsets_of(np.ones(len(rollout))), tokens=np.zeros(len(rollout), dtype=np.int32),
+        rows=np.array(order), texts=[f"prompt {i}" for i in order], metadata=[{"answer": str(i)} for i in order])
+
+    async def ask():
+        scorer = RewardScorer(rewards, policy, budget)
+        try:
+            await scorer.start()
+            return await scorer.score(rollout, prompts)
+        finally:
+            await scorer.stop()
+
+    return asyncio.run(ask())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -32,10 +56,11 @@ def test_the_reference_says_what_transformers_says(rollout, policy_model, transf
 
 
 @pytest.mark.parametrize("budget", [6, 1000])
-def test_the_reward_model_says_what_transformers_says(rollout, reward_model, transformers_model, budget):
-    scorer = RewardScorer(reward_model, budget)
-    scorer.start()
-    scores = scorer.score(rollout).scores
+def test_the_reward_model_says_what_transformers_says(
+    rollout, policy_model, reward_model, transformers_model, budget
+):
+    answer = scored(rollout, policy_model, {"main": reward(reward_model.path)}, budget)
+    scores = answer.scores
     model = transformers_model("AutoModelForSequenceClassification", reward_model.path)
     for i, score in enumerate(scores):
         with torch.no_grad():
@@ -45,14 +70,36 @@ def test_the_reward_model_says_what_transformers_says(rollout, reward_model, tra
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_score_that_is_no_number_is_an_error_that_names_the_samples(rollout, reward_model, tmp_path, bad):
+def test_a_score_that_is_no_number_is_an_error_that_names_the_samples(
+    rollout, policy_model, reward_model, tmp_path, bad
+):
     directory = shutil.copytree(reward_model.path, tmp_path / "damaged")
     weights = load_file(directory / "model.safetensors")
     weights["model.embed_tokens.weight"][rollout.row(1, "tokens")[-1]] = bad
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     only_there = rollout.row(1, "tokens")[-1] not in [*rollout.row(0, "tokens"), *rollout.row(2, "tokens")]
     assert only_there, "the damaged token should be in one row alone"
-    scorer = RewardScorer(ModelConfig(path=str(directory)), 1000)
-    scorer.start()
-    with pytest.raises(RewardError, match=r"damaged' gave nan for 1 of 3 samples \(epoch 0 row 1 sample 0\)"):
-        scorer.score(rollout)
+    said = r"damaged' \(rewards\.main\) gave nan for 1 of 3 samples \(epoch 0 row 1 sample 0\)\. No score is made up"
+    with pytest.raises(RewardError, match=said):
+        scored(rollout, policy_model, {"main": reward(str(directory))})
+
+
+def test_components_are_weighed_and_added_up(rollout, policy_model, reward_model, tmp_path):
+    (tmp_path / "mine.py").write_text("def digits(labels, prompts): return [float(row['answer']) + len(p) for row, p "
+                                      "in zip(labels, prompts)]")
+    answer = scored(rollout, policy_model, {
+        "model": reward(reward_model.path, weight=2.0),
+        "mine": FunctionReward(type="function", function=f"{tmp_path}/mine.py:digits", weight=-0.5),
+        "match": ExactMatchReward(type="exact_match", weight=3.0, wrong=0.25),
+    })
+    parts = answer.components
+    assert parts["mine"].tolist() == [8.0, 9.0, 10.0], "of each row its own label and prompt"
+    assert parts["match"].tolist() == [0.25] * 3 and answer.failures == {"model": 0, "mine": 0, "match": 0}
+    expected = 2.0 * parts["model"].astype(float) - 0.5 * parts["mine"] + 3.0 * parts["match"]
+    assert answer.scores == pytest.approx(expected, rel=1e-6)
+    assert answer.scores.dtype == np.float32 and answer.token_rewards is None
+
+
+def test_a_single_model_s_score_is_its_own_to_the_bit(rollout, policy_model, reward_model):
+    answer = scored(rollout, policy_model, {"main": reward(reward_model.path)})
+    assert answer.scores.tobytes() == answer.components["main"].tobytes()

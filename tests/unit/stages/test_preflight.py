@@ -119,7 +119,8 @@ def ppo_config(llama, tmp_path):
 
     def build(**changes):
         sections = {
-            "run": {"dir": str(tmp_path / "run")}, "model": {"path": str(llama)}, "reward_model": {"path": str(judge)},
+            "run": {"dir": str(tmp_path / "run")}, "model": {"path": str(llama)},
+            "rewards": {"main": {"type": "model", "path": str(judge)}},
             "prompts": {"path": str(tmp_path / "p.jsonl"), "max_tokens": 32},
             "generator": {"sampling": {"max_tokens": 32}}, **changes,
         }
@@ -136,7 +137,7 @@ def test_a_sound_ppo_configuration_passes(ppo_config):
     ({"prompts": {"path": "/none.jsonl", "max_tokens": 32}}, DataError, "prompts.path='/none.jsonl'"),
     ({"evaluation": {"prompts": "/none.jsonl"}}, DataError, "evaluation.prompts='/none.jsonl'"),
     ({"model": {"path": "/none"}}, ModelError, "model.path='/none'"),
-    ({"reward_model": {"path": "/none"}}, ModelError, "reward_model.path='/none'"),
+    ({"rewards": {"main": {"type": "model", "path": "/none"}}}, ModelError, "rewards.main.path='/none'"),
     ({"generator": {"sampling": {"max_tokens": 40}}}, ModelError, "= 72 tokens is over the context"),
 ])
 def test_ppo_is_refused_before_its_directory_exists(ppo_config, tmp_path, changes, error, said):
@@ -166,6 +167,7 @@ def test_a_micro_batch_must_hold_the_longest_row(stage, cls, budget, said, llama
     assert started == [(stage.__name__.rsplit(".")[-1], True)]
 
 
+
 @pytest.mark.parametrize(("target", "scalar", "said"), [
     ("q_prj", False, r"^policy\.lora\.targets names 'q_prj': LlamaForCausalLM has no such layer\. What can be named: "
                      "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or all-linear"),
@@ -190,7 +192,7 @@ def test_layers_that_are_there_can_be_named(llama, targets):
 def test_ppo_looks_at_the_layers_before_it_starts(llama, tmp_path):
     reward = make_tiny_reward_model(tmp_path / "reward", 40, positions=64)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w2"}\n')
-    sections = {"model": {"path": str(llama)}, "reward_model": {"path": str(reward)},
+    sections = {"model": {"path": str(llama)}, "rewards": {"main": {"type": "model", "path": str(reward)}},
                 "prompts": {"path": str(tmp_path / "prompts.jsonl"), "max_tokens": 8},
                 "generator": {"sampling": {"max_tokens": 8}}}
     for role in ("policy", "critic"):
@@ -212,3 +214,58 @@ def test_malformed_rows_are_named_before_anything_starts(ppo_config, tmp_path, s
     with pytest.raises(DataError, match=r"(?s)2 rows cannot be used:.*line 2: .*line 3: not valid JSON"):
         ppo.run(ppo_config(**{section: changes}))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def with_rewards(ppo_config, tmp_path):
+    """with_rewards(section, **sections): that configuration with one more reward, `extra`, of this section."""
+    (tmp_path / "mine.py").write_text("def score(responses): return [0.0] * len(responses)\ndef odd(texts): pass")
+
+    def build(section, **sections):
+        main = ppo_config().rewards["main"].model_dump()
+        return ppo_config(rewards={"main": main, "extra": section}, **sections)
+
+    return build
+
+
+def test_sound_rewards_pass(with_rewards, tmp_path):
+    (tmp_path / "answers.jsonl").write_text('{"prompt": "w2", "answer": 3}\n')
+    for section in ({"type": "function", "function": f"{tmp_path}/mine.py:score"}, {"type": "number"},
+                    {"type": "regex", "pattern": "w(.)", "group": 1}, {"type": "json_schema", "accepts": {}}):
+        ppo.preflight(with_rewards(section, prompts={"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}))
+
+
+@pytest.mark.parametrize("section, error, said", [
+    ({"type": "function", "function": "TMP/mine.py:none"}, ConfigError, "(rewards.extra) cannot be used: Attribute"),
+    ({"type": "function", "function": "TMP/mine.py:odd"}, ConfigError, "it requires texts"),
+    ({"type": "function", "function": "no_such_module:f"}, ConfigError, "No module named 'no_such_module'"),
+    ({"type": "json_schema", "accepts": "TMP/none.json"}, ConfigError, "rewards.extra.accepts="),
+    ({"type": "json_schema", "accepts": {"type": 3}}, ConfigError, "rewards.extra.accepts is no JSON schema"),
+    ({"type": "number"}, DataError, "rewards.extra.answer='answer': the first row of prompts.path="),
+    ({"type": "exact_match", "answer": "truth"}, DataError, "has no such column; it has ['prompt']"),
+    ({"type": "regex", "pattern": "(a)", "group": 1, "answer": "truth"}, DataError, "rewards.extra.answer='truth'"),
+    ({"type": "model", "path": "/none"}, ModelError, "rewards.extra.path='/none'"),
+    ({"type": "process", "path": "/none"}, ModelError, "rewards.extra.path='/none'"),
+    ({"type": "http", "urls": ["http://127.0.0.1:9"], "timeout_s": 1, "retries": 0}, ConfigError, "rewards.extra"),
+])
+def test_rewards_that_cannot_be_given_are_refused(with_rewards, tmp_path, section, error, said):
+    told = {key: value.replace("TMP", str(tmp_path)) if isinstance(value, str) else value
+            for key, value in section.items()}
+    with pytest.raises(error, match=re.escape(said)):
+        ppo.preflight(with_rewards(told))
+
+
+def test_a_held_out_file_needs_the_answers_too(with_rewards, tmp_path):
+    (tmp_path / "answers.jsonl").write_text('{"prompt": "w2", "answer": 3}\n')
+    config = with_rewards({"type": "number"}, prompts={"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32},
+                          evaluation={"prompts": str(tmp_path / "p.jsonl")})
+    with pytest.raises(DataError, match=r"the first row of evaluation\.prompts='.*p\.jsonl' has no such column"):
+        ppo.preflight(config)
+
+
+def test_a_critic_starts_from_a_reward_model_of_the_policy_s_tokens_alone(ppo_config, tmp_path):
+    other = make_tiny_reward_model(tmp_path / "other", vocab=48, positions=64)
+    rewards = {"main": {"type": "model", "path": str(other)}}
+    ppo.preflight(ppo_config(rewards=rewards))
+    with pytest.raises(ModelError, match=r"from which critic\.init=reward starts.* have different tokenizers"):
+        ppo.preflight(ppo_config(rewards=rewards, critic={"init": "reward"}))

@@ -35,7 +35,7 @@ def test_stages_hand_over_what_the_next_one_reads():
     model = f"{sft.run.dir}/model"
     assert pairs.model.path == reward.model.path == ppo.model.path == model
     assert reward.data.path == f"{pairs.run.dir}/{pairs.pairs.output}"
-    assert ppo.reward_model.path == f"{reward.run.dir}/model"
+    assert ppo.rewards["preference"].path == f"{reward.run.dir}/model"
     assert ppo.logging.judge == pairs.pairs.judge
 
 

@@ -28,7 +28,7 @@ def test_being_cancelled_is_being_interrupted():
 
 
 def config(**sections):
-    return PPOConfig(model={"path": "m"}, reward_model={"path": "r"}, prompts={"path": "p"},
+    return PPOConfig(model={"path": "m"}, rewards={"main": {"type": "model", "path": "r"}}, prompts={"path": "p"},
                      run={"steps": 10, "seed": 3}, **sections)
 
 

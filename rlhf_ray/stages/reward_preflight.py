@@ -1,0 +1,102 @@
+"""What can be known to be wrong about `rewards` before Ray starts."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.config.rewards import (
+    FunctionReward,
+    HTTPReward,
+    JSONSchemaReward,
+    ModelReward,
+    ProcessReward,
+    RegexReward,
+    RewardConfig,
+)
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.reading import read_rows
+from rlhf_ray.data.step_format import load_steps
+from rlhf_ray.data.tokenizer import tokenizer_digest
+from rlhf_ray.errors import ConfigError, DataError, RewardError
+from rlhf_ray.models.classifier import check_packs
+from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
+from rlhf_ray.rewards.http.source import HTTPSource
+from rlhf_ray.rewards.sources import make_source
+from rlhf_ray.stages.preflight import check_context, check_model, check_same_tokens
+
+
+def check_rewards(config: PPOConfig) -> None:
+    """Refuse rewards that cannot be given, and a critic that cannot start from one.
+
+    Raises:
+        ModelError, ConfigError, DataError: naming the component and the fix.
+    """
+    for name, reward in config.rewards.items():
+        _check_source(config, name, reward)
+        _check_answers(config, name, reward)
+    if config.starts_critic and config.critic.init == "reward":
+        check_same_tokens(config.model, config.critic_model, ("model", "rewards, from which critic.init=reward starts"))
+        check_packs(config.critic_model, "critic.init=reward")
+
+
+def _check_source(config: PPOConfig, name: str, reward: RewardConfig) -> None:
+    match reward:
+        case ModelReward():
+            _check_reward_model(config, name, reward)
+        case ProcessReward():
+            check_model(reward, f"rewards.{name}")
+            load_steps(reward, f"rewards.{name}")
+        case HTTPReward():
+            digest = tokenizer_digest(load_tokenizer(config.model))
+            asyncio.run(_told_as_config(HTTPSource(name, reward).check(digest)))
+        case FunctionReward() | RegexReward() | JSONSchemaReward():
+            asyncio.run(_told_as_config(_try_start(config, name, reward)))
+
+
+def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> None:
+    """A model of another tokenizer reads texts, of a length by its own count; ours is checked here."""
+    field = f"rewards.{name}"
+    check_model(reward, field)
+    check_scalar_head(reward)
+    if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward)):
+        check_context(reward, config.prompts.max_tokens, config.generator.sampling.max_tokens,
+                      ("prompts.max_tokens", "generator.sampling.max_tokens"))
+
+
+async def _try_start(config: PPOConfig, name: str, reward: RewardConfig) -> None:
+    """Start the source here, as the reward scorer will."""
+    source = make_source(name, reward, config.model, config.reward.micro_batch_tokens)
+    try:
+        await source.start()
+    finally:
+        await source.stop()
+
+
+async def _told_as_config(check: Coroutine[Any, Any, None]) -> None:
+    """What cannot work from the start is the configuration's fault."""
+    try:
+        await check
+    except RewardError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
+    """Look into the first row of each local file for the column of answers."""
+    column = getattr(reward, "answer", None)
+    if column is None or (isinstance(reward, RegexReward) and reward.group is None):
+        return
+    for field, path in _prompt_files(config):
+        row = read_rows(path, limit=1).records[0]
+        if column not in row:
+            raise DataError(f"rewards.{name}.answer={column!r}: the first row of {field}={path!r} has no such column; "
+                            f"it has {sorted(row)}")
+
+
+def _prompt_files(config: PPOConfig) -> list[tuple[str, str]]:
+    """Local files of prompts, each with the field that names it."""
+    files = [(f"prompts.mix.{i}.path" if config.prompts.sources else "prompts.path", part.location)
+             for i, part in enumerate(config.prompts.parts())]
+    if config.evaluation_prompts:
+        files.append(("evaluation.prompts", config.evaluation_prompts.location))
+    return [(field, path) for field, path in files if Path(path).is_file()]
