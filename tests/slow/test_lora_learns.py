@@ -30,7 +30,7 @@ def test_demonstrations_of_another_kind_are_learned_by_adapters(finished_quickst
 
 def test_ppo_with_adapters_pleases_a_judge_it_was_not_trained_on(finished_quickstart, tmp_path):
     directory, _ = finished_quickstart(0)
-    paths = {"model.path": "sft/model", "reward_model.path": "reward_model/model",
+    paths = {"model.path": "sft/model", "rewards.preference.path": "reward_model/model",
              "prompts.path": "data/prompts.jsonl", "evaluation.prompts": "data/eval_prompts.jsonl"}
     overrides = [f"--{field}={directory}/{path}" for field, path in paths.items()]
     config = load(PPOConfig, "configs/examples/lora_ppo.yaml", [*overrides, f"--run.dir={tmp_path}/run"])

@@ -108,7 +108,8 @@ def test_an_evaluation_without_prompts_needs_some_held_out():
     from rlhf_ray.config.load import load
     from rlhf_ray.config.stages import PPOConfig
 
-    given = ["--model.path=m", "--rewards.main.type=model", "--rewards.main.path=r", "--prompts.path=p", "--evaluation={}"]
+    given = ["--model.path=m", "--rewards.main.type=model", "--rewards.main.path=r", "--prompts.path=p",
+             "--evaluation={}"]
     with pytest.raises(ConfigError, match=r"evaluation.prompts is empty and prompts.held_out=0"):
         load(PPOConfig, None, given)
     assert load(PPOConfig, None, [*given, "--prompts.held_out=0.1"]).evaluation is not None
