@@ -166,7 +166,8 @@ class RewardScores:
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Name of a component -> [N] its scores, before its weight."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Name of a component -> rows that it could not judge in the ordinary way (see `rewards.protocol`)."""
+    """Name of a component -> rows that it could not judge in the ordinary way (see `rewards.protocol`); NAME/KIND ->
+    how often that kind of thing went wrong."""
     token_rewards: NDArray[np.float32] | None = None
     """[T] weighted rewards of single tokens, aligned with the rollout: where a part of `scores` falls. Zero where
     response_mask is False. What the sum over a row leaves of its score falls on the response's last token; None: all

@@ -86,5 +86,7 @@ def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version:
         metrics[f"reward/component/{name}"] = float(component.mean())
         metrics[f"reward/component/{name}/std"] = float(component.std())
         metrics[f"reward/failures/{name}"] = sum(s.failures.get(name, 0) for s in summaries) / len(component)
+    for kind in sorted({name for s in summaries for name in s.failures if "/" in name}):
+        metrics[f"reward/failed_tries/{kind}"] = float(sum(s.failures.get(kind, 0) for s in summaries))
     gold = [s.gold for s in summaries if s.gold is not None]
     return {**metrics, "reward/gold": float(np.concatenate(gold).mean())} if gold else metrics

@@ -7,6 +7,8 @@ micro-batch, with transformers' own attention.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +83,17 @@ class Classifier:
         """Whether it is an encoder, which reads prompt and response as a pair of texts."""
         self.longest = _context(self._model)
         """Most tokens of a row; None when the model does not say."""
+        self.vocabulary = int(shape.get_text_config().vocab_size)
+        """Token ids end before this one."""
+
+    def digest(self) -> str:
+        """Hex digest of what scores depend on: the configuration and every weight as loaded, precision included."""
+        shape = {k: v for k, v in self._model.config.to_diff_dict().items() if not k.startswith("_")}
+        digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode())
+        for name, tensor in sorted(self._model.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     @torch.no_grad()
     def scores(self, rows: Sequence[EncodedRow], plan: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:

@@ -78,6 +78,7 @@ METRICS: dict[str, Metric] = {
 _PREFIXES = {
     "reward/component/": ("mean before its weight", "reward units"),
     "reward/failures/": ("not judged in the ordinary way", "share"),
+    "reward/failed_tries/": ("tries without an answer that could be used", "a step"),
     "eval/reward/": ("held-out mean before its weight", "reward units"),
     "idle/": ("idle share", "share"),
     "share/": ("share of its time", "share"),
@@ -106,7 +107,7 @@ def readable(name: str) -> str:
 
 def better(name: str) -> Literal["higher", "lower"] | None:
     """Which way this metric improves; None when neither way is good in itself (length, KL, entropy)."""
-    if name.startswith("reward/failures/"):
+    if name.startswith(("reward/failures/", "reward/failed_tries/")):
         return "lower"
     words = set(name.lower().replace("/", "_").split("_"))
     if words & {"loss", "perplexity", "error", "toxicity"}:

@@ -37,13 +37,19 @@ class WeightedSum:
                     np.zeros(len(requests)))
         return RewardScores(
             scores=total.astype(np.float32), components={name: a.scores for name, a in named.items()},
-            failures={name: a.failures for name, a in named.items()},
+            failures=_failures(named),
             token_rewards=np.sum(dense, axis=0).astype(np.float32) if dense else None,
         )
 
     async def stop(self) -> None:
         """Stop all sources, whatever state they are in."""
         await asyncio.gather(*(source.stop() for _, source in self._sources.values()), return_exceptions=True)
+
+
+def _failures(answers: Mapping[str, RewardAnswer]) -> dict[str, int]:
+    """Component -> requests that were not judged in the ordinary way; component/kind -> how often that went wrong."""
+    kinds = {f"{name}/{kind}": count for name, a in answers.items() for kind, count in a.failure_kinds.items()}
+    return {name: a.failures for name, a in answers.items()} | kinds
 
 
 async def _all(*calls: object) -> list[RewardAnswer]:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.serving.scoring import TokenRow
+if TYPE_CHECKING:
+    from rlhf_ray.models.classifier import EncodedRow
 
 LONGEST_RETRY_AFTER_S = 60
 
@@ -45,7 +47,7 @@ class _Waiting:
 
     request: _Request
     index: int
-    row: TokenRow
+    row: "EncodedRow"
 
 
 class Batcher:
@@ -58,8 +60,8 @@ class Batcher:
         max_waiting: rows that may wait.
     """
 
-    def __init__(self, forward: Callable[[Sequence[TokenRow]], NDArray[np.float32]], max_tokens: int, linger_s: float,
-                 max_waiting: int) -> None:
+    def __init__(self, forward: Callable[[Sequence["EncodedRow"]], NDArray[np.float32]], max_tokens: int,
+                 linger_s: float, max_waiting: int) -> None:
         self._forward, self._max_tokens = forward, max_tokens
         self._linger_s, self._max_waiting = linger_s, max_waiting
         self._queue: deque[_Waiting] = deque()
@@ -76,7 +78,7 @@ class Batcher:
         """Rows in the queue."""
         return len(self._queue)
 
-    async def score(self, rows: Sequence[TokenRow]) -> NDArray[np.float32]:
+    async def score(self, rows: Sequence["EncodedRow"]) -> NDArray[np.float32]:
         """[N] scores of N rows. Rows of a caller who is cancelled leave the queue.
 
         Raises:
@@ -134,7 +136,7 @@ class Batcher:
         """How many rows at the head of the queue fit into one pass."""
         longest = 0
         for count, waiting in enumerate(self._queue):
-            longest = max(longest, len(waiting.row))
+            longest = max(longest, len(waiting.row.ids))
             if count and longest * (count + 1) > self._max_tokens:
                 return count
         return self.waiting

@@ -20,9 +20,11 @@ class Sample(_Message):
     prompt: str | None = None
     """Prompt as the policy saw it (chat template applied)."""
     response: str | None = None
-    """Response, without special tokens."""
+    """What follows the prompt, a leading space included, without special tokens."""
     finished: bool = True
     """Whether the response ended by itself; an end-of-sequence token then follows it. Only with texts."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt as chat messages, beside `prompt`: a model with a chat template of its own reads these instead."""
     tokens: list[TokenId] | None = Field(None, min_length=1)
     """Token ids of prompt and response together, in the service's own vocabulary, instead of texts."""
 

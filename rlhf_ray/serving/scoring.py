@@ -1,27 +1,23 @@
-"""The model behind the service: texts to token rows, and rows to scores by one packed forward pass."""
+"""The model behind the service: samples to token rows, as a local reward model reads them, and rows to scores."""
 
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.encoding import encode, end_token
-from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
-from rlhf_ray.models.loading import check_model_directory, load_scalar_model, load_tokenizer
-from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
-from rlhf_ray.models.packing import Packing
+from rlhf_ray.data.tokenizer import tokenizer_digest
+from rlhf_ray.errors import RewardError
+from rlhf_ray.models.classifier import Classifier, EncodedRow
+from rlhf_ray.models.loading import check_model_directory, load_tokenizer
+from rlhf_ray.records import SampleKey
+from rlhf_ray.rewards.protocol import RewardRequest
+from rlhf_ray.rewards.transcript import encode_request
 from rlhf_ray.serving.schema import Sample
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-TokenRow = NDArray[np.int64]
-"""[T] token ids of a prompt and its response."""
+NOTHING = np.empty(0, dtype=np.int32)
 
 
 class BadSampleError(ValueError):
@@ -38,53 +34,45 @@ class ServedModel:
     def __init__(self, config: ModelConfig, max_batch_tokens: int) -> None:
         check_model_directory(config, "MODEL")
         self.path, self.dtype = config.path, config.dtype
-        self._tokenizer, model = load_tokenizer(config), load_scalar_model(config, new_head=False)
-        self._end, self._vocabulary = end_token(self._tokenizer), int(model.config.vocab_size)
-        check_vocabulary(self._tokenizer, self._vocabulary, config.path)
+        self._tokenizer, self._model = load_tokenizer(config), Classifier(config)
         self.tokenizer_digest = tokenizer_digest(self._tokenizer)
-        self.digest = model_digest(model, self.tokenizer_digest)
-        context = getattr(model.config, "max_position_embeddings", None) or max_batch_tokens
-        self.max_tokens = min(context, max_batch_tokens)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = PackedScalarModel(model).to(self._device).eval().requires_grad_(False)
+        parts = [self._model.digest(), self.tokenizer_digest, self._tokenizer.chat_template]
+        self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        self.max_tokens = min(self._model.longest or max_batch_tokens, max_batch_tokens)
 
-    def rows(self, samples: Sequence[Sample]) -> list[TokenRow]:
+    def rows(self, samples: Sequence[Sample]) -> list[EncodedRow]:
         """Token ids of each sample.
 
         Raises:
-            BadSampleError: a sample that is empty, too long, or has an id outside the vocabulary.
+            BadSampleError: a sample that is empty, too long, has an id outside the vocabulary, or that the model's chat
+                template refuses.
         """
-        texts = [s for s in samples if s.tokens is None]
-        encoded = iter(self._encode(texts))
-        rows = [np.array(next(encoded) if s.tokens is None else s.tokens, dtype=np.int64) for s in samples]
+        rows = [self._row(i, sample) for i, sample in enumerate(samples)]
         for i, row in enumerate(rows):
-            if not 0 < len(row) <= self.max_tokens:
-                raise BadSampleError(f"samples.{i} has {len(row)} tokens; the service takes 1 to {self.max_tokens}")
-            if row.max() >= self._vocabulary:
-                raise BadSampleError(f"samples.{i}.tokens has id {row.max()}, but the model's vocabulary ends at "
-                                     f"{self._vocabulary - 1}; send texts, or ids of its own tokenizer")
+            if not 0 < len(row.ids) <= self.max_tokens:
+                raise BadSampleError(f"samples.{i} has {len(row.ids)} tokens; the service takes 1 to {self.max_tokens}")
         return rows
 
-    def _encode(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """As training rows are made: the prompt with its leading tokens, the response, and an end if it has one."""
-        prompts = encode(self._tokenizer, [s.prompt or "" for s in samples], leading=True)
-        responses = encode(self._tokenizer, [s.response or "" for s in samples], leading=False)
-        return [p + r + [self._end] * s.finished for p, r, s in zip(prompts, responses, samples, strict=True)]
+    def _row(self, i: int, sample: Sample) -> EncodedRow:
+        if sample.tokens is None:
+            try:
+                return encode_request(_request(i, sample), self._tokenizer, pair=self._model.reads_pairs)
+            except RewardError as error:
+                raise BadSampleError(f"samples.{i}: {error}") from None
+        if max(sample.tokens) >= self._model.vocabulary:
+            raise BadSampleError(f"samples.{i}.tokens has id {max(sample.tokens)}, but the model's vocabulary ends at "
+                                 f"{self._model.vocabulary - 1}; send texts, or ids of its own tokenizer")
+        return EncodedRow(np.array(sample.tokens, dtype=np.int32))
 
-    @torch.no_grad()
-    def score(self, rows: Sequence[TokenRow]) -> NDArray[np.float32]:
+    def score(self, rows: Sequence[EncodedRow]) -> NDArray[np.float32]:
         """[N] one score per row, finite or not, from one forward pass."""
-        packing = Packing.of(np.array([len(row) for row in rows]), self._device)
-        tokens = torch.as_tensor(np.concatenate(rows), device=self._device)
-        return last_token_scores(self._model(tokens, packing), packing).cpu().numpy()
+        return self._model.scores(rows, [np.arange(len(rows))])
 
 
-def model_digest(model: "PreTrainedModel", tokenizer: str) -> str:
-    """Hex digest of what scores depend on: configuration, every weight as loaded (precision included), tokenizer."""
-    shape = {k: v for k, v in model.config.to_diff_dict().items() if not k.startswith("_")}
-    digest = hashlib.sha256(json.dumps([tokenizer, shape], sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data if tensor.dim() else
-                      str(tensor.item()).encode())
-    return digest.hexdigest()[:32]
+def _request(i: int, sample: Sample) -> RewardRequest:
+    """The sample as the protocol of reward sources has it."""
+    return RewardRequest(
+        key=SampleKey(0, i, 0), prompt=sample.prompt or "", response=sample.response or "", tokens=NOTHING,
+        response_mask=NOTHING.astype(bool), finish_reason="stop" if sample.finished else "length",
+        metadata=sample.metadata or {}, messages=sample.messages,
+    )

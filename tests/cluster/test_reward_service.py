@@ -9,23 +9,27 @@ import numpy as np
 import psutil
 import pytest
 
+from rlhf_ray.config.load import load
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import HTTPReward
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import RewardError
+from rlhf_ray.models.classifier import EncodedRow
+from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.protocol import RewardRequest
+from tests.cluster.conftest import SMALL, VOCAB
 from tests.cluster.service import services
-from tests.models import make_tiny_reward_model
 
-TOKEN, VOCAB = "canary-0123456789abcdef", 64
+TOKEN = "canary-0123456789abcdef"
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A random reward model."""
-    return make_tiny_reward_model(tmp_path_factory.mktemp("service") / "reward", VOCAB)
+def model(files):
+    """A random reward model, of the policy's tokenizer."""
+    return files.reward
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,8 @@ def requests(count, seed=0):
         words = [f"w{t}" for t in tokens]
         tokens = np.append(tokens, np.int32(1)) if finished else tokens
         mask = np.arange(len(tokens)) >= split
-        made.append(RewardRequest(SampleKey(0, i, 0), " ".join(words[:split]), " ".join(words[split:]), tokens, mask,
+        prompt, response = " ".join(words[:split]), "".join(f" {word}" for word in words[split:])
+        made.append(RewardRequest(SampleKey(0, i, 0), prompt, response, tokens, mask,
                                   "stop" if finished else "length", {}))
     return made
 
@@ -62,7 +67,7 @@ def local_scores(model, asked):
     from rlhf_ray.serving.scoring import ServedModel
 
     served = ServedModel(ModelConfig(path=str(model)), 1024)
-    return np.array([served.score([r.tokens.astype(np.int64)])[0] for r in asked])
+    return np.array([served.score([EncodedRow(r.tokens)])[0] for r in asked])
 
 
 def asking(urls, work, **settings):
@@ -110,6 +115,27 @@ def test_a_sample_alone_has_the_local_models_score_bit_for_bit(pair, model, toke
 
     scores = asking([pair[0].url], work, token_file=str(token_file))
     assert np.array_equal(np.array(scores), local_scores(model, asked))
+
+
+def test_a_run_asks_the_services_for_each_sample_once(pair, files, configure, token_file, tmp_path):
+    """Beside the same model in the run's own process, which says what the services must have said."""
+    from rlhf_ray.stages import ppo
+
+    before = sum(service.health(TOKEN)["samples"] for service in pair)
+    far = {"type": "http", "urls": [s.url for s in pair], "token_file": str(token_file), "send": "tokens"}
+    rewards = {"main": {"type": "model", "path": str(files.reward), "weight": 0.5}, "far": {**far, "weight": 0.5}}
+    sections = {**SMALL, "rewards": rewards, "run": {"steps": 2}, "checkpoint": {"every": 0}}
+    ppo.run(load(PPOConfig, configure(tmp_path / "run", **sections), []))
+    rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["reward/component/far"] == pytest.approx(row["reward/component/main"], abs=1e-5)
+        assert row["reward/mean"] == pytest.approx(row["reward/component/main"], abs=1e-5)
+        assert row["reward/failures/far"] == 0
+    evaluations = 2  # of one sample, before and after
+    assert sum(service.health(TOKEN)["samples"] for service in pair) - before == 2 * 16 + evaluations
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert written and not [path for path in written if TOKEN.encode() in path.read_bytes()]
 
 
 def test_one_service_killed_on_the_way_loses_and_doubles_nothing(pair, model, token_file):

@@ -33,6 +33,8 @@ def _sample(request: RewardRequest, send: Literal["text", "tokens"], columns: Se
     else:
         sample = {"prompt": request.prompt, "response": request.response,
                   "finished": request.finish_reason == "stop"}
+        if request.messages is not None:
+            sample["messages"] = request.messages
     if columns:
         sample["metadata"] = {column: request.metadata[column] for column in columns if column in request.metadata}
     return sample

@@ -56,6 +56,12 @@ def test_numbers_about_the_samples(row):
     assert (found["staleness/max"], found["staleness/mean"]) == (1.0, 0.5)
 
 
+def test_failed_tries_are_counted_by_kind(row):
+    found = row(failures={"far": 1, "far/timeout": 2, "far/http_503": 1})
+    assert {name: n for name, n in found.items() if "failed_tries" in name} == {
+        "reward/failed_tries/far/timeout": 2, "reward/failed_tries/far/http_503": 1}
+
+
 def test_numbers_about_the_step(row):
     found = row()
     assert found["coordinator/bytes_per_sample"] == 500.0  # 1500 bytes for three samples

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_ray.models.classifier import EncodedRow
+
 TOKEN = "canary-0123456789abcdef"
-SAMPLES = [{"prompt": "w5 w6", "response": "w7"}, {"prompt": "w5 w6", "response": "w7", "finished": False},
+SAMPLES = [{"prompt": "w5 w6", "response": " w7"}, {"prompt": "w5 w6", "response": " w7", "finished": False},
            {"tokens": [9, 10, 11, 12, 13]}]
 
 
@@ -105,11 +107,11 @@ class Damaged:
         self.score = give
 
     def rows(self, samples):
-        return [np.array(s.tokens) for s in samples]
+        return [EncodedRow(np.array(s.tokens)) for s in samples]
 
 
 def test_a_score_that_is_no_number_is_an_error(asking):
-    model = Damaged(lambda rows: np.array([np.nan if row[0] == 7 else 1.0 for row in rows], np.float32))
+    model = Damaged(lambda rows: np.array([np.nan if row.ids[0] == 7 else 1.0 for row in rows], np.float32))
     answer = asking(post([{"tokens": [1]}, {"tokens": [7]}]), model=model)
     assert answer.status_code == 500 and answer.json() == {"error": "the model gave nan for samples.1"}
     assert asking(post([{"tokens": [1]}]), model=model).json()["scores"] == [1.0]

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from rlhf_ray.models.classifier import EncodedRow
 from rlhf_ray.serving.batcher import Batcher, QueueFullError
 
 
@@ -20,14 +21,14 @@ class Model:
     def __call__(self, rows):
         self.gate.wait(10)
         self.threads.add(threading.get_ident())
-        self.batches.append([len(row) for row in rows])
-        if any(row[0] == 666 for row in rows):
+        self.batches.append([len(row.ids) for row in rows])
+        if any(row.ids[0] == 666 for row in rows):
             raise ValueError("this model dislikes 666")
-        return np.array([row[0] for row in rows], np.float32)
+        return np.array([row.ids[0] for row in rows], np.float32)
 
 
 def rows(*firsts, length=4):
-    return [np.full(length, first, np.int64) for first in firsts]
+    return [EncodedRow(np.full(length, first, np.int32)) for first in firsts]
 
 
 def run(callers, **settings):

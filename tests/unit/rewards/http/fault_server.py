@@ -9,9 +9,10 @@ import asyncio
 import json
 import random
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ class FaultServer:
     behaviours: Iterator[str]
     port: int = 0
     digest: str = DIGEST
+    tokenizer: str = "t1"
     health: str = "ok"
     asked: list[Asked] = field(default_factory=list)
     connections: int = 0
@@ -55,7 +57,7 @@ class FaultServer:
             while True:
                 method, path, headers, body = await _read(reader)
                 if path.endswith("/health"):
-                    content = json.dumps({"digest": self.digest, "tokenizer": "t1"}).encode()
+                    content = json.dumps({"digest": self.digest, "tokenizer": self.tokenizer}).encode()
                     writer.write(_response(200, content) if self.health == "ok" else BEHAVIOURS[self.health]([], {}))
                 else:
                     assert (method, path.rpartition("/")[2]) == ("POST", "score")
@@ -158,6 +160,29 @@ def seeded(seed: int, weights: dict[str, float]) -> Iterator[str]:
     draw = random.Random(seed)
     while True:
         yield draw.choices(list(weights), list(weights.values()))[0]
+
+
+@contextmanager
+def faulty_in_thread(**settings: Any) -> Iterator[FaultServer]:
+    """A server for callers that have no event loop yet."""
+    loop, ready, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    found: list[FaultServer] = []
+
+    async def run() -> None:
+        async with faulty(**settings) as server:
+            found.append(server)
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()
 
 
 @asynccontextmanager

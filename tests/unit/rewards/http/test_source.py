@@ -1,6 +1,7 @@
 """What a service is asked, how several servers share the work, and what is refused before a run starts."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,17 @@ def test_texts_are_sent_in_batches_and_put_together_in_order():
     first = min(requests, key=lambda r: r.samples[0]["prompt"])
     assert first.samples == [{"prompt": "Question 0", "response": "Answer 0", "finished": False},
                              {"prompt": "Question 1", "response": "Answer 1", "finished": True}]
+
+
+def test_chat_messages_go_along_with_the_text():
+    async def run():
+        async with faulty() as server, source_of(server.url) as source:
+            plain = requests_of(1)[0]
+            await source.score([replace(plain, messages=[{"role": "user", "content": "hello"}])])
+            return server.asked[0].samples
+
+    ((sample,)) = asyncio.run(run())
+    assert sample["messages"] == [{"role": "user", "content": "hello"}] and sample["prompt"] == "Question 0"
 
 
 def test_tokens_are_sent_where_asked_for():
