@@ -82,15 +82,26 @@ async def _told_as_config(check: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
-    """Look into the first row of each local file for the column of answers."""
-    column = getattr(reward, "answer", None)
-    if column is None or (isinstance(reward, RegexReward) and reward.group is None):
+    """Look into the first row of each local file for the columns that the reward reads."""
+    columns = _columns(reward)
+    if not columns:
         return
     for field, path in _prompt_files(config):
         row = read_rows(path, limit=1).records[0]
-        if column not in row:
-            raise DataError(f"rewards.{name}.answer={column!r}: the first row of {field}={path!r} has no such column; "
-                            f"it has {sorted(row)}")
+        for key, column in columns:
+            if column not in row:
+                raise DataError(f"rewards.{name}.{key}={column!r}: the first row of {field}={path!r} has no such "
+                                f"column; it has {sorted(row)}")
+
+
+def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
+    """Fields of a reward that name columns, and the columns."""
+    if isinstance(reward, HTTPReward):
+        return [("columns", column) for column in reward.columns]
+    column = getattr(reward, "answer", None)
+    if column is None or (isinstance(reward, RegexReward) and reward.group is None):
+        return []
+    return [("answer", column)]
 
 
 def _prompt_files(config: PPOConfig) -> list[tuple[str, str]]:
