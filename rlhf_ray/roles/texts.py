@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 
 def rollout_texts(tokenizer: "PreTrainedTokenizerBase", rollout: Rollout, rows: int) -> tuple[list[str], list[str]]:
-    """Prompts and responses of the first `rows` rows, special tokens left out; a row without response is all prompt."""
+    """Prompts and responses of the first `rows` rows, or of all there are, special tokens left out; a row without
+    response is all prompt."""
     prompts, responses = [], []
-    for i in range(rows):
+    for i in range(min(rows, len(rollout))):
         tokens, mask = rollout.row(i, "tokens"), rollout.row(i, "response_mask")
         begin = int(np.argmax(mask)) if mask.any() else len(mask)
         prompts.append(tokenizer.decode(tokens[:begin].tolist(), skip_special_tokens=True))

@@ -25,7 +25,8 @@ def run(configure, tmp_path_factory):
     prompts = {"path": None, "mix": [{"path": str(root / "a.jsonl"), "weight": 3}, {"path": str(root / "b.jsonl")}],
                "held_out": 0.25}
     sections = {**SMALL, "prompts": prompts, "evaluation": {"prompts": None, "limit": None}, "run": {"steps": 2},
-                "checkpoint": {"every": 0}, "logging": {"samples_per_step": 64}}
+                "checkpoint": {"every": 0}, "logging": {"samples_per_step": 64},
+                "generator": {"workers": 1, "chunk": 16}}
     ppo.run(load(PPOConfig, configure(root / "run", **sections), []))
     return root / "run", texts
 
