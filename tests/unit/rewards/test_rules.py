@@ -114,9 +114,9 @@ def test_normalising_twice_is_once_and_a_text_equals_itself(text, ignore):
 
 def test_scores_and_failures_of_a_chunk(ask):
     source = number_source("sum", NumberReward(type="number", right=2.0, wrong=-1.0))
-    texts = ["it is 4", "5", "none", "4.0"]
+    texts = ["it is 4", "5", "6", "none", "4.0"]
     answer = asyncio.run(source.score([ask(t, i, metadata={"answer": 4}) for i, t in enumerate(texts)]))
-    assert answer.scores.tolist() == [2.0, -1.0, -1.0, 2.0] and answer.scores.dtype.name == "float32"
+    assert answer.scores.tolist() == [2.0, -1.0, -1.0, -1.0, 2.0] and answer.scores.dtype.name == "float32"
     assert answer.failures == 1 and answer.token_rewards is None
 
 
