@@ -255,6 +255,8 @@ class ExperienceSummary:
 class EvaluationPart:
     """Small numbers about a chunk of held-out samples; [N] arrays, one entry per response."""
 
+    rows: NDArray[np.int64]
+    """Row of each response's prompt in the held-out set."""
     scores: NDArray[np.float32]
     gold: NDArray[np.float32] | None
     """Independent judge's scores, when one is configured."""

@@ -36,7 +36,8 @@ COMMON: dict[str, list[str]] = {
         "prompts.max_tokens", "coordinator.prompts_per_step", "coordinator.max_staleness", "generator.workers",
         "generator.sampling.max_tokens", "policy.workers", "policy.zero_stage", "policy.optimizer.learning_rate",
         "critic.optimizer.learning_rate", "algorithm.kl.coef", "algorithm.epochs", "algorithm.mini_batches",
-        "algorithm.clip_low", "checkpoint.every", "evaluation.prompts", "logging.wandb_project",
+        "algorithm.clip_low", "checkpoint.every", "checkpoint.best_metric", "evaluation.prompts", "early_stop.kl_above",
+        "logging.wandb_project",
     ],
 }  # fmt: skip
 """Command -> the fields that its `--help` shows."""

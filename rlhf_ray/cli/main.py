@@ -8,16 +8,18 @@ from typing import Annotated
 
 import typer
 
+from rlhf_ray.cli.compare import compare
 from rlhf_ray.cli.data import app as data
 from rlhf_ray.cli.doctor import doctor
+from rlhf_ray.cli.generate import generate
 from rlhf_ray.cli.quickstart import quickstart
 from rlhf_ray.cli.report import report
 from rlhf_ray.cli.serve_reward import serve_reward
 from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
 from rlhf_ray.cli.status import status
-from rlhf_ray.errors import RLHFError, RunInterrupted
+from rlhf_ray.errors import RLHFError, RunInterrupted, StoppedEarly
 
-TRAINING, AROUND = "Stages", "Around a run"
+TRAINING, MODELS, AROUND = "Stages", "With a model", "Around a run"
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 HELP = "PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
@@ -52,8 +54,11 @@ def before_command(
 app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(quickstart)
 for stage in (sft, reward_model, process_reward, preferences, ppo):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
+app.command(rich_help_panel=MODELS)(generate)
+app.command(rich_help_panel=MODELS)(compare)
+app.command(rich_help_panel=MODELS)(serve_reward)
 app.add_typer(data, name="data", rich_help_panel=AROUND)
-for command in (status, report, serve_reward, doctor):
+for command in (status, report, doctor):
     app.command(rich_help_panel=AROUND)(command)
 
 
@@ -62,7 +67,8 @@ def main() -> None:
     try:
         app()
     except RLHFError as error:
-        _say("" if isinstance(error, RunInterrupted) else "error: ", str(error))  # to have been stopped is no error
+        stopped = isinstance(error, RunInterrupted | StoppedEarly)  # which is no error, and says what it is
+        _say("" if stopped else "error: ", str(error))
         sys.exit(error.exit_code)
 
 

@@ -92,7 +92,10 @@ class EvaluationConfig(Section):
     sampling: SamplingConfig | None = None
     """How held-out responses are drawn, greedy and truncated distributions allowed; as in training when empty."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Responses to each held-out prompt."""
+    """Responses to each held-out prompt; pass@k of verifiable rewards is told for k = 1, 2, 4, ... up to this."""
+    solved_at: float | None = None
+    """Score from which on a response counts as solved by a function or service, for their pass@k; verifiable rewards
+    need none, they count what scores `right`."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:

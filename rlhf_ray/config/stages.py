@@ -21,7 +21,7 @@ from rlhf_ray.config.loop import (
 )
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.ptx import PtxConfig
-from rlhf_ray.config.rewards import ModelReward, RewardConfig
+from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
 from rlhf_ray.config.steps import StepsConfig
 
@@ -242,6 +242,17 @@ class PPOConfig(StageConfig):
             fields["evaluation.sampling.max_tokens"] = self.evaluation.sampling.max_tokens
         field = max(fields, key=fields.__getitem__)
         return fields[field], field
+
+    @property
+    def solved_at(self) -> dict[str, float]:
+        """Score from which on a component of the rewards counts as solved, by name; of the others no pass@k is told."""
+        scores = {name: reward.right for name, reward in self.rewards.items()
+                  if isinstance(reward, VerifiableReward) and reward.right > reward.wrong}
+        other = self.evaluation.solved_at if self.evaluation else None
+        if other is not None:
+            scores |= {name: other for name, reward in self.rewards.items()
+                       if isinstance(reward, FunctionReward | HTTPReward)}
+        return scores
 
     @property
     def evaluates_the_policy_itself(self) -> bool:

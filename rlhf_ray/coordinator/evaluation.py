@@ -38,12 +38,14 @@ class Evaluator:
 
     async def measure(self) -> Evaluation:
         """Evaluate the policy that the generators hold now."""
-        size = self._pipeline.config.generator.chunk
+        config = self._pipeline.config
+        size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts = await asyncio.gather(*(self._part(chunk, TEXTS if i == 0 else 0) for i, chunk in enumerate(chunks)))
         team = self._pipeline.team
-        metrics, texts = await team.value(team.assembler.call(
-            0, "sum_up", self._pipeline.config.evaluates_the_policy_itself, *(part.ref for part in parts)), "evaluate")
+        refs = (part.ref for part in parts)
+        call = team.assembler.call(0, "sum_up", config.evaluates_the_policy_itself, config.solved_at, *refs)
+        metrics, texts = await team.value(call, "evaluate")
         return Evaluation(metrics, texts)
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call:

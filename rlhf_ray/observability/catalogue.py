@@ -80,6 +80,7 @@ _PREFIXES = {
     "reward/failures/": ("not judged in the ordinary way", "share"),
     "reward/failed_tries/": ("tries without an answer that could be used", "a step"),
     "eval/reward/": ("held-out mean before its weight", "reward units"),
+    "eval/pass@": ("solved by one of that many samples", "share of prompts"),
     "idle/": ("idle share", "share"),
     "share/": ("share of its time", "share"),
     "busy/": ("busy time", "seconds"),
@@ -109,6 +110,8 @@ def better(name: str) -> Literal["higher", "lower"] | None:
     """Which way this metric improves; None when neither way is good in itself (length, KL, entropy)."""
     if name.startswith(("reward/failures/", "reward/failed_tries/")):
         return "lower"
+    if "pass@" in name:
+        return "higher"
     words = set(name.lower().replace("/", "_").split("_"))
     if words & {"loss", "perplexity", "error", "toxicity"}:
         return "lower"

@@ -28,13 +28,14 @@ class Tile(NamedTuple):
     was: str = ""
 
 
-def page(title: str, body: Iterable[str], charts: Sequence[Chart]) -> str:
-    """The whole document."""
+def page(title: str, body: Iterable[str], charts: Sequence[Chart], extra: str = "") -> str:
+    """The whole document. `extra` names a style and a script among the assets that this kind of page has besides."""
     assets = files("rlhf_ray.observability") / "assets"
+    more_style = (assets / f"{extra}.css").read_text() if extra else ""
     head = (
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{(assets / 'report.css').read_text()}</style>"
+        f"<title>{escape(title)}</title><style>{(assets / 'report.css').read_text()}{more_style}</style>"
     )
     scripts = ""
     if charts:
@@ -46,6 +47,8 @@ def page(title: str, body: Iterable[str], charts: Sequence[Chart]) -> str:
             f'<script type="application/json" id="figures">{figures_json(charts)}</script>\n'
             f"<script>{(assets / 'report.js').read_text()}</script>\n"
         )
+    if extra:
+        scripts += f"<script>{(assets / f'{extra}.js').read_text()}</script>\n"
     inside = "\n".join(part for part in body if part)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n<main>\n{inside}\n</main>\n'
@@ -154,11 +157,9 @@ def folded_text(title: str, text: str) -> str:
     return folded(title, f"<pre>{escape(text)}</pre>") if text else ""
 
 
-def footer() -> str:
-    return (
-        "<footer>Thin lines are single steps, thick lines their running mean. Made by rlhf-ray; this page loads "
-        "nothing from the network.</footer>"
-    )
+def footer(about: str = "Thin lines are single steps, thick lines their running mean.") -> str:
+    """The page's last line."""
+    return f"<footer>{escape(about)} Made by rlhf-ray; this page loads nothing from the network.</footer>"
 
 
 def _words(item: Mapping[str, Any], key: str) -> str:

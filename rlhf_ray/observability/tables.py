@@ -44,10 +44,13 @@ def changes(before: Mapping[str, float | None], after: Mapping[str, float | None
     return [Change(name, before.get(name), after.get(name)) for name in names]
 
 
-def before_after_table(rows: Iterable[Change | tuple[str, float | None, float | None]], plain: bool = False) -> Table:
+def before_after_table(
+    rows: Iterable[Change | tuple[str, float | None, float | None]], plain: bool = False,
+    sides: tuple[str, str] = ("before", "after"),
+) -> Table:
     """A table of metric, before, after, change; without lines and colours when `plain`."""
     table = _table(plain, "metric")
-    for heading in ("before", "after", "change"):
+    for heading in (*sides, "change"):
         table.add_column(heading, justify="right")
     for row in (Change(*r) for r in rows):
         difference = "" if row.difference is None else f"{row.difference:+.4g}"
@@ -58,11 +61,13 @@ def before_after_table(rows: Iterable[Change | tuple[str, float | None, float | 
 
 
 def print_before_after(
-    rows: Iterable[Change | tuple[str, float | None, float | None]], stream: TextIO | None = None
+    rows: Iterable[Change | tuple[str, float | None, float | None]], stream: TextIO | None = None,
+    sides: tuple[str, str] = ("before", "after"),
 ) -> None:
-    """Print what changed from before to after: coloured in a terminal, aligned plain text elsewhere."""
+    """Print what changed from before to after, or from one of two `sides` to the other: coloured in a terminal, aligned
+    plain text elsewhere."""
     stream = stream or sys.stdout
-    _print(before_after_table(rows, plain=not is_terminal(stream)), stream)
+    _print(before_after_table(rows, not is_terminal(stream), sides), stream)
 
 
 def print_texts(texts: Sequence[Mapping[str, str]], stream: TextIO | None = None) -> None:
@@ -73,7 +78,7 @@ def print_texts(texts: Sequence[Mapping[str, str]], stream: TextIO | None = None
     table.add_column("after", ratio=2, overflow="fold")
     for text in texts:
         # Text, not str: model output may hold what rich would take for markup or control codes.
-        table.add_row(*(Text(_visible(text.get(key, ""))) for key in ("prompt", "before", "after")))
+        table.add_row(*(Text(visible(text.get(key, ""))) for key in ("prompt", "before", "after")))
     _print(table, stream)
 
 
@@ -91,7 +96,7 @@ def _table(plain: bool, first: str, lines: bool = False) -> Table:
     return table
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """`text` without control characters, which could move the cursor or colour the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 

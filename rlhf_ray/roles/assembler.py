@@ -1,6 +1,6 @@
 """Rollouts and what was said about them, made into experience: KL, token rewards, advantages, returns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from rlhf_ray.records import (
     Scores,
     TokenScores,
 )
-from rlhf_ray.roles.held_out import bigram_codes, stable_hash, summarise
+from rlhf_ray.roles.held_out import bigram_codes, pass_rates, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import MicroBatch
 from rlhf_ray.roles.texts import finished, rollout_texts
 
@@ -78,7 +78,8 @@ class Assembler:
         mask, starts = rollout.response_mask, rollout.offsets[:-1]
         prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout))
         return EvaluationPart(
-            scores=rewards.scores, components=rewards.components, gold=self._gold(responses),
+            rows=np.array([key.row for key in rollout.keys]), scores=rewards.scores, components=rewards.components,
+            gold=self._gold(responses),
             kl=np.add.reduceat(np.where(mask, rollout.logprobs - reference.values, 0), starts),
             reference_logprobs=np.add.reduceat(np.where(mask, reference.values, 0), starts),
             lengths=np.add.reduceat(mask.astype(np.int64), starts), finished=finished(rollout),
@@ -88,9 +89,12 @@ class Assembler:
             texts=[{"prompt": prompts[i], "response": responses[i]} for i in range(min(keep_texts, len(rollout)))],
         )
 
-    def sum_up(self, policy_itself: bool, *parts: EvaluationPart) -> tuple[dict[str, float], list[dict[str, str]]]:
-        """Metrics over all chunks of an evaluation, and the texts that were kept; see `held_out.summarise`."""
-        return summarise(list(parts), policy_itself), [text for part in parts for text in part.texts]
+    def sum_up(
+        self, policy_itself: bool, solved_at: Mapping[str, float], *parts: EvaluationPart
+    ) -> tuple[dict[str, float], list[dict[str, str]]]:
+        """Metrics over all chunks of an evaluation, and the texts that were kept; see `held_out`."""
+        metrics = summarise(list(parts), policy_itself) | pass_rates(list(parts), solved_at)
+        return metrics, [text for part in parts for text in part.texts]
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
         a, micro, values = self.algorithm, MicroBatch(rollout, "cpu"), scores.values

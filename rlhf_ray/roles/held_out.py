@@ -1,9 +1,11 @@
 """What an evaluation says of held-out responses, and how it tells repetition."""
 
 import hashlib
+from collections.abc import Mapping
 
 import numpy as np
 
+from rlhf_ray.algorithms.pass_at_k import mean_pass_at_k
 from rlhf_ray.records import EvaluationPart
 
 
@@ -45,3 +47,17 @@ def summarise(parts: list[EvaluationPart], policy_itself: bool = True) -> dict[s
     metrics |= {f"reward/{name}": float(np.concatenate([part.components[name] for part in parts]).mean())
                 for name in parts[0].components}
     return metrics if parts[0].gold is None else {**metrics, "gold": float(joined("gold").mean())}
+
+
+def pass_rates(parts: list[EvaluationPart], solved_at: Mapping[str, float]) -> dict[str, float]:
+    """`pass@k/NAME` for the components of the reward named in `solved_at`, k = 1, 2, 4, ... up to the samples a prompt
+    has. A response has solved its prompt when the component's score is at least the number there."""
+    _, prompts = np.unique(np.concatenate([part.rows for part in parts]), return_inverse=True)
+    rates: dict[str, float] = {}
+    for name, threshold in solved_at.items():
+        # Scores are float32: so must the threshold be, or 0.7 would never reach 0.7.
+        solved = np.concatenate([part.components[name] for part in parts]) >= np.float32(threshold)
+        counts = zip(np.bincount(prompts).tolist(), np.bincount(prompts, weights=solved).astype(int).tolist(),
+                     strict=True)
+        rates |= {f"pass@{k}/{name}": rate for k, rate in mean_pass_at_k(counts).items()}
+    return rates

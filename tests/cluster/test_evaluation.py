@@ -17,6 +17,7 @@ STEPS, HELD_OUT, LONGER = 5, 4, 20
 SECTIONS = {
     **SMALL, "run": {"steps": STEPS},
     "checkpoint": {"every": 0, "keep": 1, "best_metric": "length", "best_mode": "min"},
+    "rewards": {"seen": {"type": "regex", "pattern": r"\bw1\d\b", "weight": 0.0}},
     "evaluation": {"limit": HELD_OUT, "every": 1, "samples_per_prompt": 2,
                    "sampling": {"temperature": 0.5, "top_p": 0.9, "max_tokens": LONGER}},
 }
@@ -62,6 +63,14 @@ def test_evaluation_draws_its_own_responses_and_tells_no_kl(whole):
     assert list(found) == list(range(STEPS + 1))
     assert all(row["eval/responses"] == 2 * HELD_OUT and "eval/kl" not in row for row in found.values())
     assert max(row["eval/length"] for row in found.values()) > RESPONSE_TOKENS, "longer than training allows"
+
+
+def test_pass_at_k_is_told_of_the_verifiable_component_alone(whole):
+    for row in evaluations(whole[0]).values():
+        assert {name for name in row if "pass@" in name} == {"eval/pass@1/seen", "eval/pass@2/seen"}
+        assert row["eval/pass@1/seen"] == pytest.approx(row["eval/reward/seen"])
+        assert row["eval/pass@1/seen"] <= row["eval/pass@2/seen"] <= 2 * row["eval/pass@1/seen"]
+    assert any(0 < row["eval/pass@1/seen"] < row["eval/pass@2/seen"] for row in evaluations(whole[0]).values())
 
 
 def test_the_best_step_is_kept_and_exported(whole):

@@ -32,7 +32,7 @@ function layout(given) {
     margin: { l: 12, r: 10, t: 10, b: 10 },
     xaxis: { ...axis(given.xaxis), showgrid: false, zeroline: false },
     yaxis: axis(given.yaxis),
-    hovermode: "x unified",
+    hovermode: given.hovermode || "x unified",
     dragmode: touch.matches ? false : "zoom", // a finger on a plot scrolls the page
     hoverlabel: { bgcolor: "@card", bordercolor: "@line", font: { color: "@ink", size: 12 } },
     legend: { orientation: "h", yanchor: "bottom", y: 1.02, xanchor: "left", x: 0, font: { color: "@soft", size: 12 } },

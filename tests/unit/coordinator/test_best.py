@@ -81,7 +81,17 @@ def test_a_run_that_ended_before_it_could_export_does_so_when_it_goes_on(tmp_pat
     again = Run(tmp_path, run.best.state_dict())
     assert again.resume(2) is None and again.found() == (2, 2)
     again.evaluate(3, reward=0.0)
-    assert again.checkpoints() == {"step_2", "step_3"}, "the best is protected in the resumed run too"
+    assert again.checkpoints() == {"step_2", "step_3"}
+
+
+def test_the_best_is_not_pruned_by_a_resumed_run_either(tmp_path):
+    run = Run(tmp_path)
+    run.evaluate(1, reward=2.0)
+    run.evaluate(2, reward=1.0)
+    again = Run(tmp_path, run.best.state_dict())
+    assert again.resume(2) is None
+    again.evaluate(3, reward=1.0)
+    assert again.checkpoints() == {"step_1", "step_3"} and again.found() == (1, 1)
 
 
 def test_resuming_before_the_best_says_so_and_leaves_it(tmp_path):

@@ -1,6 +1,7 @@
 """Held-out measurements summed up by hand."""
 
 import asyncio
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -9,16 +10,18 @@ import pytest
 
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.loop import EvaluationConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
 from rlhf_ray.records import EvaluationPart, SampleKey
 from rlhf_ray.roles.assembler import Assembler
-from rlhf_ray.roles.held_out import summarise
+from rlhf_ray.roles.held_out import pass_rates, summarise
 from tests.unit.coordinator.stand_ins import StandInCall, StandInPrompts, team_of
 
 
 def part(scores, lengths, finished, digests, bigrams, kl, reference, gold=None, texts=()):
     return EvaluationPart(
-        scores=np.array(scores, dtype=np.float32), gold=None if gold is None else np.array(gold, dtype=np.float32),
+        rows=np.arange(len(scores)), scores=np.array(scores, dtype=np.float32),
+        gold=None if gold is None else np.array(gold, dtype=np.float32),
         kl=np.array(kl, dtype=np.float32), reference_logprobs=np.array(reference, dtype=np.float32),
         lengths=np.array(lengths), finished=np.array(finished), digests=np.array(digests), bigrams=np.array(bigrams),
         texts=list(texts),
@@ -139,3 +142,33 @@ def test_several_samples_of_a_prompt_have_seeds_of_their_own_and_texts_of_differ
     assert keys == [SampleKey(0, row, sample) for sample in range(2) for row in range(5)]
     assert found.metrics["responses"] == 10
     assert len({text["prompt"] for text in found.texts}) == len(found.texts)
+
+
+def judged(rows, **components):
+    base = part([0.0] * len(rows), [1] * len(rows), [True] * len(rows), range(len(rows)), [], [0] * len(rows),
+                [-1] * len(rows))
+    arrays = {name: np.array(values, dtype=np.float32) for name, values in components.items()}
+    return dataclasses.replace(base, rows=np.array(rows), components=arrays)
+
+
+def test_pass_rates_by_hand_with_a_prompts_samples_in_different_parts():
+    # Prompt 3: samples 1, 0, 0, 0 solve; prompt 8: 0, 0, 0.69, 0.7 where 0.7 is the threshold.
+    parts = [judged([3, 8, 3, 8], rule=[1, 0, 0, 0], other=[9, 9, 9, 9]),
+             judged([3, 8, 3, 8], rule=[0, 0.69, 0, 0.7], other=[9, 9, 9, 9])]
+    assert pass_rates(parts, {"rule": 0.7}) == pytest.approx(
+        {"pass@1/rule": (1 / 4 + 1 / 4) / 2, "pass@2/rule": (1 / 2 + 1 / 2) / 2, "pass@4/rule": 1.0})
+    assert pass_rates(parts, {}) == {}
+
+
+def test_which_components_count_as_solved_and_from_where():
+    rewards = {
+        "sum": {"type": "number", "right": 2.0}, "shape": {"type": "regex", "pattern": "x", "right": -1.0},
+        "model": {"type": "model", "path": "r"}, "tests": {"type": "function", "function": "a:b"},
+    }
+
+    def solved_at(**evaluation):
+        return PPOConfig(model={"path": "m"}, rewards=rewards, prompts={"path": "p"},
+                         evaluation={"prompts": "e", **evaluation}).solved_at
+
+    assert solved_at() == {"sum": 2.0}, "a rule whose passing is worth less than its failing solves nothing"
+    assert solved_at(solved_at=0.5) == {"sum": 2.0, "tests": 0.5}

@@ -1,0 +1,143 @@
+"""`rlhf-ray compare`: two models answer the same prompts with the same seeds, and a scorer says who wins."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_ray.algorithms.win_rate import outcome, win_rate
+from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.tokenizer import tokenizer_digest
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.observability.comparison import Comparison, Pair, print_comparison
+from rlhf_ray.observability.comparison_page import comparison_page
+from rlhf_ray.observability.run_directory import write_atomically
+from rlhf_ray.rewards.protocol import RewardRequest
+from rlhf_ray.roles.questions import Question, read_questions
+from rlhf_ray.roles.responder import Responder
+from rlhf_ray.stages.models_at_hand import model_at
+from rlhf_ray.stages.scorers import check_labels, scorer_of
+
+SEQUENCES = 64
+"""Most answers drawn at the same time."""
+SCORED_AT_ONCE = 64
+"""Answers that a scorer is given at a time."""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What the command line asks for."""
+
+    first: str
+    second: str
+    prompts: str
+    """File or Hub data set."""
+    scorer: str
+    """As in `scorers.scorer_of`."""
+    output: Path
+    """Page to write; the numbers go beside it, as .json."""
+    sampling: SamplingConfig
+    column: str = "prompt"
+    limit: int | None = None
+    n: int = 1
+    """Pairs of answers to each prompt."""
+    seed: int = 0
+    tie: float = 0.0
+    """Scores that are at most this far apart are a tie."""
+    chat: bool = True
+
+
+def run(options: CompareOptions) -> Comparison:
+    """Compare, print the verdict, write page and numbers. One model is in memory at a time.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    models = [_model(name) for name in (options.first, options.second)]
+    questions = read_questions(options.prompts, options.column, options.limit)
+    check_labels(options.scorer, questions)
+    comparison = asyncio.run(_compare(options, models, questions))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    numbers = options.output.with_suffix(".json")
+    write_atomically(numbers, (json.dumps(comparison.summary(), indent=1, ensure_ascii=False) + "\n").encode())
+    write_atomically(options.output, comparison_page(comparison).encode())
+    print_comparison(comparison)
+    print(f"page: {options.output}\nnumbers: {numbers}")
+    return comparison
+
+
+def _model(name: str) -> ModelConfig:
+    model, said = model_at(name)
+    if said:
+        print(said, file=sys.stderr)
+    return model
+
+
+async def _compare(options: CompareOptions, models: Sequence[ModelConfig], questions: Sequence[Question]) -> Comparison:
+    answers = [await _answers(options, model, questions) for model in models]
+    scores = await _scores(options.scorer, models, answers)
+    pairs = [
+        Pair(prompt=_asked(question), responses=(a.response, b.response), scores=(x, y),
+             tokens=(int(a.response_mask.sum()), int(b.response_mask.sum())), outcome=outcome(x, y, options.tie))
+        for question, a, b, x, y in zip(_repeated(questions, options.n), *answers, *scores, strict=True)
+    ]
+    outcomes = [[pair.outcome for pair in pairs[i : i + options.n]] for i in range(0, len(pairs), options.n)]
+    s = options.sampling
+    return Comparison(
+        names=(options.first, options.second), scorer=options.scorer, prompts=len(questions), pairs=pairs,
+        rate=win_rate(outcomes), facts={
+            "From": options.prompts, "Answers to a prompt": str(options.n), "Seed": str(options.seed),
+            "Sampling": f"temperature {s.temperature:g}, top-p {s.top_p:g}, top-k {s.top_k}, {s.max_tokens} tokens",
+            "Tie": f"up to {options.tie:g} apart",
+        })
+
+
+async def _answers(
+    options: CompareOptions, model: ModelConfig, questions: Sequence[Question]
+) -> list[RewardRequest]:
+    """All answers of one model, which is gone afterwards."""
+    print(f"{model.path}: answering {len(questions)} prompts", file=sys.stderr)
+    responder = Responder(model, options.sampling, options.seed, options.chat,
+                          min(SEQUENCES, len(questions) * options.n))
+    await responder.start(questions)
+    try:
+        return [answer async for some in responder.answer(questions, options.n) for answer in some]
+    finally:
+        await responder.stop()
+
+
+async def _scores(
+    scorer: str, models: Sequence[ModelConfig], answers: Sequence[list[RewardRequest]]
+) -> list[list[float]]:
+    """Scores of either side. A scorer reads token ids by the model's tokenizer, so two tokenizers take two scorers, one
+    after the other."""
+    print(f"scoring by {scorer}", file=sys.stderr)
+    same = len({tokenizer_digest(load_tokenizer(model)) for model in models}) == 1
+    if same:
+        both = await _scored(scorer, models[0], [answer for side in answers for answer in side])
+        return [both[: len(answers[0])], both[len(answers[0]) :]]
+    return [await _scored(scorer, model, side) for model, side in zip(models, answers, strict=True)]
+
+
+async def _scored(name: str, model: ModelConfig, answers: list[RewardRequest]) -> list[float]:
+    scorer = scorer_of(name, model)
+    try:
+        await scorer.start()
+        parts = [answers[i : i + SCORED_AT_ONCE] for i in range(0, len(answers), SCORED_AT_ONCE)]
+        return [score for part in parts for score in (await scorer.score(part)).scores.tolist()]
+    finally:
+        await scorer.stop()
+
+
+def _repeated(questions: Sequence[Question], n: int) -> list[Question]:
+    return [question for question in questions for _ in range(n)]
+
+
+def _asked(question: Question) -> str:
+    """The prompt as it was given: a text, or its messages as a script."""
+    if isinstance(question.asked, str):
+        return question.asked
+    return "\n".join(f"{m['role']}: {m['content']}" for m in question.asked)

@@ -1,0 +1,150 @@
+"""`rlhf-ray generate`: ask a model something, without Ray, configuration or run."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.observability.answers import print_answer
+from rlhf_ray.observability.run_directory import write_atomically
+from rlhf_ray.rewards.protocol import RewardRequest
+from rlhf_ray.roles.questions import Question, questions_of_lines, read_questions
+from rlhf_ray.roles.responder import Responder
+from rlhf_ray.stages.models_at_hand import model_at
+from rlhf_ray.stages.scorers import Scorer, scorer_of
+
+TALK_ROOM = 1024
+"""Tokens of prompt that a conversation makes room for, as far as the model's context reaches."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What the command line asks for."""
+
+    model: str
+    sampling: SamplingConfig
+    prompts: Sequence[str] = ()
+    file: str | None = None
+    column: str = "prompt"
+    n: int = 1
+    """Answers to each prompt."""
+    seed: int = 0
+    chat: bool = True
+    """Use the tokenizer's chat template, where it has one."""
+    output: Path | None = None
+    """JSON lines to write, a row an answer."""
+    reward: str | None = None
+    """Scorer of the answers, as in `scorers.scorer_of`."""
+
+
+def run(options: GenerateOptions, stdin: TextIO) -> list[dict[str, Any]]:
+    """Answer prompts from the command line, a file or a pipe; without any, on a terminal, one after another.
+
+    Returns:
+        A row for each answer.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    _refuse_contradictions(options)
+    talking = not options.prompts and options.file is None and stdin.isatty()
+    if talking and options.output:
+        raise ConfigError("--output takes the answers to prompts from --prompt, --file or a pipe, and there are none")
+    rows = asyncio.run(_Asker(options).ask([] if talking else _questions(options, stdin), talking))
+    if options.output:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.output, lines.encode())
+        print(f"wrote {len(rows)} answers to {options.output}", file=sys.stderr)
+    return rows
+
+
+def _refuse_contradictions(options: GenerateOptions) -> None:
+    if options.prompts and options.file is not None:
+        raise ConfigError("prompts come from --prompt or from --file, not from both")
+    if options.n > 1 and options.sampling.temperature == 0:
+        raise ConfigError(f"--temperature 0 gives the same answer {options.n} times; leave --n away, or raise it")
+
+
+def _questions(options: GenerateOptions, stdin: TextIO) -> list[Question]:
+    if options.prompts:
+        return [Question(text, f"--prompt {number}") for number, text in enumerate(options.prompts, start=1)]
+    if options.file is not None:
+        return read_questions(options.file, options.column)
+    return questions_of_lines(stdin, "standard input", options.column)
+
+
+class _Asker:
+    """A model, perhaps a scorer, and what was asked for."""
+
+    def __init__(self, options: GenerateOptions) -> None:
+        self._options = options
+        self._model, said = model_at(options.model)
+        if said:
+            print(said, file=sys.stderr)
+        self._scorer: Scorer | None = scorer_of(options.reward, self._model) if options.reward else None
+
+    async def ask(self, questions: Sequence[Question], talking: bool) -> list[dict[str, Any]]:
+        """Load, answer, let go. Returns the answers as rows, or none of a conversation."""
+        options = self._options
+        sequences = min(64, max(1, len(questions)) * options.n)
+        responder = Responder(self._model, options.sampling, options.seed, options.chat, sequences)
+        await responder.start(questions, room=TALK_ROOM if talking else 0)
+        try:
+            if self._scorer:
+                await self._scorer.start()
+            if talking:
+                await self._talk(responder)
+                return []
+            return await self._answer(responder, questions, 0, said=options.output is None)
+        finally:
+            await responder.stop()
+            if self._scorer:
+                await self._scorer.stop()
+
+    async def _talk(self, responder: Responder) -> None:
+        """Prompts from the terminal until it ends. Each is a prompt of its own: nothing of before is remembered."""
+        with suppress(ImportError):  # not in every Python
+            import readline  # noqa: F401 - arrow keys and history in input()
+        print("Each line is a prompt of its own; an empty one, or Ctrl-D, ends.")
+        epoch = 0
+        while line := _typed():
+            try:
+                await self._answer(responder, [Question(line, "this prompt")], epoch, said=True, prompt=False)
+            except DataError as error:
+                print(error)
+            epoch += 1
+
+    async def _answer(self, responder: Responder, questions: Sequence[Question], epoch: int, *, said: bool,
+                      prompt: bool = True) -> list[dict[str, Any]]:
+        rows = []
+        async for answers in responder.answer(questions, self._options.n, epoch):
+            scores = (await self._scorer.score(answers)).scores.tolist() if self._scorer else [None] * len(answers)
+            for answer, score in zip(answers, scores, strict=True):
+                rows.append(_row(answer, score, self._options.seed))
+                if said:
+                    print_answer(rows[-1], prompt=prompt)
+        return rows
+
+
+def _typed() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return ""
+
+
+def _row(answer: RewardRequest, score: float | None, seed: int) -> dict[str, Any]:
+    row = {
+        "prompt": answer.prompt, "response": answer.response, "tokens": int(answer.response_mask.sum()),
+        "finish_reason": answer.finish_reason, "sample": answer.key.sample, "seed": sample_seed(seed, answer.key),
+    }
+    return row if score is None else {**row, "score": score}

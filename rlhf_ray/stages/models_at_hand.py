@@ -1,0 +1,33 @@
+"""Models that a person names on the command line: directories, Hub names, or the run that made one."""
+
+from typing import Literal
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.models.loading import check_model_directory
+from rlhf_ray.observability.run_directory import RunDirectory
+
+
+def model_at(name: str, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> tuple[ModelConfig, str | None]:
+    """The model called `name`, and what to say where that is not plain: a run's directory stands for its model/.
+
+    Args:
+        dtype: "auto" is bfloat16 on a GPU and float32 without one.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    run, said = RunDirectory(name), None
+    path = name
+    if run.model.is_dir() and not (run.path / "config.json").is_file():
+        path, said = str(run.model), f"{name} is a run; this is its model, {run.model}"
+        if run.best.is_dir():
+            said += f" (its best step is in {run.best})"
+    config = ModelConfig(path=path, dtype=_on_this_machine() if dtype == "auto" else dtype)
+    check_model_directory(config, "model")
+    return config, said
+
+
+def _on_this_machine() -> Literal["float32", "bfloat16"]:
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() else "float32"

@@ -1,0 +1,109 @@
+"""Whatever a person names to judge answers: a judge, a reward model, a rule, a function, a service, a file of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.rewards import RewardConfig
+from rlhf_ray.config.sources import read_yaml
+from rlhf_ray.data.judge import judge_scores
+from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.models.loading import check_model_directory
+from rlhf_ray.records import RewardScores
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
+from rlhf_ray.roles.questions import Question
+
+MICRO_BATCH_TOKENS = 8192
+RULES = ("exact_match", "number")
+"""Types of rewards that need no more than the column `answer`."""
+KNOWN = ("vader, a reward model (directory or Hub name), exact_match or number (compare with the column `answer`), "
+         "file.py:function, the http address of a reward service, or a .yaml file with a `rewards` section")
+
+
+class Scorer(Protocol):
+    """Judges answers; see `rewards.protocol.RewardSource`."""
+
+    async def start(self) -> None: ...
+
+    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer | RewardScores: ...
+
+    async def stop(self) -> None: ...
+
+
+class JudgeScorer:
+    """The independent judge, on the response alone."""
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        """VADER's compound score of each response, in [-1, 1]."""
+        return RewardAnswer(judge_scores([request.response for request in requests]))
+
+    async def stop(self) -> None:
+        """Nothing to let go of."""
+
+
+def scorer_of(name: str, model: ModelConfig) -> Scorer:
+    """The scorer called `name` (see `KNOWN`), not started yet, for answers of `model`.
+
+    Raises:
+        ConfigError, ModelError: there is no such scorer.
+    """
+    if name == "vader":
+        return JudgeScorer()
+    from rlhf_ray.rewards.sources import make_sources
+
+    return make_sources(rewards_called(name), model, MICRO_BATCH_TOKENS)
+
+
+def check_labels(name: str, questions: Sequence[Question]) -> None:
+    """Refuse to begin where the scorer will miss the answers to compare with.
+
+    Raises:
+        DataError: names the first prompt without the column.
+    """
+    columns = [] if name == "vader" else [getattr(r, "answer", None) for r in rewards_called(name).values()]
+    for column in filter(None, columns):
+        for question in questions:
+            if column not in question.metadata:
+                raise DataError(f"{question.place}: no column {column!r}, which the scorer {name!r} compares responses "
+                                f"with; the row has {sorted(question.metadata)} beside the prompt")
+
+
+def rewards_called(name: str) -> dict[str, RewardConfig]:
+    """The components of a scorer, by name.
+
+    Raises:
+        ConfigError, ModelError: it is none of `KNOWN`.
+    """
+    if name in RULES:
+        return _parsed({name: {"type": name}}, f"--scorer {name}")
+    if name.startswith(("http://", "https://")):
+        return _parsed({"http": {"type": "http", "urls": [name]}}, f"--scorer {name}")
+    if Path(name).suffix in (".yaml", ".yml"):
+        return _parsed(_section(Path(name)), name)
+    if ":" in name:
+        return _parsed({"function": {"type": "function", "function": name}}, f"--scorer {name}")
+    config = ModelConfig(path=name)
+    check_model_directory(config, "scorer")
+    return _parsed({"model": {"type": "model", "path": name}}, f"--scorer {name}")
+
+
+def _section(file: Path) -> Any:
+    """The `rewards` section of a YAML file, or the whole of one that is nothing else."""
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}; a scorer is {KNOWN}")
+    values = read_yaml(file).values
+    return values.get("rewards", values)
+
+
+def _parsed(values: Any, source: str) -> dict[str, RewardConfig]:
+    try:
+        return TypeAdapter(dict[str, RewardConfig]).validate_python(values)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"{source} is no rewards section: {wrong}") from None

@@ -1,0 +1,91 @@
+"""What a person may name as a scorer, and what is refused before a model is loaded."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rlhf_ray.config.rewards import ExactMatchReward, FunctionReward, HTTPReward, ModelReward, NumberReward
+from rlhf_ray.errors import ConfigError, DataError, ModelError
+from rlhf_ray.records import SampleKey
+from rlhf_ray.rewards.protocol import RewardRequest
+from rlhf_ray.roles.questions import Question
+from rlhf_ray.stages.models_at_hand import model_at
+from rlhf_ray.stages.scorers import check_labels, rewards_called, scorer_of
+from tests.models import make_tiny_llama, make_tiny_reward_model
+
+
+def request(response, **metadata):
+    tokens, mask = np.array([2, 3], np.int32), np.array([False, True])
+    return RewardRequest(SampleKey(0, 0, 0), "w2", response, tokens, mask, "stop", metadata)
+
+
+def scores(name, model, *requests):
+    async def ask():
+        scorer = scorer_of(name, model)
+        await scorer.start()
+        try:
+            return (await scorer.score(requests)).scores.tolist()
+        finally:
+            await scorer.stop()
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return model_at(str(make_tiny_llama(tmp_path_factory.mktemp("m") / "model", 16, hidden=32, heads=1)))[0]
+
+
+def test_each_name_is_the_source_it_says(tmp_path):
+    reward = str(make_tiny_reward_model(tmp_path / "reward", 16))
+    (tmp_path / "r.yaml").write_text("rewards: {sum: {type: number, weight: 2}}\nrun: {steps: 3}\n")
+    found = {name: rewards_called(name) for name in (
+        "exact_match", "number", "http://localhost:1", "tests/judge.py:score", reward, str(tmp_path / "r.yaml"))}
+    kinds = [type(next(iter(rewards.values()))) for rewards in found.values()]
+    assert kinds == [ExactMatchReward, NumberReward, HTTPReward, FunctionReward, ModelReward, NumberReward]
+    assert found[str(tmp_path / "r.yaml")]["sum"].weight == 2
+
+
+def test_scores_come_from_what_was_named(model, tmp_path):
+    (tmp_path / "r.yaml").write_text("a: {type: exact_match, weight: 2}\nb: {type: number, right: 5}\n")
+    right, wrong = request("w7 7", answer="w7 7"), request("w7 8", answer="w7 7")
+    assert scores("exact_match", model, right, wrong) == [1.0, 0.0]
+    assert scores(str(tmp_path / "r.yaml"), model, right, wrong) == [7.0, 0.0]
+    good, bad = scores("vader", model, request("a wonderful day"), request("a terrible day"))
+    assert good > 0 > bad
+
+
+@pytest.mark.parametrize(("name", "error", "words"), [
+    ("none.yaml", ConfigError, "there is no file none.yaml; a scorer is vader"),
+    ("./nowhere", ModelError, "scorer.path='./nowhere': no such directory"),
+])
+def test_a_scorer_that_is_not_there(name, error, words):
+    with pytest.raises(error, match=words):
+        rewards_called(name)
+
+
+def test_a_rewards_file_that_is_none_says_where(tmp_path):
+    (tmp_path / "r.yaml").write_text("a: {type: exact_mach}\n")
+    with pytest.raises(ConfigError, match=r"r\.yaml is no rewards section: a"):
+        rewards_called(str(tmp_path / "r.yaml"))
+
+
+def test_labels_are_looked_for_before_anything_is_asked():
+    questions = [Question("w2", "p, line 1", {"answer": 1}), Question("w3", "p, line 2", {"level": 1})]
+    check_labels("exact_match", questions[:1])
+    check_labels("vader", questions)
+    with pytest.raises(DataError, match=r"p, line 2: no column 'answer'.*\['level'\]"):
+        check_labels("number", questions)
+
+
+def test_a_runs_directory_stands_for_its_model(tmp_path):
+    run = tmp_path / "run"
+    made = make_tiny_llama(run / "model", 16, hidden=32, heads=1)
+    model, said = model_at(str(run))
+    assert model.path == str(made) and said == f"{run} is a run; this is its model, {made}"
+    (run / "best").mkdir()
+    assert f"its best step is in {run / 'best'}" in model_at(str(run))[1]
+    assert model_at(str(made)) == (model, None)
+    with pytest.raises(ModelError, match="no such directory"):
+        model_at(str(tmp_path / "nothing"))
