@@ -1,7 +1,7 @@
 # Everything a person does with this repository. `make` lists it.
 #   PYTHON=python3.12   interpreter for a new .venv (3.11 or 3.12)
 #   EXTRA=gpu           vLLM's GPU build instead of the CPU one
-#   ARGS='...'          more arguments for quickstart and pytest
+#   ARGS='...'          more arguments for quickstart, example, bench and pytest
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -15,7 +15,7 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart test test-slow lint typecheck bench bench-estimators docs requirements clean
+.PHONY: help install install-test quickstart example test test-slow lint typecheck bench bench-estimators docs requirements clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ install-test:
 
 quickstart: install ## Run the whole way, data to tuned policy, in some minutes on two cores
 	@$(BIN)/rlhf-ray quickstart $(ARGS)
+
+example: install ## Teach sums by rewarding right answers, in some minutes on two cores
+	@$(BIN)/rlhf-ray example arithmetic $(ARGS)
 
 test: install-test ## Run the default tests
 	$(BIN)/python -m pytest $(ARGS)

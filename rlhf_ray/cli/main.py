@@ -11,6 +11,7 @@ import typer
 from rlhf_ray.cli.compare import compare
 from rlhf_ray.cli.data import app as data
 from rlhf_ray.cli.doctor import doctor
+from rlhf_ray.cli.example import example
 from rlhf_ray.cli.generate import generate
 from rlhf_ray.cli.quickstart import quickstart
 from rlhf_ray.cli.report import report
@@ -51,7 +52,8 @@ def before_command(
     """Options that stand before a command."""
 
 
-app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(quickstart)
+for beginning in (quickstart, example):
+    app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(beginning)
 for stage in (sft, reward_model, process_reward, preferences, ppo):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
 app.command(rich_help_panel=MODELS)(generate)

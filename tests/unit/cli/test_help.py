@@ -13,7 +13,8 @@ def words(text: str) -> str:
 
 def test_every_command_is_listed(command_line):
     shown = command_line("--help").out
-    for command in ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "report", "doctor"):
+    for command in ("quickstart", "example", "sft", "reward-model", "process-reward", "preferences", "ppo", "report",
+                    "doctor"):
         assert f"│ {command} " in shown
 
 

@@ -1,0 +1,67 @@
+"""`rlhf-ray example arithmetic`: rewards that are checked, not learned, through the ordinary stages.
+
+A small model imitates pupils who add column by column and usually forget the carry (SFT); then right answers alone are
+rewarded, and it learns to do better than those it imitated. Held-out sums tell.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.run import ClusterConfig, PoolConfig
+from rlhf_ray.data.arithmetic import write_arithmetic
+from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
+from rlhf_ray.observability.tables import changes, print_before_after, print_texts
+from rlhf_ray.stages import ppo, sft
+from rlhf_ray.stages.recipes import Recipe, refuse_other_seed, run_once, timed
+
+RECIPE = Recipe("examples/arithmetic", home="runs/arithmetic")
+SHOWN = ("reward", "kl", "length", "finished", "distinct")
+
+
+def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+    """Data, SFT, and reinforcement learning by `estimator` (a file of the recipe); what is finished already is kept.
+
+    Args:
+        overrides: `--section.key=value` changes of the reinforcement learning.
+
+    Returns:
+        The summary of the reinforcement learning, with "seconds" of each stage.
+
+    Raises:
+        RLHFError: anything that stops it, said for a person.
+    """
+    began = time.perf_counter()
+    config = RECIPE.config("ppo", directory, seed, overrides, file=estimator)
+    refuse_other_seed(directory, seed)
+    seconds = {"data": timed(lambda: make_data(directory, seed))}
+    with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "arithmetic"):
+        seconds["SFT"] = run_once("sft", lambda: sft.run(RECIPE.config("sft", directory, seed), True),
+                                  directory / "sft")
+        seconds[estimator] = run_once(estimator, lambda: ppo.run(config, True), Path(config.run.dir))
+    seconds["in all, with Ray's start"] = max(time.perf_counter() - began, sum(seconds.values()))
+    return _verdict(Path(config.run.dir), seconds)
+
+
+def make_data(directory: Path, seed: int) -> None:
+    """Sums, demonstrations and a tokenizer of single characters; kept when they are there already."""
+    data = directory / "data"
+    if (data / "tokenizer" / "tokenizer.json").is_file():
+        return
+    print("data: writing sums")
+    write_arithmetic(data, seed)
+    train_tokenizer([], SMALLEST_VOCABULARY, data / "tokenizer")
+
+
+def _verdict(run_dir: Path, seconds: dict[str, float]) -> dict[str, Any]:
+    """What was measured on held-out sums before and after, as a table, three texts and a sentence."""
+    evaluation = json.loads((run_dir / "evaluation.json").read_text())
+    before, after = evaluation["before"], evaluation["after"]
+    print_before_after(changes(*({name: side[name] for name in SHOWN} for side in (before, after))))
+    print_texts(evaluation["texts"][:3])
+    print(f"verdict: {before['reward']:.1%} of held-out sums right before, {after['reward']:.1%} after")
+    print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
+    print(f"model: {run_dir / 'model'}\nreport: {run_dir / 'report.html'}")
+    return {**json.loads((run_dir / "summary.json").read_text()), "seconds": seconds}

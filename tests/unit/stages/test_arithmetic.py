@@ -1,0 +1,53 @@
+"""The arithmetic example's configurations: they fit each other, and what they score is the answer."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_ray.cli.example import Estimator
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.arithmetic import Sum, work_out
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.stages import arithmetic
+
+FILES = [str(e) for e in Estimator]
+
+
+def test_the_recipe_has_a_file_for_every_estimator_that_the_command_offers():
+    assert {"sft", *FILES} <= {path.stem for path in arithmetic.RECIPE.folder().glob("*.yaml")}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_stages_hand_over_what_the_next_one_reads(file):
+    sft = arithmetic.RECIPE.config("sft", Path("d"), 3)
+    ppo = arithmetic.RECIPE.config("ppo", Path("d"), 3, file=file)
+    assert ppo.model.path == f"{sft.run.dir}/model"
+    assert (ppo.algorithm.estimator, ppo.run.dir, ppo.run.seed) == (file, f"d/{file}", 3)
+    assert {ppo.prompts.path, ppo.evaluation.prompts} == {"d/data/prompts.jsonl", "d/data/eval_prompts.jsonl"}
+
+
+def test_the_estimators_differ_in_nothing_else():
+    one, two = (arithmetic.RECIPE.config("ppo", Path("d"), 0, file=file).model_dump() for file in FILES)
+    for config in (one, two):
+        del config["run"]["dir"], config["algorithm"]["estimator"]
+    assert one == two
+
+
+def test_data_fit_the_model_and_the_limits(tmp_path):
+    arithmetic.make_data(tmp_path, 0)
+    tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path / "data" / "tokenizer")))
+    longest = Sum(999, 999)
+    prompt, response = (len(tokenizer(text)["input_ids"]) for text in (longest.prompt, work_out(longest, (False,) * 2)))
+    assert prompt == len(longest.prompt), "one token a character"
+    sft, ppo = arithmetic.RECIPE.config("sft", tmp_path, 0), arithmetic.RECIPE.config("ppo", tmp_path, 0, file="grpo")
+    assert prompt + response + 1 <= sft.data.max_tokens <= sft.model.architecture.max_positions
+    assert prompt <= ppo.prompts.max_tokens and response + 1 <= ppo.generator.sampling.max_tokens
+    assert ppo.prompts.max_tokens + ppo.generator.sampling.max_tokens <= sft.model.architecture.max_positions
+
+
+def test_data_that_are_there_are_kept(tmp_path):
+    arithmetic.make_data(tmp_path, 0)
+    file = tmp_path / "data" / "sft.jsonl"
+    file.write_text("mine")
+    arithmetic.make_data(tmp_path, 0)
+    assert file.read_text() == "mine"
