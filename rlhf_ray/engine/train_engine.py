@@ -5,6 +5,7 @@ already divided by the *global* count they are means over (tokens or rows of the
 update does not depend on how the mini-batch was cut or shared out.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ class TrainEngine:
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=_adamw(module, config), config=_deepspeed_config(config), dist_init_required=False
         )
+        self._norm: float | None = None
+        if config.zero_stage == 0:
+            self.engine.optimizer.register_step_pre_hook(self._clip)
         self.device = self.engine.device
 
     @property
@@ -94,8 +98,14 @@ class TrainEngine:
         if not self.engine.was_step_applied():
             raise self._bad_gradient()
         self.optimizer_steps += 1
-        norm = self.engine.get_global_grad_norm()
+        norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
         return StepResult(float(norm) if norm is not None else 0.0, rate)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip the gradients, summed over ranks by now, and keep their norm, which DeepSpeed drops at stage 0."""
+        gradients = [p for group in optimizer.param_groups for p in group["params"]]
+        limit = self.config.optimizer.grad_clip or math.inf
+        self._norm = float(torch.nn.utils.clip_grad_norm_(gradients, limit))
 
     def _gradients_finite(self) -> bool:
         gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
@@ -189,7 +199,7 @@ def _deepspeed_config(config: LearnerConfig) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": config.optimizer.grad_clip,
+        "gradient_clipping": config.optimizer.grad_clip if config.zero_stage else 0.0,  # see TrainEngine._clip
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

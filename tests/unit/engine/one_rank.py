@@ -61,7 +61,7 @@ def failing_step(spoil: Any, zero_stage: int = 1) -> dict[str, Any]:
 
 def main(folder: Path) -> dict[str, Any]:
     distributed.join(distributed.free_address("127.0.0.1"), 0, 1, 60.0)
-    whole, parts = engine(), engine()
+    whole, parts, unsharded = engine(), engine(), engine(zero_stage=0)
     results = [vars(whole.step([whole.forward(X).sum()]))]
     first = weights(whole)
     parts.step(parts.forward(X).sum() * share for share in (0.25, 0.75))
@@ -75,7 +75,9 @@ def main(folder: Path) -> dict[str, Any]:
         missing = "nothing"
     except RLHFError as error:
         missing = f"{type(error).__name__}: {error}"
+    plain = vars(unsharded.step([unsharded.forward(X).sum()]))
     return {
+        "unsharded": {"result": plain, "first": weights(unsharded)},
         "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
         "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
         "nan_loss": failing_step(lambda y: y * float("nan")), "nan_gradient": failing_step(NaNGradient.apply),

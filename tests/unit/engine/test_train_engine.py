@@ -26,6 +26,11 @@ def test_the_first_update_by_hand(told):
     assert told["first"] == pytest.approx([0.95, 2.05], abs=1e-6)
 
 
+def test_unsharded_ranks_make_the_same_update_and_tell_the_same_norm(told):
+    assert told["unsharded"]["result"] == pytest.approx(told["results"][0], rel=1e-5)
+    assert told["unsharded"]["first"] == pytest.approx(told["first"], abs=1e-6)
+
+
 def test_the_rate_follows_the_schedule(told):
     assert [result["learning_rate"] for result in told["results"]] == pytest.approx([0.05, 0.1, 0.1])
 
