@@ -1,8 +1,10 @@
 """What can be known to be wrong before Ray starts: files that are not there, models that do not fit together."""
 
 import json
+from collections.abc import Mapping
 from glob import has_magic
 from pathlib import Path
+from typing import Any
 
 from rlhf_ray.config.data_source import DataSection
 from rlhf_ray.config.learner import LearnerConfig
@@ -72,11 +74,9 @@ def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
         load_tokenizer(config)
         return
     check_model_directory(config, field)
-    shape = Path(config.path) / "config.json"
-    if shape.is_file():
-        size = json.loads(shape.read_text()).get("vocab_size")
-        if size is not None:
-            check_vocabulary(load_tokenizer(config), size, config.path)
+    size = _shape(config).get("vocab_size")
+    if size is not None:
+        check_vocabulary(load_tokenizer(config), size, config.path)
 
 
 def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str]) -> None:
@@ -109,10 +109,40 @@ def check_adapters(learner: LearnerConfig, model: ModelConfig | NewModelConfig, 
     check_targets(learner.lora.targets, model, f"{field}.lora.targets", scalar)
 
 
-def context_length(config: ModelConfig) -> int | None:
-    """Longest context of a local model in tokens; None when its config does not say or it is on the Hub."""
-    shape = Path(config.path) / "config.json"
-    return json.loads(shape.read_text()).get("max_position_embeddings") if shape.is_file() else None
+def context_length(config: ModelConfig | NewModelConfig) -> int | None:
+    """Longest context of a new or local model in tokens; None when its config does not say or it is on the Hub."""
+    if isinstance(config, NewModelConfig):
+        return config.architecture.max_positions
+    return _shape(config).get("max_position_embeddings")
+
+
+def check_row_length(config: ModelConfig | NewModelConfig, tokens: int, field: str) -> None:
+    """Refuse rows that are longer than a model under training can read: than its context, or than a sliding window of
+    its attention, which packed rows do without.
+
+    Raises:
+        ModelError: naming the field, its value and the limit.
+    """
+    longest, name = context_length(config), getattr(config, "path", "the new model")
+    if longest is not None and tokens > longest:
+        raise ModelError(f"{field}={tokens} tokens is over the context of {name!r}, {longest}; lower it")
+    window = None if isinstance(config, NewModelConfig) else _sliding_window(_shape(config))
+    if window is not None and tokens > window:
+        raise ModelError(f"{field}={tokens} tokens is over the sliding window of {name!r}, {window}: packed attention "
+                         "sees whole rows, and would train another model than vLLM runs; lower it to the window, or "
+                         "take a model without one")
+
+
+def _shape(config: ModelConfig) -> dict[str, Any]:
+    """A local model's config.json; {} for one on the Hub."""
+    file = Path(config.path) / "config.json"
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def _sliding_window(shape: Mapping[str, Any]) -> int | None:
+    """Tokens that a layer with local attention looks back; None where no layer has any."""
+    local = "sliding_attention" in (shape.get("layer_types") or ["sliding_attention"])
+    return shape.get("sliding_window") if local and shape.get("use_sliding_window", True) else None
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int, fields: tuple[str, str]) -> None:

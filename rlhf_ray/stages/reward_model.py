@@ -7,7 +7,7 @@ from rlhf_ray.config.stages import RewardModelConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import RewardModelLearner
-from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model
+from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model, check_row_length
 from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
@@ -19,6 +19,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     """
     check_data(config.data, "data")
     check_model(config.model, "model")
+    check_row_length(config.model, config.data.max_tokens, "data.max_tokens")
     check_adapters(config.learner, config.model, "learner", scalar=True)
     if config.learner.micro_batch_tokens < 2 * config.data.max_tokens:
         raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} cannot hold a pair of two "

@@ -16,6 +16,7 @@ from rlhf_ray.stages.preflight import (
     check_context,
     check_data_file,
     check_model,
+    check_row_length,
     check_same_tokens,
     context_length,
 )
@@ -100,6 +101,31 @@ def test_prompt_and_response_fill_the_context_and_no_more(llama):
             r"'.*llama', 64; lower one of them")
     with pytest.raises(ModelError, match=said):
         check_context(config(llama), 33, 32, fields)
+
+
+def test_rows_fit_into_the_context(llama):
+    check_row_length(config(llama), 64, "data.max_tokens")
+    with pytest.raises(ModelError, match=r"^data\.max_tokens=65 tokens is over the context of .*, 64; lower it"):
+        check_row_length(config(llama), 65, "data.max_tokens")
+    scratch = NewModelConfig(architecture=ArchitectureConfig(max_positions=32), tokenizer="t")
+    with pytest.raises(ModelError, match=r"data\.max_tokens=33 tokens is over the context of 'the new model', 32"):
+        check_row_length(scratch, 33, "data.max_tokens")
+
+
+@pytest.mark.parametrize(("more", "refused"), [
+    ({"sliding_window": 16}, True), ({"sliding_window": 20}, False), ({"sliding_window": None}, False),
+    ({"sliding_window": 16, "use_sliding_window": False}, False),
+    ({"sliding_window": 16, "layer_types": ["full_attention"]}, False),
+    ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, True),
+])
+def test_rows_fit_into_a_sliding_window_where_there_is_one(copy, more, refused):
+    shape = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(shape | more))
+    if not refused:
+        check_row_length(config(copy), 20, "data.max_tokens")
+        return
+    with pytest.raises(ModelError, match=r"data\.max_tokens=20 tokens is over the sliding window of .*, 16: packed"):
+        check_row_length(config(copy), 20, "data.max_tokens")
 
 
 def test_a_context_that_is_not_told_is_not_checked(copy):
