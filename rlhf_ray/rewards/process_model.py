@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import Aggregate, ProcessReward
 from rlhf_ray.data.batching import micro_batches
-from rlhf_ray.data.encoding import encode
+from rlhf_ray.data.chat import ChatTemplate, PromptText
+from rlhf_ray.data.encoding import encode_prompts
 from rlhf_ray.data.step_format import StepTokens, load_steps
 from rlhf_ray.errors import RewardError
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
@@ -62,7 +63,7 @@ class ProcessModelSource:
 
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         steps = [steps_of(request, self._steps.separator, self._policy_tokenizer) for request in requests]
-        judged = self.judge([r.prompt for r in requests], [s.texts for s in steps], requests)
+        judged = self.judge(requests, [s.texts for s in steps])
         ends = [s.tokens if len(s.texts) else np.flatnonzero(r.response_mask)[-1:]
                 for s, r in zip(steps, requests, strict=True)]
         probabilities = [p if len(p) else np.zeros(1) for p in judged]
@@ -80,15 +81,17 @@ class ProcessModelSource:
         return 2 * probability - 1 if self._config.value == "centred" else probability
 
     @torch.no_grad()
-    def judge(
-        self, prompts: list[str], solutions: list[list[str]], requests: Sequence[RewardRequest]
-    ) -> list[NDArray[np.float64]]:
-        """[N] arrays with the probability of each step of a solution's being good.
+    def judge(self, requests: Sequence[RewardRequest], solutions: list[list[str]]) -> list[NDArray[np.float64]]:
+        """[N] arrays with the probability of each step's being good.
+
+        Args:
+            solutions: [N] texts of the steps that answer the requests' prompts.
 
         Raises:
             RewardError: one is not finite, or a row is over the model's context; names the samples.
         """
-        rows, places = self._ids.rows(self._tokenizer, encode(self._tokenizer, prompts, leading=True), solutions)
+        prompts = encode_prompts(self._tokenizer, [self._prompt(request) for request in requests])
+        rows, places = self._ids.rows(self._tokenizer, prompts, solutions)
         lengths = np.array([len(row) for row in rows])
         self._check_context(lengths, requests)
         found: list[NDArray[np.float64]] = [np.zeros(0)] * len(rows)
@@ -103,6 +106,13 @@ class ProcessModelSource:
                 found[i] = values
         self._check_finite(found, requests)
         return found
+
+    def _prompt(self, request: RewardRequest) -> PromptText:
+        """The prompt as this model was trained to see it: chat messages through its own template, if it has one."""
+        if request.messages is None or not self._tokenizer.chat_template:
+            return PromptText(request.prompt, None)
+        text = ChatTemplate(self._tokenizer).render(request.messages, sample_names([request.key]), ask=True)
+        return PromptText(text, request.messages)
 
     def _tensors(
         self, rows: list[list[int]], lengths: NDArray[np.int64], places: NDArray[np.int64]

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -116,6 +117,21 @@ def test_the_answer_does_not_hang_on_the_others_in_the_batch(model, policy, requ
     whole = asyncio.run(made.score(requests))
     alone = [asyncio.run(made.score([request])) for request in requests]
     assert np.concatenate([a.token_rewards for a in alone]) == pytest.approx(whole.token_rewards, abs=1e-6)
+
+
+def test_messages_go_through_the_model_s_own_template(model, policy, requests, tmp_path):
+    from transformers import AutoTokenizer
+
+    other = shutil.copytree(model, tmp_path / "chatty")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.chat_template = ("{% for m in messages %}w5 {{ m.content }} {% endfor %}"
+                               "{% if add_generation_prompt %}w6{% endif %}")
+    tokenizer.save_pretrained(other)
+    asked = replace(requests[1], messages=[{"role": "user", "content": "w30 w31"}])
+    answer = asyncio.run(source(other, policy).score([asked]))
+    assert answer.scores == pytest.approx(by_hand(model, [5, 30, 31, 6, 20, 9], [5]), abs=1e-5)
+    plain = asyncio.run(source(model, policy).score([asked]))
+    assert plain.scores == pytest.approx(by_hand(model, [7, 8, 20, 9], [3]), abs=1e-5), "without one, the text"
 
 
 def test_a_model_without_its_step_format_is_refused(model, policy, tmp_path):
