@@ -16,7 +16,7 @@ from rlhf_ray.config.rewards import (
 )
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.reading import read_rows
-from rlhf_ray.data.step_format import load_steps
+from rlhf_ray.data.step_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, RewardError
 from rlhf_ray.models.classifier import check_packs
@@ -46,7 +46,7 @@ def _check_source(config: PPOConfig, name: str, reward: RewardConfig) -> None:
             _check_reward_model(config, name, reward)
         case ProcessReward():
             check_model(reward, f"rewards.{name}")
-            load_steps(reward, f"rewards.{name}")
+            StepTokens.of(load_steps(reward, f"rewards.{name}"), load_tokenizer(reward))
         case HTTPReward():
             digest = tokenizer_digest(load_tokenizer(config.model))
             asyncio.run(_told_as_config(HTTPSource(name, reward).check(digest)))

@@ -1,17 +1,19 @@
-"""The process-reward stage: the numbers of the model that it leaves, worked out again by transformers."""
+"""The process-reward stage and a PPO run for the model that it leaves: all numbers worked out again by transformers."""
 
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from rlhf_ray.config.load import load
-from rlhf_ray.config.stages import ProcessRewardConfig
+from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig
 from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.preferences import held_out_rows
 from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.conftest import SMALL
 
 pytestmark = pytest.mark.cluster
 ROWS = [{"prompt": f"w{10 + i} w20", "steps": [f"w{30 + i} w31", "w32", f"w{40 + i}"][: 1 + i % 3],
@@ -76,3 +78,42 @@ def test_the_model_says_how_it_is_to_be_asked(stage):
     left = json.loads((directory / "model/process_reward.json").read_text())
     assert StepsConfig(**left) == StepsConfig(placeholder="w9", good="w2", bad="w3", separator=SEPARATOR)
     assert "process_reward.json" in (directory / "model/README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def ppo_run(stage, configure, tmp_path_factory):
+    """A run of two steps for twice the centred values of steps, and what its assembler was given and made."""
+    from rlhf_ray.stages import ppo
+
+    directory = tmp_path_factory.mktemp("process") / "run"
+    sections = {**SMALL, "run": {"steps": 2}, "logging": {"samples_per_step": 16}, "checkpoint": {"every": 2},
+                "algorithm": {"gamma": 1.0, "lam": 1.0, "kl": {"coef": 0.0, "kind": "fixed"}}}
+    path = configure(directory, **sections)
+    settings = yaml.safe_load(path.read_text())
+    settings["rewards"] = {"steps": {"type": "process", "path": str(stage[0] / "model"), "value": "centred",
+                                     "weight": 2.0}}
+    path.write_text(yaml.safe_dump(settings))
+    ppo.run(load(PPOConfig, path, []))
+    return directory
+
+
+def test_a_response_s_score_is_the_sum_over_its_steps(stage, ppo_run):
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(ppo_run / "samples/step_000001.parquet").to_pylist()
+    counts = []
+    for row in rows:
+        steps = [step for step in row["response"].split(SEPARATOR) if step.strip()]
+        counts.append(len(steps))
+        values = [2 * p - 1 for p in probabilities(stage[0], row["prompt"], steps)] or [-1.0]
+        assert row["reward/steps"] == pytest.approx(sum(values), abs=2e-3)
+        assert row["score"] == pytest.approx(2 * row["reward/steps"], abs=1e-4)
+    assert len(rows) >= 4 and max(counts) > 0
+
+
+def test_the_run_says_what_steps_brought(ppo_run):
+    rows = [row for row in read_metrics(ppo_run) if "reward/mean" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["reward/mean"] == pytest.approx(2 * row["reward/component/steps"], abs=1e-4)
+        assert np.isfinite(row["policy/loss"]) and row["policy/grad_norm"] > 0
