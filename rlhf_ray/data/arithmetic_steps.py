@@ -62,6 +62,11 @@ def sum_of(prompt: str) -> Sum:
     return Sum(int(a), int(b))
 
 
+def sums_in(file: Path) -> list[Sum]:
+    """The sums of a file with a column `prompt`."""
+    return [sum_of(json.loads(line)["prompt"]) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def attempt(rng: random.Random, problem: Sum) -> list[str]:
     """Somebody's working of a sum: half the carries that are due are forgotten, and now and then a step slips."""
     steps = work_out(problem, [rng.random() < 0.5 for _ in range(DIGITS)]).split(SEPARATOR)

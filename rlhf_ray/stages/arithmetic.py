@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.arithmetic import write_arithmetic
+from rlhf_ray.data.arithmetic_steps import sums_in, write_steps
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, sft
@@ -46,12 +47,13 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
 
 
 def make_data(directory: Path, seed: int) -> None:
-    """Sums, demonstrations and a tokenizer of single characters; kept when they are there already."""
+    """Sums, demonstrations, judged steps and a tokenizer of single characters; kept when they are there already."""
     data = directory / "data"
     if (data / "tokenizer" / "tokenizer.json").is_file():
         return
     print("data: writing sums")
-    write_arithmetic(data, seed)
+    files = write_arithmetic(data, seed)
+    write_steps(data, sums_in(files.prompts), seed)
     train_tokenizer([], SMALLEST_VOCABULARY, data / "tokenizer")
 
 

@@ -5,23 +5,17 @@ import json
 
 import pytest
 
-from rlhf_ray.data.arithmetic import write_arithmetic
-from rlhf_ray.data.arithmetic_steps import sum_of, write_steps
-from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.stages import ppo, process_reward, sft
-from rlhf_ray.stages.recipes import Recipe
+from rlhf_ray.stages.arithmetic import RECIPE, make_data
 
 pytestmark = pytest.mark.slow
-RECIPE = Recipe("examples/arithmetic", home="runs/arithmetic")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Data, and a policy that imitates pupils."""
     root = tmp_path_factory.mktemp("arithmetic")
-    prompts = write_arithmetic(root / "data", 0).prompts.read_text().splitlines()
-    write_steps(root / "data", [sum_of(json.loads(line)["prompt"]) for line in prompts], 0)
-    train_tokenizer([], SMALLEST_VOCABULARY, root / "data" / "tokenizer")
+    make_data(root, 0)
     sft.run(RECIPE.config("sft", root, 0))
     return root
 

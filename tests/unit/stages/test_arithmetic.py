@@ -26,6 +26,25 @@ def test_stages_hand_over_what_the_next_one_reads(file):
     assert {ppo.prompts.path, ppo.evaluation.prompts} == {"d/data/prompts.jsonl", "d/data/eval_prompts.jsonl"}
 
 
+def test_the_steps_configurations_fit_what_comes_before_them():
+    sft, judge = (arithmetic.RECIPE.config(stage, Path("d"), 3) for stage in ("sft", "process-reward"))
+    ppo = arithmetic.RECIPE.config("ppo", Path("d"), 3, file="steps")
+    assert {judge.model.path, ppo.model.path} == {f"{sft.run.dir}/model"}
+    assert ppo.rewards["columns"].path == f"{judge.run.dir}/model"
+    assert [name for name, reward in ppo.rewards.items() if reward.weight] == ["columns"], "the others measure"
+
+
+def test_judged_steps_fit_the_judge(tmp_path):
+    from rlhf_ray.data.process_rows import load_process_rows
+
+    arithmetic.make_data(tmp_path, 0)
+    judge = arithmetic.RECIPE.config("process-reward", tmp_path, 0)
+    tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path / "data" / "tokenizer")))
+    for path in (judge.data.path, str(tmp_path / "data" / "soft_steps.jsonl")):
+        _, held, report = load_process_rows(judge.data.model_copy(update={"path": path}), judge.steps, tokenizer)
+        assert (report.rows, report.kept, len(held)) == (8000, 8000, 800)
+
+
 def test_the_estimators_differ_in_nothing_else():
     one, two = (arithmetic.RECIPE.config("ppo", Path("d"), 0, file=file).model_dump() for file in FILES)
     for config in (one, two):
