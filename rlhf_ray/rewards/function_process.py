@@ -57,7 +57,8 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any], runner: asyn
             result = runner.run(_awaited(result))
         return {"scores": plain(result)}
     except BaseException as error:  # also SystemExit: what a function does is told, not obeyed
-        return {"error": describe(error), "sample": getattr(error, "sample", None)}
+        sample = getattr(error, "sample", None)
+        return {"error": describe(error), "sample": sample if isinstance(sample, int) else None}
 
 
 def plain(result: Any) -> list[float]:

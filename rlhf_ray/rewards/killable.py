@@ -77,9 +77,8 @@ class KillableFunction:
                 await self._start()
             reply = await self._exchange(arguments, self._timeout_s, f" for {_named(samples)}")
         if "error" in reply:
-            of = _named(samples) if reply.get("sample") is None else samples[reply["sample"]]
-            raise RewardError(f"{self._who} failed for {of}: {reply['error']}. No score is made up in its place: mend "
-                              "the function")
+            raise RewardError(f"{self._who} failed for {_culprit(reply.get('sample'), samples)}: {reply['error']}. No "
+                              "score is made up in its place: mend the function")
         return list(reply["scores"])
 
     async def stop(self) -> None:
@@ -153,6 +152,13 @@ class KillableFunction:
 def _named(samples: Sequence[str], most: int = 3) -> str:
     more = f" and {len(samples) - most} more" if len(samples) > most else ""
     return ", ".join(samples[:most]) + more
+
+
+def _culprit(sample: Any, samples: Sequence[str]) -> str:
+    """The sample that an answer blames by its number, or all of them: what a foreign exception calls `sample` may be
+    anything."""
+    told = isinstance(sample, int) and 0 <= sample < len(samples)
+    return samples[sample] if told else _named(samples)
 
 
 def _ending(code: int | None) -> str:

@@ -68,10 +68,10 @@ def judge_json(settings: dict[str, Any], responses: Sequence[str], answers: Sequ
         except (ValueError, RecursionError):
             return Verdict.UNREADABLE
         try:
-            fits = validator.is_valid(value)
-        except RecursionError:  # nested beyond what a schema that refers to itself can follow
+            fits = validator.is_valid(value) and (answer is None or same_json(value, parsed(answer)))
+        except (RecursionError, OverflowError):  # nested too deep to follow; a number too large to divide
             fits = False
-        return Verdict.RIGHT if fits and (answer is None or same_json(value, parsed(answer))) else Verdict.WRONG
+        return Verdict.RIGHT if fits else Verdict.WRONG
 
     return _one_by_one(verdict, responses, answers, settings["timeout_s"])
 

@@ -98,6 +98,9 @@ NAMES = r"epoch 0 row 0 sample 0, epoch 0 row 1 sample 0, epoch 0 row 2 sample 0
     ("def score(responses): pass", r"it returned NoneType None, and must return a list"),
     ("def score(responses): return [1, None, 2]", r"score 1 of its list is NoneType None, and must be a number"),
     ("def score(responses): return [1, '2', 2]", r"score 1 of its list is str '2', and must be a number"),
+    ("class Bad(Exception): sample = {1, 2}\ndef score(responses): raise Bad('set')", rf"failed for {NAMES}: Bad: set"),
+    ("class Bad(Exception): sample = 3\ndef score(responses): raise Bad('4th')", rf"failed for {NAMES}: Bad: 4th"),
+    ("class Bad(Exception): sample = 1\ndef score(responses): raise Bad", r"failed for epoch 0 row 1 sample 0: Bad"),
     ("async def score(responses): raise RuntimeError('no luck')", r"RuntimeError: no luck \(.*mine\.py:1\)"),
 ])
 def test_what_goes_wrong_in_a_call_is_told_with_the_function_and_the_samples(source, requests, code, said):

@@ -84,6 +84,16 @@ def test_responses_must_be_json_that_the_schema_accepts(ask):
     assert failures == 6, "what is no JSON at all: torn, plain words, nothing, NaN, too deep, too long a number"
 
 
+@pytest.mark.parametrize("text", ["1" + "0" * 400, "1e999", "-1e999"])
+def test_a_number_too_large_to_divide_is_a_wrong_response_and_ends_nothing(ask, text):
+    assert by_schema(ask, [(text, None), ("1.5", None)], accepts={"multipleOf": 0.5}) == ([0, 1], 0)
+
+
+def test_a_value_and_an_answer_too_deep_to_compare_are_wrong(ask):
+    deep = "[" * 900 + "]" * 900
+    assert by_schema(ask, [(deep, deep), ("[]", "[]")], accepts={}, answer="answer")[0][1] == 1
+
+
 def test_the_value_must_be_the_answer_too(ask):
     cases = [("[1, 2]", "[1, 2]"), ("[1, 2]", [1, 2]), ("[2, 1]", [1, 2]), ("true", 1), ('"x"', "x"),
              ("[1.0, 2]", [1, 2])]
