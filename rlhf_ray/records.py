@@ -39,6 +39,11 @@ def offsets_of(lengths: Any) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))]).astype(np.int64)
 
 
+def response_start(mask: NDArray[np.bool_]) -> int:
+    """Index of the first token that the policy sampled, of a row's `response_mask` [T]; T in a row without any."""
+    return int(np.argmax(mask)) if mask.any() else len(mask)
+
+
 def _rows_of(column: Any, rows: NDArray[np.int64]) -> Any:
     if column is None or isinstance(column, np.ndarray):
         return None if column is None else column[rows]
@@ -129,8 +134,8 @@ class Prompts(Ragged):
     """[N] the other columns of the data row (an answer to check, a domain, ...)."""
     rows: NDArray[np.int64] = per_row()
     """[N] int64 row numbers in the data set: what `SampleKey.row` names."""
-    messages: list[list[dict[str, Any]]] | None = field(default=None, metadata={"axis": "row"})
-    """[N] the prompts as chat messages, where the data set has messages; None where it has texts."""
+    messages: list[list[dict[str, Any]] | None] | None = field(default=None, metadata={"axis": "row"})
+    """[N] the prompts as chat messages, None for one that is a text; None where all are texts."""
 
 
 @dataclass(frozen=True)

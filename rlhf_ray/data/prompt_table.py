@@ -64,11 +64,11 @@ class PromptTable:
         found = [self._row(number) for number in numbers]
         self._let_go()
         tokens = [row["tokens"] for row in found]
-        chats = [json.loads(row["messages"]) for row in found if row["messages"] is not None]
+        chats = [None if row["messages"] is None else json.loads(row["messages"]) for row in found]
         return Prompts(
             offsets=offsets_of([len(t) for t in tokens]), tokens=flat_tokens(tokens),
             texts=[row["text"] for row in found], metadata=[json.loads(row["metadata"]) for row in found],
-            rows=np.array(numbers, dtype=np.int64), messages=chats if len(chats) == len(found) else None)
+            rows=np.array(numbers, dtype=np.int64), messages=chats if any(chats) else None)
 
     def _let_go(self) -> None:
         """Take the pages that were read out of the process; they stay in the page cache while there is room."""
@@ -160,7 +160,7 @@ def _split(table: PromptTable, sizes: list[int], digests: NDArray[np.uint64],
            config: PromptsConfig) -> tuple[PromptRows, PromptRows]:
     if not config.held_out:
         return PromptRows(table, None, sizes), PromptRows(table, np.empty(0, np.int64), [0] * len(sizes))
-    held = held_out_digests(digests, config.held_out)
+    held = held_out_digests(digests, config.held_out, config.title)
     kept = [int((~part).sum()) for part in np.split(held, np.cumsum(sizes)[:-1])]
     for size, left, part in zip(sizes, kept, config.parts(), strict=True):
         if not left:
@@ -184,7 +184,7 @@ def write_blocks(file: BinaryIO, blocks: Iterable[Prompts]) -> None:
         for block in blocks:
             tokens = pa.ListArray.from_arrays(pa.array(block.offsets.astype(np.int32)), pa.array(block.tokens))
             metadata = [json.dumps(row, default=_plain) for row in block.metadata]
-            chats = [None] * len(block) if block.messages is None else [json.dumps(chat) for chat in block.messages]
+            chats = [chat and json.dumps(chat, default=_plain) for chat in block.messages or [None] * len(block)]
             columns = (pa.array(values, pa.string()) for values in (block.texts, metadata, chats))
             writer.write_batch(pa.record_batch([tokens, *columns], schema=schema))
     file.flush()

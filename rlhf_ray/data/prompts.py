@@ -48,7 +48,7 @@ def stream_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, re
         yield Prompts(
             offsets=offsets_of(lengths[kept]), tokens=flat_tokens([tokens[i] for i in kept]),
             texts=[values[i].text for i in kept], metadata=[rows.others(i, config.column) for i in kept],
-            rows=np.arange(first, report.kept), messages=[c for c in chats if c] if all(chats) else None)
+            rows=np.arange(first, report.kept), messages=chats if any(chats) else None)
     faults.finish(report, f"The shortest prompt has {shortest} tokens; raise max_tokens or shorten the prompts")
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from rlhf_ray.records import Prompts, Rollout
+from rlhf_ray.records import Prompts, Rollout, response_start
 from rlhf_ray.rewards.protocol import RewardRequest
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ def _request(
     rollout: Rollout, i: int, prompts: Prompts, row: int, tokenizer: PreTrainedTokenizerBase
 ) -> RewardRequest:
     tokens, mask = rollout.row(i, "tokens"), rollout.row(i, "response_mask")
-    begin = int(np.argmax(mask)) if mask.any() else len(mask)
+    begin = response_start(mask)
     return RewardRequest(
         key=rollout.keys[i], prompt=prompts.texts[row],
         response=tokenizer.decode(tokens[begin:].tolist(), skip_special_tokens=True),

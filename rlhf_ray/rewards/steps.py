@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.records import response_start
 from rlhf_ray.rewards.protocol import RewardRequest
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def steps_of(request: RewardRequest, separator: str, tokenizer: PreTrainedTokeni
     Args:
         tokenizer: the policy's.
     """
-    begin = int(np.argmax(request.response_mask))
+    begin = response_start(request.response_mask)
     ids = request.tokens[begin:].tolist()
     text = _decode(tokenizer, ids)
     pieces = split_steps(text, separator)

@@ -56,8 +56,8 @@ def questions_of_lines(lines: Iterable[str], source: str, column: str) -> list[Q
 
 def encode_questions(
     questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, chat: bool
-) -> tuple[list[str], list[list[int]], list[Messages] | None]:
-    """([N] texts as the model sees them, [N] token ids, [N] chat messages or None if some prompts are no messages).
+) -> tuple[list[str], list[list[int]], list[Messages | None] | None]:
+    """([N] texts as the model sees them, [N] token ids, [N] chat messages, None for a prompt that is a text).
 
     Messages go through the tokenizer's chat template, and with `chat` texts do too, as a user's turn, where there is a
     template.
@@ -68,9 +68,9 @@ def encode_questions(
     """
     form = PromptFormat(tokenizer, "prompt")
     prompts = [_prompt(form, question, chat and bool(tokenizer.chat_template)) for question in questions]
-    messages = [prompt.messages for prompt in prompts if prompt.messages]
+    messages = [prompt.messages for prompt in prompts]
     texts = [prompt.text for prompt in prompts]
-    return texts, encode_prompts(tokenizer, prompts), messages if len(messages) == len(prompts) else None
+    return texts, encode_prompts(tokenizer, prompts), messages if any(messages) else None
 
 
 def _prompt(form: PromptFormat, question: Question, as_chat: bool) -> PromptText:

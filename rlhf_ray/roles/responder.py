@@ -99,7 +99,7 @@ class Responder:
     async def _draw(self, prompts: Prompts, keys: list[SampleKey]) -> Rollout:
         return await self._generator.generate(prompts, keys, self._seed, self._sampling)
 
-    def _encode(self, questions: Sequence[Question]) -> tuple[list[str], list[list[int]], list[Messages] | None]:
+    def _encode(self, questions: Sequence[Question]) -> tuple[list[str], list[list[int]], list[Messages | None] | None]:
         return encode_questions(questions, self._tokenizer, self._chat)
 
     def _prompts(self, questions: Sequence[Question]) -> Prompts:

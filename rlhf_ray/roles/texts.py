@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhf_ray.records import Rollout
+from rlhf_ray.records import Rollout, response_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ def rollout_texts(tokenizer: "PreTrainedTokenizerBase", rollout: Rollout, rows: 
     prompts, responses = [], []
     for i in range(min(rows, len(rollout))):
         tokens, mask = rollout.row(i, "tokens"), rollout.row(i, "response_mask")
-        begin = int(np.argmax(mask)) if mask.any() else len(mask)
+        begin = response_start(mask)
         prompts.append(tokenizer.decode(tokens[:begin].tolist(), skip_special_tokens=True))
         responses.append(tokenizer.decode(tokens[begin:].tolist(), skip_special_tokens=True))
     return prompts, responses

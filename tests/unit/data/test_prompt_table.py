@@ -53,6 +53,16 @@ def test_metadata_that_json_has_no_words_for_becomes_text_and_bytes_vanish(tmp_p
         {"day": "2020-02-03", "picture": {"bytes": None}, "answer": [1, 2.5, None, "é"]}]
 
 
+def test_a_chunk_of_texts_and_messages_keeps_the_messages_of_each_row(tmp_path: Path):
+    chat = [{"role": "user", "content": "hi", "sent": date(2020, 2, 3)}]
+    chats = Prompts(offsets_of([1]), np.array([1], np.int32), ["<hi>"], [{}], np.arange(1), [chat])
+    table = table_of(tmp_path / "t", block(0, 2), chats)
+    kept = [{**chat[0], "sent": "2020-02-03"}]
+    assert table.rows([2]).messages == [kept]
+    assert table.rows([1, 2, 0]).messages == [None, kept, None]
+    assert table.rows([1, 0]).messages is None
+
+
 def test_a_data_set_of_several_blocks_is_numbered_through_and_leaves_no_file(tmp_path: Path, write_jsonl, tokenizer):
     count = 2 * BLOCK + 5
     path = write_jsonl(*({"prompt": "We" if n % 2 else "We saw the film and", "n": n} for n in range(count)))

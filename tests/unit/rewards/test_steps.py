@@ -52,8 +52,6 @@ def decoded(tokenizer, ids):
 @given(text=st.text(st.sampled_from("ab1+=\n \u00e9\u2192"), max_size=24), end=st.booleans())
 def test_every_step_lands_on_the_token_that_completes_it(tokenizer, text, end):
     request = request_of(tokenizer, text, end=end)
-    if not request.response_mask.any():
-        return
     steps, ids = steps_of(request, "\n", tokenizer), request.tokens[2:].tolist()
     pieces = split_steps(text, "\n")
     assert steps.texts == [piece for piece, _ in pieces]
@@ -83,6 +81,12 @@ def test_a_step_that_ends_in_a_gap_counts_for_the_token_before(tokenizer):
     gap = range(ends[0] - 2, ends[1] - 1)  # all of the second step and the first's last token
     assert steps_of(request_of(tokenizer, "1+2\n3\n4", gap), "\n", tokenizer).tokens.tolist() == [
         ends[0] - 1, ends[0] - 1, ends[2]]
+
+
+def test_a_response_of_no_tokens_has_no_steps_and_its_prompt_none_either(tokenizer):
+    request = request_of(tokenizer, "", end=False, prompt=tokenizer("1+2=3\n").input_ids)
+    steps = steps_of(request, "\n", tokenizer)
+    assert steps.texts == [] and steps.tokens.tolist() == []
 
 
 def test_values_of_one_token_add_up():

@@ -51,7 +51,7 @@ def test_texts_go_through_the_template_where_there_is_one_unless_told_not_to(tok
     texts, tokens, messages = encode_questions(questions, tokenizer, chat=True)
     assert texts == ["user w2 w3 w9", "w4 w5 w9"] and tokens[1] == [4, 5, 9] and tokens[0][-3:] == [2, 3, 9]
     assert messages == [[{"role": "user", "content": "w2 w3"}], [{"role": "w4", "content": "w5"}]]
-    assert encode_questions(questions, tokenizer, chat=False)[2] is None, "not all of them are messages"
+    assert encode_questions(questions, tokenizer, chat=False)[2] == [None, questions[1].asked]
     assert encode_questions(questions, tokenizer, chat=False)[0] == ["w2 w3", "w4 w5 w9"]
 
 
