@@ -113,7 +113,8 @@ class Classifier:
         packing = Packing.of(np.array([len(row.ids) for row in rows]), self._device)
         inputs = {"input_ids": self._grid(packing, [row.ids for row in rows], self._model.config.pad_token_id or 0)}
         inputs["attention_mask"] = self._grid(packing, [np.ones_like(row.ids) for row in rows], 0)
-        if types := [row.types for row in rows if row.types is not None]:
+        if any(row.types is not None for row in rows):  # rows of bare token ids, which have none, are one text
+            types = [np.zeros_like(row.ids) if row.types is None else row.types for row in rows]
             inputs["token_type_ids"] = self._grid(packing, types, 0)
         if self.reads_pairs:
             return self._model(**inputs).logits[:, 0].float()

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
 from starlette.exceptions import HTTPException
 
-from rlhf_ray.serving.batcher import Batcher, QueueFullError
+from rlhf_ray.serving.batcher import Batcher, QueueFullError, TooManyRowsError
 from rlhf_ray.serving.schema import ErrorAnswer, HealthAnswer, ScoreAnswer, ScoreRequest
 from rlhf_ray.serving.scoring import BadSampleError, ServedModel
 
@@ -120,8 +120,8 @@ def _add_errors(app: FastAPI) -> None:
             wait = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFullError) else None
             return JSONResponse({"error": str(error)}, status, wait)
 
-    for kind, status in ((BadSampleError, 422), (QueueFullError, 429), (FloatingPointError, 500),
-                         (AbandonedError, 499)):
+    for kind, status in ((BadSampleError, 422), (TooManyRowsError, 413), (QueueFullError, 429),
+                         (FloatingPointError, 500), (AbandonedError, 499)):
         answer(kind, status)
 
     @app.exception_handler(HTTPException)

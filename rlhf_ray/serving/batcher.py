@@ -31,6 +31,10 @@ class QueueFullError(Exception):
         self.retry_after = retry_after
 
 
+class TooManyRowsError(Exception):
+    """One request has more samples than may ever wait."""
+
+
 @dataclass
 class _Request:
     """The scores of one request, as they come in."""
@@ -83,7 +87,10 @@ class Batcher:
 
         Raises:
             QueueFullError: there is no room for the rows.
+            TooManyRowsError: there never is.
         """
+        if len(rows) > self._max_waiting:
+            raise TooManyRowsError(f"{len(rows)} samples in one request; the service takes up to {self._max_waiting}")
         if self.waiting + len(rows) > self._max_waiting:
             raise QueueFullError(self.waiting, self._time_to_room(len(rows)))
         done = asyncio.get_running_loop().create_future()

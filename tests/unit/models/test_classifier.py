@@ -75,6 +75,15 @@ def test_scores_are_transformers_own_whatever_the_neighbours(saved, family):
         assert scores.dtype == np.float32 and scores == pytest.approx(expected, abs=2e-5)
 
 
+def test_rows_with_and_without_types_score_together_as_apart(saved):
+    classifier = Classifier(ModelConfig(path=str(saved("bert"))))
+    ids = np.arange(4, 10, dtype=np.int32)
+    rows = [EncodedRow(ids, np.array([0, 0, 0, 1, 1, 1], dtype=np.int32)), EncodedRow(ids), EncodedRow(ids[:3])]
+    apart = [classifier.scores([row], [np.arange(1)])[0] for row in rows]
+    assert classifier.scores(rows, [np.arange(3)]) == pytest.approx(apart, abs=1e-5)
+    assert abs(apart[0] - apart[1]) > 1e-4, "types tell"
+
+
 def test_packing_is_for_the_proven_and_encoders_read_pairs(saved):
     packed = {family for family in FAMILIES if packs(transformers.AutoConfig.from_pretrained(saved(family)))}
     assert packed == PACKED, "what packs is tested here, and only that"

@@ -1,6 +1,7 @@
 """What the service answers: scores, health, and refusals that say what to do."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -92,12 +93,6 @@ def test_requests_at_the_same_time_share_passes(asking):
     assert len(set(scores)) == 20
 
 
-def test_a_full_queue_is_429_with_retry_after(asking):
-    answer = asking(post(SAMPLES), max_queue=2)
-    assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-    assert "samples wait already" in answer.json()["error"]
-
-
 class Damaged:
     """A model that gives what it is told."""
 
@@ -108,6 +103,27 @@ class Damaged:
 
     def rows(self, samples):
         return [EncodedRow(np.array(s.tokens)) for s in samples]
+
+
+def test_a_full_queue_is_429_with_retry_after(asking):
+    def slowly(rows):
+        time.sleep(0.3)
+        return np.ones(len(rows), np.float32)
+
+    async def script(client, *_):
+        return await asyncio.gather(*(client.post("/score", json={"samples": [{"tokens": [1]}] * 3}) for _ in "abc"))
+
+    answers = asking(script, max_queue=4, model=Damaged(slowly))  # one in a pass, one waits, no room for another
+    full = [answer for answer in answers if answer.status_code == 429]
+    assert full and all(int(answer.headers["retry-after"]) >= 1 for answer in full)
+    assert "samples wait already" in full[0].json()["error"]
+    assert {answer.status_code for answer in answers} == {200, 429}
+
+
+def test_more_samples_than_may_ever_wait_are_413_and_not_for_later(asking):
+    answer = asking(post(SAMPLES), max_queue=2)
+    assert answer.status_code == 413 and "retry-after" not in answer.headers
+    assert answer.json() == {"error": "3 samples in one request; the service takes up to 2"}
 
 
 def test_a_score_that_is_no_number_is_an_error(asking):
