@@ -19,6 +19,7 @@ METADATA = tuple(map(ip_network, (
     "fd00:ec2::254/128",  # AWS over IPv6
     "fd20:ce::254/128",  # Google over IPv6
     "100.100.100.200/32",  # Alibaba
+    "168.63.129.16/32",  # Azure's wire server, a public address
     "192.0.0.192/32",  # Oracle
 )))
 _NAT64 = ip_network("64:ff9b::/96")

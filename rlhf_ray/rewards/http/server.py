@@ -60,7 +60,9 @@ class Server:
         self.breaker = Breaker()
         self.outstanding = 0
         """Requests under way."""
-        self._access, self._tries = access, 0
+        self._access = access
+        self._unreachable = 0
+        """How often an address could not be connected to: which of several is taken."""
         self._client = httpx.AsyncClient(
             verify=access.tls, trust_env=False, follow_redirects=False,
             timeout=httpx.Timeout(access.timeout_s, connect=min(CONNECT_TIMEOUT_S, access.timeout_s)),
@@ -95,8 +97,13 @@ class Server:
                             self._redacted(f"{type(error).__name__}: {error}"), again=not untrusted) from None
 
     async def _ask(self, method: str, path: str, body: bytes, headers: dict[str, str], most_bytes: int) -> bytes:
+        turn = self._unreachable
         request = await self._request(method, path, body, headers)
-        response = await self._client.send(request, stream=True)
+        try:
+            response = await self._client.send(request, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            self._unreachable = turn + 1  # the next try goes to the next address, as localhost may be ::1 or 127.0.0.1
+            raise
         try:
             try:
                 content = await _content(response, most_bytes)
@@ -113,8 +120,7 @@ class Server:
         url = httpx.URL(self.url.rstrip("/") + path)
         port = url.port or (443 if url.scheme == "https" else 80)
         addresses = await resolve(url.host, port, self._access.allow_hosts)
-        self._tries += 1
-        pinned = url.copy_with(host=addresses[self._tries % len(addresses)])
+        pinned = url.copy_with(host=addresses[self._unreachable % len(addresses)])
         headers |= {"Host": url.netloc.decode(), "Accept": "application/json", "Accept-Encoding": "identity",
                     "User-Agent": "rlhf-ray"}
         if body:

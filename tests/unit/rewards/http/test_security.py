@@ -74,6 +74,19 @@ class TestAddresses:
     def test_this_machine_by_its_own_name_only(self):
         assert refusal(ipaddress.ip_address("127.0.0.1"), allowed=False, local_by_name=True) is None
 
+    def test_an_address_that_cannot_be_reached_gives_way_to_the_next_and_is_not_tried_again(self, monkeypatch):
+        """localhost is often ::1 and 127.0.0.1, of which a service listens on one."""
+        answer_names(monkeypatch, ["127.0.0.2", "127.0.0.1"])
+
+        async def run():
+            async with (faulty() as server,
+                        source_of(f"http://localhost:{server.port}", batch_size=1) as source):
+                return [await source.score(requests_of(3)) for _ in range(2)]
+
+        answers = asyncio.run(run())
+        assert [answer.scores.tolist() for answer in answers] == [[0, 1, 2]] * 2
+        assert [answer.failures for answer in answers] == [0, 0], "found at the start, and kept to"
+
     def test_one_forbidden_address_among_others_forbids_the_name(self, monkeypatch):
         answer_names(monkeypatch, ["93.184.215.14", "169.254.169.254"])
         with pytest.raises(ForbiddenAddressError, match=r"scorer\.lan resolves to 169\.254\.169\.254"):
