@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlhf_ray.records import RewardScores
-from rlhf_ray.rewards.answers import checked
+from rlhf_ray.rewards.answers import checked, finite_scores
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource
 
 
@@ -26,7 +26,8 @@ class WeightedSum:
         """The weighted sum and its components.
 
         Raises:
-            RewardError: a source failed, or answered otherwise than agreed. What the others said is not used.
+            RewardError: a source failed, or answered otherwise than agreed, or the sum is beyond float32. What the
+                others said is not used.
         """
         answers = await _all(*(source.score(requests) for _, source in self._sources.values()))
         named = {name: checked(a, requests, name) for name, a in zip(self._sources, answers, strict=True)}
@@ -36,7 +37,8 @@ class WeightedSum:
         total = sum((weights[name] * a.scores.astype(np.float64) for name, a in named.items()),
                     np.zeros(len(requests)))
         return RewardScores(
-            scores=total.astype(np.float32), components={name: a.scores for name, a in named.items()},
+            scores=finite_scores(total, requests, "the weighted sum of rewards", "lower their weights"),
+            components={name: a.scores for name, a in named.items()},
             failures=_failures(named),
             token_rewards=np.sum(dense, axis=0).astype(np.float32) if dense else None,
         )

@@ -51,6 +51,11 @@ def number_in(text: str, after: str | None = None) -> Decimal | None:
     return numbers[0 if after else -1] if numbers else None
 
 
+def has_number(answer: Any, after: str | None) -> bool:
+    """Whether a row's answer is something that a response can be compared with."""
+    return _wanted(answer, after) is not None
+
+
 def _wanted(answer: Any, after: str | None) -> Decimal | None:
     text = str(answer)
     marked = after is not None and after in text

@@ -5,23 +5,27 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.rewards import (
     FunctionReward,
     HTTPReward,
     JSONSchemaReward,
     ModelReward,
+    NumberReward,
     ProcessReward,
     RegexReward,
     RewardConfig,
 )
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.reading import read_rows
+from rlhf_ray.data.rows import brief
 from rlhf_ray.data.step_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, RewardError
 from rlhf_ray.models.classifier import check_packs
 from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
 from rlhf_ray.rewards.http.source import HTTPSource
+from rlhf_ray.rewards.number import has_number
 from rlhf_ray.rewards.sources import make_source
 from rlhf_ray.stages.preflight import check_context, check_model, check_same_tokens
 
@@ -82,16 +86,21 @@ async def _told_as_config(check: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
-    """Look into the first row of each local file for the columns that the reward reads."""
+    """Look into the first row of each local file for the columns that the reward reads, and a number where it must be
+    one."""
     columns = _columns(reward)
     if not columns:
         return
-    for field, path in _prompt_files(config):
-        row = read_rows(path, limit=1).records[0]
+    for field, part in _prompt_files(config):
+        row = dict(read_rows(part.location, limit=1).records[0])
+        row.pop(part.column, None)
         for key, column in columns:
+            where = f"rewards.{name}.{key}={column!r}: the first row of {field}={part.location!r}"
             if column not in row:
-                raise DataError(f"rewards.{name}.{key}={column!r}: the first row of {field}={path!r} has no such "
-                                f"column; it has {sorted(row)}")
+                raise DataError(f"{where} has no such column; it has {sorted(row)} beside the prompt")
+            if isinstance(reward, NumberReward) and not has_number(row[column], reward.after):
+                raise DataError(f"{where} has {brief(row[column])} there, and no number to compare with; name the "
+                                "column with the answer")
 
 
 def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
@@ -104,10 +113,10 @@ def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
     return [("answer", column)]
 
 
-def _prompt_files(config: PPOConfig) -> list[tuple[str, str]]:
-    """Local files of prompts, each with the field that names it."""
-    files = [(f"prompts.mix.{i}.path" if config.prompts.sources else "prompts.path", part.location)
+def _prompt_files(config: PPOConfig) -> list[tuple[str, PromptsConfig]]:
+    """Sections of prompts that are local files, each with the field that names it."""
+    files = [(f"prompts.mix.{i}.path" if config.prompts.sources else "prompts.path", part)
              for i, part in enumerate(config.prompts.parts())]
     if config.evaluation_prompts:
-        files.append(("evaluation.prompts", config.evaluation_prompts.location))
-    return [(field, path) for field, path in files if Path(path).is_file()]
+        files.append(("evaluation.prompts", config.evaluation_prompts))
+    return [(field, part) for field, part in files if Path(part.location).is_file()]

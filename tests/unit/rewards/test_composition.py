@@ -83,6 +83,11 @@ def test_an_answer_that_breaks_the_protocol_is_told(two, answer, said):
         total(two, fine=(1.0, Says([1, 2])), x=(1.0, answer))
 
 
+def test_a_sum_beyond_float32_is_told(two):
+    with pytest.raises(RewardError, match=r"the weighted sum of rewards gave inf for 1 of 2 samples .*row 1.*weights"):
+        total(two, a=(1e38, Says([1, 4])))
+
+
 def test_a_failure_is_told_once_the_others_have_ended(two):
     slow = Says([1, 2], wait_s=0.1)
     with pytest.raises(RewardError, match="no luck"):

@@ -268,7 +268,8 @@ def test_sound_rewards_pass(with_rewards, tmp_path):
     ({"type": "json_schema", "accepts": "TMP/none.json"}, ConfigError, "rewards.extra.accepts="),
     ({"type": "json_schema", "accepts": {"type": 3}}, ConfigError, "rewards.extra.accepts is no JSON schema"),
     ({"type": "number"}, DataError, "rewards.extra.answer='answer': the first row of prompts.path="),
-    ({"type": "exact_match", "answer": "truth"}, DataError, "has no such column; it has ['prompt']"),
+    ({"type": "exact_match", "answer": "truth"}, DataError, "has no such column; it has [] beside the prompt"),
+    ({"type": "exact_match", "answer": "prompt"}, DataError, "has no such column; it has [] beside the prompt"),
     ({"type": "regex", "pattern": "(a)", "group": 1, "answer": "truth"}, DataError, "rewards.extra.answer='truth'"),
     ({"type": "model", "path": "/none"}, ModelError, "rewards.extra.path='/none'"),
     ({"type": "process", "path": "/none"}, ModelError, "rewards.extra.path='/none'"),
@@ -279,6 +280,15 @@ def test_rewards_that_cannot_be_given_are_refused(with_rewards, tmp_path, sectio
             for key, value in section.items()}
     with pytest.raises(error, match=re.escape(said)):
         ppo.preflight(with_rewards(told))
+
+
+def test_answers_that_hold_no_number_are_refused(with_rewards, tmp_path):
+    (tmp_path / "answers.jsonl").write_text('{"prompt": "w2", "answer": "A", "worked": "7 more #### 3"}\n')
+    prompts = {"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}
+    ppo.preflight(with_rewards({"type": "number", "answer": "worked", "after": "####"}, prompts=prompts))
+    said = r"rewards\.extra\.answer='answer': the first row .* has 'A' there, and no number"
+    with pytest.raises(DataError, match=said):
+        ppo.preflight(with_rewards({"type": "number"}, prompts=prompts))
 
 
 def test_a_held_out_file_needs_the_answers_too(with_rewards, tmp_path):
