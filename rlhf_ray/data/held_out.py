@@ -16,12 +16,12 @@ def group_digest(group: str) -> int:
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=16).digest()[:8])
 
 
-def held_out_rows(groups: Sequence[str], share: float) -> NDArray[np.bool_]:
+def held_out_rows(groups: Sequence[str], share: float, source: str = "the data") -> NDArray[np.bool_]:
     """`held_out_digests` of groups given as texts."""
-    return held_out_digests(np.array([group_digest(group) for group in groups], dtype=np.uint64), share)
+    return held_out_digests(np.array([group_digest(group) for group in groups], dtype=np.uint64), share, source)
 
 
-def held_out_digests(digests: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+def held_out_digests(digests: NDArray[np.uint64], share: float, source: str = "the data") -> NDArray[np.bool_]:
     """[N] True on rows to hold out: whole groups, about `share` of all rows (if > 0, some but not all).
 
     Groups are the prompts (or, without a prompt, the chosen texts), so nothing is measured on a prompt that was trained
@@ -29,6 +29,7 @@ def held_out_digests(digests: NDArray[np.uint64], share: float) -> NDArray[np.bo
 
     Args:
         digests: [N] `group_digest` of each row.
+        source: where the rows are from, for the message.
 
     Raises:
         DataError: share > 0, but all rows are of one group.
@@ -37,8 +38,8 @@ def held_out_digests(digests: NDArray[np.uint64], share: float) -> NDArray[np.bo
         return np.zeros(len(digests), dtype=bool)
     unique, members, counts = np.unique(digests, return_inverse=True, return_counts=True)
     if len(unique) == 1:
-        raise DataError(f"held_out={share} of {len(digests)} rows: all share one prompt, so none can be held out; give "
-                        "more prompts, or set held_out to 0")
+        raise DataError(f"{source}: held_out={share} of {len(digests)} rows: all share one prompt, so none can be held "
+                        "out; give more prompts, or set held_out to 0")
     left = min(max(1, round(share * len(digests))), len(digests) - 1)
     held = np.zeros(len(unique), dtype=bool)
     for group, count in enumerate(counts.tolist()):

@@ -80,7 +80,7 @@ def load_process_rows(
             any(steps.separator in step for step in solution) for solution in solutions], dtype=bool),
         f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens})
     faults.finish(report, "Label the steps, choose another steps.separator, or raise max_tokens")
-    held = held_out_rows([values[i].prompt.text for i in kept], config.held_out)
+    held = held_out_rows([values[i].prompt.text for i in kept], config.held_out, config.location)
     return table.select(kept[~held]), table.select(kept[held]), report
 
 

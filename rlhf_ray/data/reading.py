@@ -99,7 +99,10 @@ def _open(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Numb
 def _open_file(file: Path) -> Numbered:
     if file.suffix.lower() not in READERS:
         raise DataError(f"{file}: unknown format {file.suffix!r}; name the file .jsonl, .csv or .parquet")
-    return READERS[file.suffix.lower()](file)
+    try:
+        yield from READERS[file.suffix.lower()](file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _read_json_lines(file: Path) -> Numbered:

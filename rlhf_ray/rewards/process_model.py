@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import Aggregate, ProcessReward
 from rlhf_ray.data.batching import micro_batches
 from rlhf_ray.data.chat import ChatTemplate, PromptText
@@ -20,40 +17,19 @@ from rlhf_ray.errors import RewardError
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
+from rlhf_ray.rewards.local_source import LocalSource
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 from rlhf_ray.rewards.steps import steps_of
 
 
-class ProcessModelSource:
-    """Asks a model that `rlhf-ray process-reward` made for the probability that each step is good."""
+class ProcessModelSource(LocalSource[ProcessReward]):
+    """Asks a model that `rlhf-ray process-reward` made for the probability that each step is good. A response without
+    any step has taken no good one: it gets the probability 0, and is counted as a failure."""
 
-    def __init__(self, name: str, config: ProcessReward, policy: ModelConfig, micro_batch_tokens: int) -> None:
-        """
-        Args:
-            policy: whose tokenizer made the requests' token ids.
-            micro_batch_tokens: most tokens of one forward pass; a longer row goes alone.
-        """
-        self._name, self._config, self._policy, self._budget = name, config, policy, micro_batch_tokens
-        self._busy = asyncio.Lock()
-
-    async def start(self) -> None:
-        """Load the model. Raises ModelError when there is none, or it has no step format or not its tokens."""
-        await asyncio.to_thread(self._load)
-
-    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
-        """Judge every step. A response without any has taken no good one: it gets the probability 0, and is counted.
-
-        Raises:
-            RewardError: a probability is not finite, or a row is over the model's context; names the samples.
-        """
-        async with self._busy:
-            return await asyncio.to_thread(self._score, requests)
-
-    async def stop(self) -> None:
-        """Nothing to let go of: the model ends with the process."""
+    KIND = "process reward model"
 
     def _load(self) -> None:
-        self._steps = load_steps(self._config, f"rewards.{self._name}")
+        self._steps = load_steps(self._config, self._field)
         self._tokenizer, self._policy_tokenizer = load_tokenizer(self._config), load_tokenizer(self._policy)
         self._ids = StepTokens.of(self._steps, self._tokenizer)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,7 +69,7 @@ class ProcessModelSource:
         prompts = encode_prompts(self._tokenizer, [self._prompt(request) for request in requests])
         rows, places = self._ids.rows(self._tokenizer, prompts, solutions)
         lengths = np.array([len(row) for row in rows])
-        self._check_context(lengths, requests)
+        self._check_context(requests, lengths, self._longest, "tokens, placeholders included,")
         found: list[NDArray[np.float64]] = [np.zeros(0)] * len(rows)
         asked = np.flatnonzero([len(marks) > 0 for marks in places])
         for part in micro_batches(lengths[asked], max(self._budget, int(lengths.max()))):
@@ -120,21 +96,12 @@ class ProcessModelSource:
         tokens = torch.tensor([token for row in rows for token in row], device=self._device)
         return tokens, Packing.of(lengths, self._device), torch.as_tensor(places, device=self._device)
 
-    def _check_context(self, lengths: NDArray[np.int64], requests: Sequence[RewardRequest]) -> None:
-        over = np.flatnonzero(lengths > (self._longest or math.inf))
-        if len(over):
-            raise RewardError(
-                f"{len(over)} samples ({sample_names([requests[i].key for i in over])}) have up to {lengths.max()} "
-                f"tokens, placeholders included, by the tokenizer of the process reward model {self._config.path!r} "
-                f"(rewards.{self._name}), over its context of {self._longest}: lower prompts.max_tokens or "
-                "generator.sampling.max_tokens, or use a model of longer context")
-
     def _check_finite(self, found: list[NDArray[np.float64]], requests: Sequence[RewardRequest]) -> None:
         wrong = [i for i, values in enumerate(found) if not np.isfinite(values).all()]
         if wrong:
             raise RewardError(
-                f"the process reward model {self._config.path!r} (rewards.{self._name}) gave a step of {len(wrong)} of "
-                f"{len(found)} samples ({sample_names([requests[i].key for i in wrong])}) no finite probability. None "
+                f"{self._who} gave a step of {len(wrong)} of {len(found)} samples "
+                f"({sample_names([requests[i].key for i in wrong])}) no finite probability. None "
                 "is made up in its place: mend the model (its weights are damaged or its precision is too low)")
 
 

@@ -1,0 +1,79 @@
+"""What sources that are a model in this process have in common: loaded once, asked about one chunk at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import RewardError
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+class LocalSource(ABC, Generic[Config]):
+    """Loads and asks its model in a thread, so that the event loop goes on meanwhile."""
+
+    KIND: ClassVar[str]
+    """What the model is, for messages: "reward model"."""
+
+    def __init__(self, name: str, config: Config, policy: ModelConfig, micro_batch_tokens: int) -> None:
+        """
+        Args:
+            name: the component's name in `rewards`.
+            policy: whose tokenizer made the requests' token ids.
+            micro_batch_tokens: most tokens of one forward pass; a longer row goes alone.
+        """
+        self._config, self._policy, self._budget = config, policy, micro_batch_tokens
+        self._who = f"the {self.KIND} {config.path!r} (rewards.{name})"
+        self._field = f"rewards.{name}"
+        self._busy = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError when there is none, or it is not of this kind."""
+        await asyncio.to_thread(self._load)
+
+    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        """Judge every response.
+
+        Raises:
+            RewardError: the model gives something not finite, or a row is over its context; names the samples.
+        """
+        async with self._busy:
+            return await asyncio.to_thread(self._score, requests)
+
+    async def stop(self) -> None:
+        """Nothing to let go of: the model ends with the process."""
+
+    @abstractmethod
+    def _load(self) -> None:
+        """Load model and tokenizers."""
+
+    @abstractmethod
+    def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        """Judge every response, alone in this process."""
+
+    def _check_context(self, requests: Sequence[RewardRequest], lengths: NDArray[np.int64], longest: int | None,
+                       counted: str = "tokens") -> None:
+        """Refuse rows of more tokens than the model's context, which is never cut to.
+
+        Args:
+            lengths: [N] tokens of the requests' rows.
+            longest: the context; None when the model does not say.
+            counted: what `lengths` counts, for the message.
+
+        Raises:
+            RewardError: naming the samples and the context.
+        """
+        over = np.flatnonzero(lengths > (longest or np.inf))
+        if len(over):
+            raise RewardError(
+                f"{len(over)} samples ({sample_names([requests[i].key for i in over])}) have up to {lengths.max()} "
+                f"{counted} by the tokenizer of {self._who}, over its context of {longest}: lower prompts.max_tokens "
+                "or generator.sampling.max_tokens, or use a model of longer context")
