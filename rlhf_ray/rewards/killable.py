@@ -93,11 +93,16 @@ class KillableFunction:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlhf_ray.rewards.function_process", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-            )
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "rlhf_ray.rewards.function_process", str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+                )
+            except OSError as error:
+                self._writer.close()
+                raise RewardError(f"{self._who}: no process can be started for it: {error}. Free memory or raise the "
+                                  "limit of processes (ulimit -u)") from error
         order = {"function": self._function, "offers": self._offers}
         reply = await self._exchange(order, IMPORT_S, " when it was imported")
         if "error" in reply:

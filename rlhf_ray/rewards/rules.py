@@ -47,17 +47,15 @@ class RuleSource:
         Raises:
             RewardError: a prompt's row has no answer; names the sample.
         """
-        return verdicts_as_answer(await self._verdicts(requests), self._config)
+        answers = answers_of(requests, self._column, self._name)
+        verdicts = [self._rule(r.response, answer) for r, answer in zip(requests, answers, strict=True)]
+        return verdicts_as_answer(verdicts, self._config)
 
     async def stop(self) -> None:
         """Nothing to let go of."""
 
-    async def _verdicts(self, requests: Sequence[RewardRequest]) -> Sequence[float]:
-        answers = answers_of(requests, self._column, self._name)
-        return [self._rule(r.response, answer) for r, answer in zip(requests, answers, strict=True)]
 
-
-class GuardedRuleSource(RuleSource):
+class GuardedRuleSource:
     """A rule in a process of its own, named as `module:function`; it gets `settings`, `responses` and `answers`."""
 
     def __init__(self, name: str, config: VerifiableReward, function: str, settings: dict[str, Any],
@@ -70,14 +68,20 @@ class GuardedRuleSource(RuleSource):
         """Start the process."""
         await self._process.start()
 
+    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        """`right` or `wrong` for each response.
+
+        Raises:
+            RewardError: a prompt's row has no answer, or the rule failed or took too long; names the samples.
+        """
+        given = {"settings": self._settings, "responses": [r.response for r in requests],
+                 "answers": answers_of(requests, self._column, self._name)}
+        verdicts = await self._process.call(given, [sample_names([r.key]) for r in requests])
+        return verdicts_as_answer(verdicts, self._config)
+
     async def stop(self) -> None:
         """End it."""
         await self._process.stop()
-
-    async def _verdicts(self, requests: Sequence[RewardRequest]) -> Sequence[float]:
-        given = {"settings": self._settings, "responses": [r.response for r in requests],
-                 "answers": answers_of(requests, self._column, self._name)}
-        return await self._process.call(given, [sample_names([r.key]) for r in requests])
 
 
 def verdicts_as_answer(verdicts: Sequence[float], config: VerifiableReward) -> RewardAnswer:

@@ -70,6 +70,21 @@ def test_the_function_keeps_its_state_and_its_event_loop_between_calls(source, r
     assert scores(source(code), requests, times=3) == [3.0, 1.0, 0.0]
 
 
+def test_a_process_that_cannot_be_started_is_told_and_leaves_no_socket(source, monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def live():
+        mine = source("def score(responses): return []")
+        with pytest.raises(RewardError, match=r"no process can be started for it: .*unavailable.*ulimit"):
+            await mine.start()
+        await mine.stop()
+        return mine._function._writer.is_closing()
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    assert asyncio.run(live())
+
+
 def test_a_module_is_found_from_the_working_directory(tmp_path, monkeypatch, requests):
     (tmp_path / "rewarding").mkdir()
     (tmp_path / "rewarding/short.py").write_text("class By:\n    @staticmethod\n    def words(responses):\n"
