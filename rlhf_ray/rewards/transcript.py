@@ -21,7 +21,8 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
 
     An encoder reads prompt and response as a pair of texts. A decoder reads a conversation through its own chat
     template, if the prompt is chat messages and there is a template; else prompt and response as one text, with an
-    end-of-sequence token where the response ended by itself, as our own reward models are trained.
+    end-of-sequence token (if the tokenizer has one) where the response ended by itself, as our own reward models are
+    trained.
 
     Raises:
         RewardError: the chat template refuses the conversation.
@@ -35,8 +36,9 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
     if request.messages is not None and tokenizer.chat_template:
         return EncodedRow(_ids(encode(tokenizer, [_conversation(request, tokenizer)], leading=False)[0]))
     ids = encode(tokenizer, [request.prompt + request.response], leading=True)[0]
-    ended = [tokenizer.eos_token_id] if request.finish_reason == "stop" else []
-    return EncodedRow(_ids([*ids, *ended]))
+    if request.finish_reason == "stop" and tokenizer.eos_token_id is not None:
+        ids = [*ids, tokenizer.eos_token_id]
+    return EncodedRow(_ids(ids))
 
 
 def _conversation(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -5,8 +5,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 1
-
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 
 

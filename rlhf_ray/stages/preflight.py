@@ -55,8 +55,8 @@ def check_data_file(path: str, field: str) -> None:
     Raises:
         DataError: naming the field and the path.
     """
-    file = Path(path)
-    looks_local = file.suffix in {".jsonl", ".json", ".parquet", ".csv"} or file.is_absolute() or path.startswith(".")
+    file = Path(path).expanduser()
+    looks_local = file.suffix.lower() in READERS or file.is_absolute() or path.startswith(".")
     if looks_local and not file.exists() and not has_magic(path):
         raise DataError(f"{field}={path!r}: no such file. Relative paths start at the working directory, "
                         f"{Path.cwd()}.")

@@ -119,4 +119,4 @@ def _prompt_files(config: PPOConfig) -> list[tuple[str, PromptsConfig]]:
              for i, part in enumerate(config.prompts.parts())]
     if config.evaluation_prompts:
         files.append(("evaluation.prompts", config.evaluation_prompts))
-    return [(field, part) for field, part in files if Path(part.location).is_file()]
+    return [(field, part) for field, part in files if Path(part.location).expanduser().is_file()]

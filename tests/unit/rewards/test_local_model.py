@@ -83,6 +83,13 @@ def test_text_goes_through_the_model_s_own_tokenizer_and_ends_where_the_response
     assert scores(other, policy, requests) == pytest.approx(plainly(other, ids), abs=1e-5)
 
 
+def test_a_tokenizer_without_an_end_adds_none(other, ask):
+    tokenizer = load_tokenizer(ModelConfig(path=str(other)))
+    tokenizer.eos_token = None
+    request = ask(" yes", prompt="is it?")
+    assert encode_request(request, tokenizer, pair=False).ids.tolist() == tokenizer("is it? yes").input_ids
+
+
 def test_messages_go_through_the_model_s_own_chat_template(policy, other, ask):
     tokenizer = load_tokenizer(ModelConfig(path=str(other)))
     request = ask("so be it", prompt="<policy's own template>", messages=[{"role": "user", "content": "do"}])

@@ -51,6 +51,14 @@ def test_what_looks_like_a_file_must_be_one(path, tmp_path, monkeypatch):
         check_data_file(path, "data.path")
 
 
+def test_a_path_in_the_home_directory_is_found_as_readers_find_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(DataError, match="no such file"):
+        check_data_file("~/p.jsonl", "data.path")
+    (tmp_path / "p.jsonl").write_text("{}")
+    check_data_file("~/p.jsonl", "data.path")
+
+
 def test_a_hub_name_is_left_to_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_data_file("stanfordnlp/imdb", "data.path")
