@@ -58,6 +58,8 @@ class HTTPReward(Section):
 
 def _problem(url: str, allowed: set[str]) -> str | None:
     """What is wrong with a URL; None if nothing is."""
+    if any(c.isspace() or not c.isprintable() for c in url):
+        return "holds white space or an invisible character; write https://host:port"
     try:
         parts, port = urlsplit(url), urlsplit(url).port
     except ValueError as error:

@@ -89,6 +89,8 @@ class Server:
             raise FailedTry("timeout", f"no connection or answer in time ({type(error).__name__})") from None
         except ForbiddenAddressError as error:
             raise FailedTry("address", str(error), again=False) from None
+        except httpx.InvalidURL as error:
+            raise FailedTry("address", f"its address cannot be used: {error}", again=False) from None
         except (OSError, UnicodeError) as error:
             raise FailedTry("dns", f"its name cannot be resolved: {error}") from None
         except httpx.TransportError as error:

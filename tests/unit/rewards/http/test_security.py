@@ -37,6 +37,7 @@ class TestURLs:
         ("ftp://scorer.example", "is no http or https URL"), ("scorer:8008", "is no http or https URL"),
         ("https://", "is no http or https URL"), ("https://scorer:99999", "is no URL"),
         (f"https://me:{CANARY}@scorer", "holds a user name or password"), ("https://scorer/?a=1", "has a query"),
+        ("https://a scorer", "holds white space"), ("https://scorer\t.example", "holds white space"),
     ])
     def test_refused(self, url, words):
         with pytest.raises(ValidationError, match=words) as caught:
@@ -55,7 +56,7 @@ class TestAddresses:
     @pytest.mark.parametrize("address", [
         "169.254.169.254", "169.254.170.2", "fd00:ec2::254", "fe80::1", "100.100.100.200", "192.0.0.192",
         "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::1", "fd20:ce::254", "0.0.0.0", "::",
-        "224.0.0.1", "255.255.255.255",
+        "224.0.0.1", "255.255.255.255", "168.63.129.16",
     ])
     def test_never_asked_whatever_is_allowed(self, address):
         assert refusal(ipaddress.ip_address(address), allowed=True, local_by_name=True)
