@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,22 @@ def load_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds {type(state).__name__} instead of a dict")
     return state
+
+
+def check_complete(state: Mapping[str, Any], names: Iterable[str], place: str) -> None:
+    """Refuse saved state that lacks something.
+
+    Args:
+        names: what is about to be read from `state`.
+        place: where it was saved, for the message.
+
+    Raises:
+        CheckpointError: names what is missing.
+    """
+    missing = sorted(set(names) - state.keys())
+    if missing:
+        raise CheckpointError(f"{place} lacks {', '.join(missing)}: another version of this package wrote it. Go on "
+                              "with that version, or begin a new run")
 
 
 def save_records(path: Path, record: Ragged) -> None:

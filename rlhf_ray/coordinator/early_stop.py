@@ -26,7 +26,7 @@ class EarlyStop:
         patience = self.config.patience
         self.step = step
         self.kl, self.reward = [*self.kl, kl][-patience:], [*self.reward, reward][-patience:]
-        if len(self.start) < patience:
+        if step <= patience:  # by the step: patience that grew on the way makes no later step a first one
             self.start.append(reward)
 
     def reason(self) -> str | None:

@@ -6,7 +6,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from rlhf_ray.coordinator.loop import Coordinator
@@ -19,7 +19,8 @@ EVERY_S = 2.0
 @asynccontextmanager
 async def live_status(coordinator: Coordinator, directory: RunDirectory) -> AsyncIterator[None]:
     """Write status.json every two seconds while the enclosed work goes on, and how it ended at last."""
-    task = asyncio.create_task(_keep_writing(coordinator, directory))
+    over = asyncio.Event()
+    task = asyncio.create_task(_keep_writing(coordinator, directory, over))
     ended = "failed"
     try:
         yield
@@ -28,17 +29,18 @@ async def live_status(coordinator: Coordinator, directory: RunDirectory) -> Asyn
         ended = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise
     finally:
-        task.cancel()
+        over.set()  # not cancelled: a thread that is still writing would have the last word
         await asyncio.gather(task, return_exceptions=True)
         directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
 
 
-async def _keep_writing(coordinator: Coordinator, directory: RunDirectory) -> None:
-    while True:
+async def _keep_writing(coordinator: Coordinator, directory: RunDirectory, over: asyncio.Event) -> None:
+    while not over.is_set():
         now = snapshot(coordinator)
         # A slow disk must not hold up the loop.
         await asyncio.to_thread(directory.write_json, directory.status.name, now)
-        await asyncio.sleep(EVERY_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), EVERY_S)
 
 
 def snapshot(coordinator: Coordinator) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.checkpoint.state import load_state, save_state
+from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import CheckpointError
@@ -53,8 +53,12 @@ class Recovery:
 
         Returns:
             Places in the buffer whose chunks were under way and must be started again.
+
+        Raises:
+            CheckpointError: it is another version's or configuration's, or of other data.
         """
         saved = load_state(directory / "coordinator.json")
+        check_complete(saved, ("geometry", "run", "buffer", "summaries"), str(directory))
         self._check_geometry(directory, saved["geometry"])
         await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
                                for group in self.team.learners()))

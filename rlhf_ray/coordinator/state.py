@@ -8,6 +8,7 @@ import torch
 
 from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_ray.algorithms.score_shaping import RunningMoments
+from rlhf_ray.checkpoint.state import check_complete
 from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.config.loop import EarlyStopConfig
 from rlhf_ray.coordinator.best import BestSoFar
@@ -65,7 +66,12 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; errors as in `PromptCursor.load_state_dict`."""
+        """Go on from a `state_dict`.
+
+        Raises:
+            CheckpointError: the state lacks something, or as `PromptCursor.load_state_dict`.
+        """
+        check_complete(state, self.state_dict(), "the checkpoint's state of the run")
         self.cursor.load_state_dict(state["cursor"])
         self.kl.load_state_dict(state["kl"])
         self.scores.load_state_dict(state["scores"])

@@ -57,7 +57,9 @@ class PromptCursor:
         """
         mine = self.state_dict()
         if state.keys() != mine.keys():
-            raise CheckpointError(f"a cursor's state has {sorted(mine)}, the checkpoint's has {sorted(state)}")
+            raise CheckpointError(f"a data cursor's state has {sorted(mine)}, the checkpoint's has {sorted(state)}: "
+                                  "another version of this package wrote it. Go on with that version, or begin a new "
+                                  "run")
         for name in ("rows", "weights", "seed", "shuffle"):
             if state[name] != mine[name]:
                 raise CheckpointError(

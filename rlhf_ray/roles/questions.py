@@ -36,7 +36,8 @@ def read_questions(path: str, column: str, limit: int | None = None) -> list[Que
         DataError: no such file, nothing in it, or a row without that column.
     """
     if Path(path).suffix == ".txt" and Path(path).is_file():
-        return questions_of_lines(Path(path).read_text(encoding="utf-8").splitlines(), path, column)[:limit]
+        with Path(path).open(encoding="utf-8") as lines:
+            return questions_of_lines(lines, path, column)[:limit]
     rows = read_rows(path, "train", limit)
     return [Question(rows.value(i, column), rows.place(i), rows.others(i, column)) for i in range(len(rows))]
 
@@ -45,10 +46,13 @@ def questions_of_lines(lines: Iterable[str], source: str, column: str) -> list[Q
     """A prompt a line; a line that is a JSON object is a row with its prompt in `column`. Empty lines say nothing.
 
     Raises:
-        DataError: no prompt at all, or a row without that column.
+        DataError: no prompt at all, a row without that column, or what cannot be read as text.
     """
-    questions = [_question(line, f"{source}, line {number}", column)
-                 for number, line in enumerate(lines, start=1) if line.strip()]
+    try:
+        questions = [_question(line, f"{source}, line {number}", column)
+                     for number, line in enumerate(lines, start=1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{source} cannot be read as UTF-8 text: {error}") from error
     if not questions:
         raise DataError(f"{source}: no prompt; write one a line")
     return questions

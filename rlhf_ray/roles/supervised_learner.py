@@ -93,7 +93,7 @@ class SFTLearner(SupervisedLearner):
         predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=self.engine.device)
         run = self.engine.forward if torch.is_grad_enabled() else self.engine.infer
         logprobs, _ = run(tokens, Packing.of(part.lengths, self.engine.device), predicted)
-        return -logprobs.mean(), {}
+        return -logprobs.sum() / max(1, len(predicted)), {}  # rows in which nothing carries loss add nothing
 
     def count(self, part: Sequences) -> float:
         """Predicted tokens."""

@@ -61,7 +61,7 @@ def _verdict(run_dir: Path, seconds: dict[str, float]) -> dict[str, Any]:
     """What was measured on held-out sums before and after, as a table, three texts and a sentence."""
     evaluation = json.loads((run_dir / "evaluation.json").read_text())
     before, after = evaluation["before"], evaluation["after"]
-    print_before_after(changes(*({name: side[name] for name in SHOWN} for side in (before, after))))
+    print_before_after(changes(*({name: side[name] for name in SHOWN if name in side} for side in (before, after))))
     print_texts(evaluation["texts"][:3])
     print(f"verdict: {before['reward']:.1%} of held-out sums right before, {after['reward']:.1%} after")
     print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))

@@ -11,6 +11,7 @@ from rlhf_ray.algorithms.win_rate import outcome, win_rate
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.tokenizer import tokenizer_digest
+from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.comparison import Comparison, Pair, print_comparison
 from rlhf_ray.observability.comparison_page import comparison_page
@@ -19,6 +20,7 @@ from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.questions import Question, read_questions
 from rlhf_ray.roles.responder import Responder
 from rlhf_ray.stages.models_at_hand import model_at
+from rlhf_ray.stages.output_file import check_output
 from rlhf_ray.stages.scorers import check_labels, scorer_of
 
 SEQUENCES = 64
@@ -56,12 +58,15 @@ def run(options: CompareOptions) -> Comparison:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
+    check_output(options.output)
+    numbers = options.output.with_suffix(".json")
+    if numbers == options.output:
+        raise ConfigError(f"--output {options.output} is where the numbers go; name the page, e.g. "
+                          f"{options.output.with_suffix('.html')}")
     models = [_model(name) for name in (options.first, options.second)]
     questions = read_questions(options.prompts, options.column, options.limit)
     check_labels(options.scorer, questions)
     comparison = asyncio.run(_compare(options, models, questions))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    numbers = options.output.with_suffix(".json")
     write_atomically(numbers, (json.dumps(comparison.summary(), indent=1, ensure_ascii=False) + "\n").encode())
     write_atomically(options.output, comparison_page(comparison).encode())
     print_comparison(comparison)

@@ -30,7 +30,9 @@ class EvaluationLog:
         if self._before is None:
             return
         after = self._after or self._before
-        pairs = zip(self._before["texts"], after["texts"], strict=True)
+        # A run that was resumed with another held-out set has other prompts now.
+        pairs = [(b, a) for b, a in zip(self._before["texts"], after["texts"], strict=False)
+                 if b["prompt"] == a["prompt"]]
         self._directory.write_json("evaluation.json", {
             "step": step, "before": self._before["metrics"], "after": after["metrics"],
             "texts": [{"prompt": b["prompt"], "before": b["response"], "after": a["response"]} for b, a in pairs],

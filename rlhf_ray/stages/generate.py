@@ -18,6 +18,7 @@ from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.questions import Question, questions_of_lines, read_questions
 from rlhf_ray.roles.responder import Responder
 from rlhf_ray.stages.models_at_hand import model_at
+from rlhf_ray.stages.output_file import check_output
 from rlhf_ray.stages.scorers import Scorer, scorer_of
 
 TALK_ROOM = 1024
@@ -57,10 +58,11 @@ def run(options: GenerateOptions, stdin: TextIO) -> list[dict[str, Any]]:
     talking = not options.prompts and options.file is None and stdin.isatty()
     if talking and options.output:
         raise ConfigError("--output takes the answers to prompts from --prompt, --file or a pipe, and there are none")
+    if options.output:
+        check_output(options.output)
     rows = asyncio.run(_Asker(options).ask([] if talking else _questions(options, stdin), talking))
     if options.output:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(options.output, lines.encode())
         print(f"wrote {len(rows)} answers to {options.output}", file=sys.stderr)
     return rows

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
-from rlhf_ray.checkpoint.state import load_state, save_state
+from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTConfig
@@ -74,8 +74,8 @@ class SupervisedRun:
                 await self.save()
             if improved:
                 await self.keeper.keep()
-        if not self.evaluation:
-            await self._evaluate()
+        if not self.evaluation and await self._evaluate():  # resumed after its last step, which has its checkpoint
+            await self.keeper.keep()
         return self.evaluation
 
     async def _train_until(self, step: int) -> None:
@@ -110,13 +110,18 @@ class SupervisedRun:
             save_state(directory / "coordinator.json", {"step": self.step, "best": self.best.state_dict()})
 
     async def restore(self) -> None:
-        """Go on from the newest whole checkpoint, if there is one."""
+        """Go on from the newest whole checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: it is another version's, or damaged.
+        """
         found = self.store.latest()
         if found is None:
             return
         _, path, _ = found
-        await self.learners.values("load", str(path.absolute() / self.learners.role))
         state = load_state(path / "coordinator.json")
+        check_complete(state, ("step", "best"), str(path))
+        await self.learners.values("load", str(path.absolute() / self.learners.role))
         self.step = state["step"]
         self.best.load_state_dict(state["best"])
         self.progress.note(f"resuming after step {self.step}")

@@ -85,3 +85,14 @@ def test_a_resumed_run_is_judged_by_its_own_limits(limits, goes_on):
     again = EarlyStop(EarlyStopConfig(**limits))
     again.load_state_dict(stopped.state_dict())
     assert (again.reason() is None) is goes_on
+
+
+def test_patience_that_grew_makes_no_later_step_one_of_the_first():
+    limits = {"reward_below_start": 1.0}
+    _, short = watched(rewards(4, 6, 5, 5), **limits, patience=2)
+    longer = EarlyStop(EarlyStopConfig(**limits, patience=3))
+    longer.load_state_dict(short.state_dict())
+    for step in (5, 6, 7):
+        longer.observe(step, 0.0, 3.5)
+    assert longer.start == [4, 6], "the start is what it was"
+    assert "its start of 5 in each of the steps 5 to 7" in longer.reason()

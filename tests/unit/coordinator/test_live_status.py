@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import time
 
 import pytest
 
@@ -48,3 +50,23 @@ def test_a_run_that_failed_does_not_look_like_one_that_ended_well(run, tmp_path)
     with pytest.raises(TrainingError):
         asyncio.run(work())
     assert status(tmp_path)["ended"] == "TrainingError: not finite"
+
+
+def test_a_slow_write_does_not_have_the_last_word(run, tmp_path, monkeypatch):
+    """A write that is under way when the run ends must not put its old state over the end."""
+    begun, write = threading.Event(), RunDirectory.write_json
+
+    def slowly(directory, name, value):
+        if "ended" not in value:
+            begun.set()
+            time.sleep(0.3)
+        return write(directory, name, value)
+
+    monkeypatch.setattr(RunDirectory, "write_json", slowly)
+
+    async def work():
+        async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):
+            await asyncio.to_thread(begun.wait)
+
+    asyncio.run(work())
+    assert status(tmp_path)["ended"] == "finished"

@@ -82,3 +82,11 @@ def test_a_summary_comes_back_from_disk_as_it_was(summary, tmp_path, gold):
             assert back.dtype == value.dtype and back.tolist() == value.tolist(), name
         else:
             assert back == value, name
+
+
+@pytest.mark.parametrize("name", ["best", "early_stop", "kl", "cursor"])
+def test_a_state_of_another_version_is_refused_by_what_it_lacks(name):
+    state = used().state_dict()
+    del state[name]
+    with pytest.raises(CheckpointError, match=f"state of the run lacks {name}: another version"):
+        fresh().load_state_dict(state)

@@ -59,3 +59,9 @@ def test_a_prompt_that_is_neither_text_nor_messages_is_named_by_its_place(tokeni
     question = questions_of_lines([json.dumps({"prompt": 7})], "pipe", "prompt")
     with pytest.raises(DataError, match="pipe, line 1: column 'prompt' must be a text"):
         encode_questions(question, tokenizer, chat=False)
+
+
+def test_what_is_no_text_is_refused_with_its_name(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"w2\n\xff\xfe\n")
+    with pytest.raises(DataError, match=r"a\.txt cannot be read as UTF-8 text"):
+        read_questions(str(tmp_path / "a.txt"), "prompt")

@@ -75,3 +75,10 @@ def test_a_resumed_run_keeps_the_evaluation_of_what_its_checkpoint_holds(directo
 def test_a_new_run_starts_with_nothing(directory):
     EvaluationLog(directory, None).add(0, evaluation(1.0, "dull"))
     assert EvaluationLog(directory, None).last() == {}
+
+
+def test_texts_of_other_prompts_are_not_set_side_by_side(directory):
+    EvaluationLog(directory, None).add(0, evaluation(1.0, "dull"))
+    other = [{"prompt": "q", "response": "another"}, {"prompt": "r", "response": "one"}]
+    EvaluationLog(directory, resume_at=3).add(8, Evaluation({"reward": 3.0}, other))
+    assert saved(directory)["texts"] == [] and saved(directory)["after"]["reward"] == 3.0
