@@ -58,8 +58,8 @@ class Coordinator:
         """
         self.stop.can_save = True
         try:
-            if self.state.step == 0:
-                await self._evaluate()
+            if self.state.unmeasured and await self._evaluate():
+                await self._keep_best()
             while not self._ended:
                 await self._step_or_stop()
         finally:
@@ -88,12 +88,16 @@ class Coordinator:
                               self.team.clock.now())
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
-        evaluates = self.config.evaluation is not None and self._due(self.config.evaluation.every)
-        improved = evaluates and await self._evaluate()
-        if improved or self._due(self.config.checkpoint.every):
+        self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
+        if self.state.unmeasured and await self._evaluate():
+            await self._keep_best()
+        elif self._due(self.config.checkpoint.every):
             await self._save()
-        if improved:
-            await self.best.keep()
+
+    async def _keep_best(self) -> None:
+        """Keep the present step, which is the best so far."""
+        await self._save()
+        await self.best.keep()
 
     async def _save(self) -> None:
         await self.recovery.save()
@@ -147,8 +151,10 @@ class Coordinator:
             )
 
     async def _evaluate(self) -> bool:
-        """Measure the policy; True when it is the best so far, and not the one that the run began with."""
+        """Measure the policy; True when it is the best so far, and not the one that the run began with. Where a request
+        to stop cuts it short, the step stays unmeasured, and a resumed run begins with it."""
         if self.evaluator is None:
+            self.state.unmeasured = False
             return False
         self.progress.note(f"evaluating on {self.evaluator.rows} held-out prompts")
         work = self.evaluator.measure()
@@ -156,6 +162,7 @@ class Coordinator:
         evaluation = await (work if self._ended else self.stop.unless_asked(work))
         if evaluation is None:
             return False
+        self.state.unmeasured = False
         self.on_evaluation(self.state.step, evaluation)
         return self.best.consider(self.state.step, evaluation.metrics)
 

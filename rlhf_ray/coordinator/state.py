@@ -36,6 +36,8 @@ class RunState:
     """Samples trained on so far."""
     scores: RunningMoments = field(default_factory=RunningMoments)
     """Of the scores trained on so far, as the reward model gave them."""
+    unmeasured: bool = True
+    """Whether an evaluation of the present step is due, and not made."""
     best: BestSoFar = field(default_factory=BestSoFar)
     """The best evaluation so far."""
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
@@ -59,6 +61,7 @@ class RunState:
             "samples": self.samples,
             "kl": self.kl.state_dict(),
             "scores": self.scores.state_dict(),
+            "unmeasured": self.unmeasured,
             "best": self.best.state_dict(),
             "early_stop": self.early_stop.state_dict(),
             "cursor": self.cursor.state_dict(),
@@ -77,7 +80,7 @@ class RunState:
         self.scores.load_state_dict(state["scores"])
         self.best.load_state_dict(state["best"])
         self.early_stop.load_state_dict(state["early_stop"])
-        self.step, self.samples = state["step"], state["samples"]
+        self.step, self.samples, self.unmeasured = state["step"], state["samples"], state["unmeasured"]
         self.in_flight = {order: [SampleKey(*k) for k in keys] for order, keys in state["in_flight"]}
 
 

@@ -19,7 +19,8 @@ from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.run_directory import RunDirectory, sample_parts, write_atomically
 from rlhf_ray.observability.tables import changes
 
-KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning"}
+KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning",
+         "process_reward": "Process reward model"}
 """Stage by the first part of the metrics it writes."""
 
 FACTS = {
@@ -42,6 +43,7 @@ TILES = {
     "kl/sequence": "KL from the reference",
     "sft/loss": "Training loss",
     "reward_model/accuracy": "Training accuracy",
+    "process_reward/accuracy": "Training accuracy",
     "eval/accuracy": "Held-out accuracy",
     "eval/loss": "Held-out loss",
     "throughput/samples_per_second": "Samples per second",

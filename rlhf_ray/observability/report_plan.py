@@ -89,15 +89,16 @@ CHARTS = (
         ticks=".0%", axis="Share of responses",
     ),
     ChartPlan(
-        "Loss", ("sft/loss", "reward_model/loss", "eval/loss"), "Learning",
+        "Loss", ("sft/loss", "reward_model/loss", "process_reward/loss", "eval/loss"), "Learning",
         "Falls fast, then slowly. Held-out loss that rises while training loss falls is overfitting: stop earlier.",
-        ("generator", "generator", "critic"), names=("Training", "Training", "Held out"), axis="Loss (nats)",
+        (*("generator",) * 3, "critic"), names=(*("Training",) * 3, "Held out"), axis="Loss (nats)",
     ),
     ChartPlan(
-        "Accuracy", ("reward_model/accuracy", "eval/accuracy"), "Learning",
+        "Accuracy", ("reward_model/accuracy", "process_reward/accuracy", "eval/accuracy"), "Learning",
         "Rises from about 50%, which is chance. Held-out accuracy of 65–80% is usual for human preferences; near 100% "
         "points to a shortcut in the data.",
-        names=("Training", "Held out"), axis="Share of pairs ranked right", ticks=".0%",
+        ("generator", "generator", "critic"), names=("Training", "Training", "Held out"),
+        axis="Share of pairs or steps judged right", ticks=".0%",
     ),
     ChartPlan(
         "Entropy", ("policy/entropy",), "Optimisation",
@@ -140,9 +141,10 @@ CHARTS = (
         ("policy", "critic"), names=("Policy", "Critic"), axis="Global gradient norm",
     ),
     ChartPlan(
-        "Learning rate", ("policy/learning_rate", "sft/learning_rate", "reward_model/learning_rate"), "Optimisation",
+        "Learning rate", ("policy/learning_rate", "sft/learning_rate", "reward_model/learning_rate",
+                          "process_reward/learning_rate"), "Optimisation",
         "Follows the schedule of the configuration.",
-        ("policy",) * 3, axis="Learning rate", ticks="~e", only_if_changing=True, smooth=False,
+        ("policy",) * 4, axis="Learning rate", ticks="~e", only_if_changing=True, smooth=False,
     ),
     ChartPlan(
         "Samples trained on", ("throughput/samples_per_second",), "System",

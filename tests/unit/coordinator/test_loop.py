@@ -12,6 +12,7 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, TrainingError
 from rlhf_ray.records import UpdateStats
+from rlhf_ray.replay.entries import Reservation
 from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, team_of
 from tests.unit.coordinator.test_pipeline import World
 
@@ -19,9 +20,11 @@ from tests.unit.coordinator.test_pipeline import World
 class Run:
     """A coordinator whose every act is noted in `events`."""
 
-    def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True, best_at=()):
+    def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True, best_at=(),
+                 stop_in_evaluation=None):
         self.events, self.rows, self.warnings, self.update_arguments = [], {}, [], []
         self.stop_after, self.fail_at, self.best_at = stop_after, fail_at, best_at
+        self.stop_in_evaluation = stop_in_evaluation
         world = self.world = World(config, summary)
         learners = {role: StandInGroup(role, self._learner(role), workers=2) for role in ("policy", "critic")}
         if not critic:
@@ -66,6 +69,9 @@ class Run:
         self.events.append(f"save {self.world.state.step}")
 
     async def _measure(self):
+        if self.world.state.step == self.stop_in_evaluation:
+            self.stop.ask("SIGTERM")
+            await asyncio.sleep(60)
         return SimpleNamespace(metrics="numbers")
 
     def _consider(self, step, metrics):
@@ -190,6 +196,32 @@ def test_a_request_before_the_first_step_saves_it_for_later(ppo_config, summary)
     with pytest.raises(RunInterrupted, match="stopped by SIGINT after step 0 of 5"):
         run.go()
     assert run.events[-1] == "save 0" and not [e for e in run.events if e.startswith("policy")]
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_an_evaluation_that_was_cut_short_is_made_by_the_resumed_run(ppo_config, summary, every):
+    config = ppo_config(prompts=4, steps=4, checkpoint={"every": every},
+                        evaluation=EvaluationConfig(prompts="e", every=2))
+    run = Run(config, summary, stop_in_evaluation=2, best_at=(2,))
+    with pytest.raises(RunInterrupted, match="after step 2 of 4"):
+        run.go()
+    assert run.events[-2:] == ["publish 2", "save 2"] and run.world.state.unmeasured
+    run.events.clear()
+    run.coordinator.stop, run.stop_in_evaluation = StopRequest(lambda _: None), None
+
+    async def go_on():
+        open_places = [Reservation(order, len(keys)) for order, keys in run.world.state.in_flight.items()]
+        run.coordinator.pipeline.start_again(open_places)
+        await asyncio.wait_for(run.coordinator.run(), 20)
+
+    asyncio.run(go_on())
+    assert run.events[:4] == ["evaluate 2", "save 2", "keep 2", "policy 2"]
+
+
+def test_what_was_measured_is_not_measured_again(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=2, evaluation=EvaluationConfig(prompts="e")), summary)
+    run.world.state.unmeasured = False
+    assert [e for e in run.go() if e.startswith("evaluate")] == ["evaluate 2"]
 
 
 def test_a_checkpoint_that_is_there_already_is_not_written_twice(ppo_config, summary):

@@ -22,7 +22,7 @@ def used():
     state = fresh()
     state.cursor.next(27)
     state.kl.update(12.0, 100)
-    state.step, state.samples = 4, 32
+    state.step, state.samples, state.unmeasured = 4, 32, False
     state.observe_scores(np.array([1.0, 2.0, 6.0], dtype=np.float32))
     state.best.follow("reward")
     state.best.step, state.best.value = 2, 1.5
@@ -34,7 +34,7 @@ def used():
 def test_a_state_comes_back_from_json_as_it_was():
     state, again = used(), fresh()
     again.load_state_dict(json.loads(json.dumps(state.state_dict())))
-    assert (again.step, again.samples, again.in_flight) == (4, 32, state.in_flight)
+    assert (again.step, again.samples, again.unmeasured, again.in_flight) == (4, 32, False, state.in_flight)
     assert again.kl.value == state.kl.value == pytest.approx(0.2 * (1 + 0.2 * 0.1))
     assert again.scores.state_dict() == state.scores.state_dict() and again.scores.count == 3
     assert again.best == state.best and again.best.metric == "reward"

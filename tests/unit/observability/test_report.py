@@ -127,6 +127,8 @@ def test_a_reward_of_several_components_has_a_chart_of_them_and_one_of_failures_
     [
         ("sft", {"sft/loss": 2.0, "eval/loss": 2.5}, "Supervised fine-tuning", ["Loss"]),
         ("rm", {"reward_model/loss": 0.5, "reward_model/accuracy": 0.75}, "Reward model", ["Loss", "Accuracy"]),
+        ("prm", {"process_reward/loss": 0.5, "process_reward/accuracy": 0.75}, "Process reward model",
+         ["Loss", "Accuracy"]),
         ("ppo", {"reward/mean": 0.5, "policy/entropy": 2.0}, "PPO from human feedback", ["Reward", "Entropy"]),
     ],
 )
