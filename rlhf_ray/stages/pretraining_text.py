@@ -5,15 +5,14 @@ import asyncio
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import ModelError
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.roles.data_reader import DataReader
-from rlhf_ray.stages.preflight import check_data_file, context_length
+from rlhf_ray.stages.preflight import check_data_file, check_row_length
 from rlhf_ray.stages.workplace import Workplace
 
 
 def check_pretraining_text(config: PPOConfig) -> None:
-    """Refuse text that is not there or rows longer than the model's context.
+    """Refuse text that is not there, or rows longer than the model can read (`preflight.check_row_length`).
 
     Raises:
         DataError, ModelError: naming the field, the value and the fix.
@@ -21,10 +20,7 @@ def check_pretraining_text(config: PPOConfig) -> None:
     if config.ptx is None:
         return
     check_data_file(config.ptx.path, "ptx.path")
-    longest = context_length(config.model)
-    if longest is not None and config.ptx.max_tokens > longest:
-        raise ModelError(f"ptx.max_tokens={config.ptx.max_tokens} is over the context of {config.model.path!r}, "
-                         f"{longest}; lower it to that")
+    check_row_length(config.model, config.ptx.max_tokens, "ptx.max_tokens")
 
 
 async def hand_out_pretraining_text(

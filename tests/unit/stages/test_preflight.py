@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
+from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.config.stages import PPOConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.stages import ppo, reward_model, sft
@@ -20,6 +22,7 @@ from rlhf_ray.stages.preflight import (
     check_same_tokens,
     context_length,
 )
+from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
 
 
@@ -134,6 +137,20 @@ def test_rows_fit_into_a_sliding_window_where_there_is_one(copy, more, refused):
         return
     with pytest.raises(ModelError, match=r"data\.max_tokens=20 tokens is over the sliding window of .*, 16: packed"):
         check_row_length(config(copy), 20, "data.max_tokens")
+
+
+def test_pretraining_text_is_there_and_its_rows_fit(llama, tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "w2"}\n')
+
+    def check(path, tokens):
+        ptx = PtxConfig(path=str(path), max_tokens=tokens)
+        check_pretraining_text(SimpleNamespace(model=config(llama), ptx=ptx))
+
+    check(tmp_path / "text.jsonl", 64)
+    with pytest.raises(ModelError, match=r"^ptx\.max_tokens=65 tokens is over the context of .*, 64; lower it"):
+        check(tmp_path / "text.jsonl", 65)
+    with pytest.raises(DataError, match=r"^ptx\.path=.*none\.jsonl.*no such file"):
+        check(tmp_path / "none.jsonl", 64)
 
 
 def test_a_context_that_is_not_told_is_not_checked(copy):
