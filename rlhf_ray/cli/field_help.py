@@ -45,7 +45,7 @@ COMMON: dict[str, list[str]] = {
 _EXAMPLES = {
     "sft": "rlhf-ray sft configs/quickstart/sft.yaml --run.steps=200 --learner.optimizer.learning_rate=3e-4",
     "reward-model": "rlhf-ray reward-model configs/quickstart/reward_model.yaml --data.held_out=0.2",
-    "process-reward": "rlhf-ray process-reward configs/examples/steps/process_reward.yaml --training.batch_size=128",
+    "process-reward": "rlhf-ray process-reward configs/examples/arithmetic/process_reward.yaml --run.steps=50",
     "preferences": "rlhf-ray preferences configs/quickstart/preferences.yaml --pairs.min_margin=0.3",
     "ppo": "rlhf-ray ppo configs/quickstart/ppo.yaml --run.steps=20 --algorithm.kl.coef=0.1",
 }

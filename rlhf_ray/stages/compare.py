@@ -58,6 +58,8 @@ def run(options: CompareOptions) -> Comparison:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
+    if options.n > 1 and options.sampling.temperature == 0:
+        raise ConfigError(f"--temperature 0 gives the same pair {options.n} times; leave --n away, or raise it")
     check_output(options.output)
     numbers = options.output.with_suffix(".json")
     if numbers == options.output:

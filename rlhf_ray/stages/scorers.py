@@ -10,7 +10,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.config.sources import read_yaml
 from rlhf_ray.data.judge import judge_scores
-from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.models.loading import check_model_directory
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
@@ -88,8 +88,10 @@ def rewards_called(name: str) -> dict[str, RewardConfig]:
         return _parsed(_section(Path(name)), name)
     if ":" in name:
         return _parsed({"function": {"type": "function", "function": name}}, f"--scorer {name}")
-    config = ModelConfig(path=name)
-    check_model_directory(config, "scorer")
+    try:
+        check_model_directory(ModelConfig(path=name), "scorer")
+    except ModelError as error:
+        raise ModelError(f"{error} A scorer is {KNOWN}") from None
     return _parsed({"model": {"type": "model", "path": name}}, f"--scorer {name}")
 
 

@@ -1,4 +1,4 @@
-"""Where `generate` and `compare` write: refused before a model is loaded."""
+"""What `generate` and `compare` refuse before a model is loaded: places to write to, and pairs without a difference."""
 
 import io
 
@@ -28,6 +28,13 @@ def test_generate_looks_before_it_loads(tmp_path):
                                        output=tmp_path)
     with pytest.raises(ConfigError, match="is a folder"):
         generate.run(options, io.StringIO())
+
+
+def test_compare_refuses_to_draw_the_same_pair_again(tmp_path):
+    options = compare.CompareOptions(first="nowhere/a", second="nowhere/b", prompts="p.jsonl", scorer="vader", n=3,
+                                     output=tmp_path / "c.html", sampling=SamplingConfig(temperature=0))
+    with pytest.raises(ConfigError, match="the same pair 3 times"):
+        compare.run(options)
 
 
 def test_compare_refuses_to_write_its_page_over_its_numbers(tmp_path):
