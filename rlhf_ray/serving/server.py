@@ -39,7 +39,7 @@ def serve(config: ServingConfig, say: Callable[[str], None]) -> None:
     """
     from transformers.utils.logging import disable_progress_bar
 
-    listener, tls = _listen(config), _check_certificate(config)
+    tls, listener = _check_certificate(config), _listen(config)
     disable_progress_bar()
     with listener:
         model = ServedModel(config.model, config.max_batch_tokens)
@@ -110,6 +110,8 @@ def _listen(config: ServingConfig) -> socket.socket:
     are refused rather than kept waiting."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
+        # The connections of a service that has just ended would keep its address taken for a minute.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
         return listener
     except OSError as error:

@@ -99,6 +99,19 @@ def test_a_port_in_use_and_a_certificate_that_is_none_are_told_before_loading(tm
         serve(ServingConfig(model=model, port=0), print)
 
 
+def test_the_address_of_a_service_that_has_just_ended_is_free():
+    from rlhf_ray.config.serving import ServingConfig
+    from rlhf_ray.serving.server import _listen
+
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        port = before.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            before.accept()[0].close()  # the side that closes first keeps the connection's address for a minute
+            assert caller.recv(1) == b""
+    with _listen(ServingConfig(model=ModelConfig(path="m"), port=port)) as again:
+        assert again.getsockname()[1] == port
+
+
 def test_the_digest_changes_with_one_weight_the_precision_or_the_words(reward_directory, served_model, tmp_path):
     from rlhf_ray.serving.scoring import ServedModel
 
