@@ -127,6 +127,8 @@ class Pipeline:
                 del self.state.in_flight[reservation.order]
                 return
             again = self.buffer.reserve_again(reservation.samples)
+            if reservation.order in self._with_texts:
+                self._with_texts = self._with_texts - {reservation.order} | {again.order}
             self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
             reservation = again
 

@@ -26,11 +26,11 @@ def number_source(name: str, config: NumberReward) -> RuleSource:
     def rule(response: str, answer: Any) -> Verdict:
         return number_match(response, answer, config.after, config.tolerance)
 
-    return RuleSource(name, config, rule, config.answer)
+    return RuleSource(name, config, rule, config.answer, lambda answer: has_number(answer, config.after))
 
 
 def number_match(response: str, answer: Any, after: str | None, tolerance: float) -> Verdict:
-    """Compare the response's number with the answer's. An answer without a number equals none."""
+    """Compare the response's number with the answer's. An answer without a number equals none; a source refuses it."""
     found, wanted = number_in(response, after), _wanted(answer, after)
     if found is None:
         return Verdict.UNREADABLE

@@ -34,9 +34,14 @@ Rule = Callable[[str, Any], Verdict]
 class RuleSource:
     """A rule that answers at once."""
 
-    def __init__(self, name: str, config: VerifiableReward, rule: Rule, column: str | None) -> None:
-        """`column` holds the answers; None for a rule that needs none."""
-        self._name, self._config, self._rule, self._column = name, config, rule, column
+    def __init__(self, name: str, config: VerifiableReward, rule: Rule, column: str | None,
+                 usable: Callable[[Any], bool] = lambda _: True) -> None:
+        """
+        Args:
+            column: holds the answers; None for a rule that needs none.
+            usable: whether a response can be compared with an answer.
+        """
+        self._name, self._config, self._rule, self._column, self._usable = name, config, rule, column, usable
 
     async def start(self) -> None:
         """Nothing to make ready."""
@@ -45,9 +50,13 @@ class RuleSource:
         """`right` or `wrong` for each response.
 
         Raises:
-            RewardError: a prompt's row has no answer; names the sample.
+            RewardError: a prompt's row has no answer, or one that nothing can be compared with; names the sample.
         """
         answers = answers_of(requests, self._column, self._name)
+        for request, answer in zip(requests, answers, strict=True):
+            if not self._usable(answer):
+                raise RewardError(f"rewards.{self._name}: {self._column}={answer!r} of {sample_names([request.key])} "
+                                  "is nothing that a response can be compared with; correct the row or leave it out")
         verdicts = [self._rule(r.response, answer) for r, answer in zip(requests, answers, strict=True)]
         return verdicts_as_answer(verdicts, self._config)
 

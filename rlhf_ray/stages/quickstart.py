@@ -13,6 +13,7 @@ from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.reviews import write_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
+from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
@@ -44,6 +45,9 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
         return _verdict(home, json.loads(home.summary.read_text())["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = _config("ppo", directory, seed, overrides)
+    if ppo_config.logging.judge is None or ppo_config.evaluation is None:
+        raise ConfigError("the quickstart ends with the judge's verdict on held-out responses: leave logging.judge and "
+                          "evaluation as they are, or run `rlhf-ray ppo` by itself")
     refuse_other_seed(directory, seed)
     seconds = {"data": timed(lambda: _make_data(directory, seed))}
     print("starting Ray")

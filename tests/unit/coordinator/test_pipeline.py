@@ -22,6 +22,7 @@ class World:
 
     def __init__(self, config, summary, seed=0, version=0, ranks=1):
         self.version, self.seeds, self._random, self._summary = version, [], random.Random(seed), summary
+        self.texts_asked = []
         self.generators = StandInGroup("generators", self._generate, workers=3)
         self.policy = StandInGroup("policy", self._tell, workers=ranks)
         self.team = team_of(generators=self.generators, policy=self.policy, reward=self._score,
@@ -54,6 +55,7 @@ class World:
     async def _assemble(self, rank, method, terms, keep_texts, ranks, rollout, reward, reference, *parts):
         await self._wait()
         self.parts = (terms, ranks, reward, reference, parts)
+        self.texts_asked.append(keep_texts)
         return f"experience {rollout['keys'][0].row}", self._summary(rollout["keys"], rollout["version"])
 
     async def train(self):
@@ -227,6 +229,7 @@ def test_a_chunk_that_came_out_too_old_is_made_again_with_the_same_keys(ppo_conf
 
     lease, world = in_loop(run())
     assert len(world.seeds) >= 2 and len({keys for keys, _ in world.seeds}) == 1
+    assert all(world.texts_asked), "the first chunk of a batch gives its texts, however often it is made"
     assert tuple(lease.keys) == world.seeds[0][0]
     assert world.state.in_flight == {} and list(world.pipeline.summaries) == [lease.entries[0].order]
 

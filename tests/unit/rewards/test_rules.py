@@ -128,6 +128,12 @@ def test_a_row_without_an_answer_is_an_error_not_a_wrong_response(ask, metadata)
         asyncio.run(source.score([ask("a", 1, metadata={"truth": "a"}), ask("a", 3, metadata=metadata)]))
 
 
+def test_an_answer_without_a_number_is_an_error_not_a_wrong_response(ask):
+    source = number_source("sum", NumberReward(type="number"))
+    with pytest.raises(RewardError, match=r"rewards\.sum: answer='unknown' of epoch 0 row 3 sample 0 is nothing that"):
+        asyncio.run(source.score([ask("4", 1, metadata={"answer": 4}), ask("4", 3, metadata={"answer": "unknown"})]))
+
+
 @pytest.mark.parametrize("a, b, same", [
     (1, 1.0, True), (1, True, False), ([1, [2]], [1, [2]], True), ([1, 2], [2, 1], False),
     ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),

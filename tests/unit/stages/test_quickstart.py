@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.errors import ConfigError
 from rlhf_ray.stages import quickstart
 
 STAGES = ("sft", "preferences", "reward-model", "ppo")
@@ -43,3 +44,10 @@ def test_changes_come_last():
     config = quickstart._config("ppo", Path("d"), 3, ["--run.steps=2", "--run.seed=4", "--algorithm.kl.coef=0.5"])
     assert (config.run.steps, config.run.seed, config.algorithm.kl.coef) == (2, 4, 0.5)
     assert config.run.dir.startswith("d")
+
+
+@pytest.mark.parametrize("change", ["--logging.judge=null", "--evaluation=null"])
+def test_a_quickstart_without_its_verdict_is_refused_at_once(change, tmp_path):
+    with pytest.raises(ConfigError, match="ends with the judge's verdict"):
+        quickstart.run(tmp_path / "q", 0, [change])
+    assert not (tmp_path / "q" / "data").exists()
