@@ -3,7 +3,7 @@
 import os
 import warnings
 
-_LEVELS = {
+LEVELS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -11,6 +11,7 @@ _LEVELS = {
     "TOKENIZERS_PARALLELISM": "false",  # forking after a parallel tokenizer call warns and may deadlock
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's coming default; unset, every start prints a FutureWarning
 }
+"""Environment variables that set what a library says."""
 _NOISY = ("transformers", "vllm", "deepspeed", "torch", "datasets", "ray", "huggingface_hub", "pydantic")
 
 
@@ -19,7 +20,7 @@ def quiet_libraries() -> None:
 
     A level that the user has set in the environment stays as it is. Our own warnings stay visible.
     """
-    for variable, value in _LEVELS.items():
+    for variable, value in LEVELS.items():
         os.environ.setdefault(variable, value)
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         for library in _NOISY:

@@ -50,7 +50,7 @@ def waiting_shares(
         was, calls[role, worker] = calls[role, worker], calls[role, worker] + change
         busy[role] += bool(calls[role, worker]) - bool(was)
     _note(seconds, end - reached, busy, workers)
-    return {role: {cause: s / (workers[role] * (end - start)) for cause, s in causes.items() if s > 0}
+    return {role: {cause: share for cause, s in causes.items() if (share := s / (workers[role] * (end - start))) > 0}
             for role, causes in seconds.items()}
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from rlhf_ray.cli.quiet import LEVELS
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.stages.compare import CompareOptions
@@ -45,6 +46,13 @@ def share_below_half(directory, judge, prompt, response):
     tokens = AutoTokenizer.from_pretrained(directory)(f"{prompt} {response}", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         return float(AutoModelForSequenceClassification.from_pretrained(judge)(tokens).logits[0, 0])
+
+
+@pytest.fixture(autouse=True)
+def environment_of_a_new_process(monkeypatch):
+    """What other tests' command lines set for the libraries below does not reach these."""
+    for variable in LEVELS:
+        monkeypatch.delenv(variable, raising=False)
 
 
 def test_greedy_answers_are_transformers_and_scores_the_reward_models(files, judge, tmp_path, capsys):

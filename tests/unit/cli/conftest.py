@@ -65,9 +65,9 @@ def own_environment(monkeypatch):
     """Commands set other libraries' log levels; tests leave the environment as it was."""
     import os
 
-    from rlhf_ray.cli.quiet import _LEVELS
+    from rlhf_ray.cli.quiet import LEVELS
 
-    for variable in _LEVELS:
+    for variable in LEVELS:
         monkeypatch.setenv(variable, os.environ.get(variable, ""))
         if not os.environ[variable]:
             monkeypatch.delenv(variable)
