@@ -7,6 +7,7 @@ instead of the rows' own; micro-batches hold rows of similar length, which keeps
 runs on real tokens alone. A variable-length kernel would do without the grid; none is used.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ def packed_attention(
     )
     flat = out.transpose(1, 2).reshape(size, query.shape[1], value.shape[3])
     return _Gather.apply(flat, packing.grid_index)[None], None
+
+
+def local_window(shape: Mapping[str, Any]) -> int | None:
+    """Tokens that layers with local attention look back, by a model's configuration; None where no layer has any.
+
+    `packed_attention` sees whole rows: rows longer than the window would be read otherwise than the model does.
+    """
+    local = "sliding_attention" in (shape.get("layer_types") or ["sliding_attention"])
+    return shape.get("sliding_window") if local and shape.get("use_sliding_window", True) else None
 
 
 def register() -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
+from rlhf_ray.models.attention import local_window
 from rlhf_ray.models.loading import load_scalar_model
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
@@ -42,10 +43,8 @@ class EncodedRow:
 
 def packs(shape: Any) -> bool:
     """Whether a model of this transformers configuration may run on packed rows."""
-    window, layers = getattr(shape, "sliding_window", None), getattr(shape, "layer_types", None) or ()
-    sliding = window is not None and window < shape.max_position_embeddings and (
-        not layers or "sliding_attention" in layers)
-    return shape.model_type in PACKED and not sliding
+    window = local_window(shape.to_dict())
+    return shape.model_type in PACKED and (window is None or window >= shape.max_position_embeddings)
 
 
 def check_packs(config: ModelConfig, field: str) -> None:

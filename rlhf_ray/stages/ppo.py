@@ -34,7 +34,7 @@ from rlhf_ray.stages.preflight import (
     check_data_file,
     check_first_rows,
     check_model,
-    check_row_length,
+    check_window,
 )
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.reward_preflight import check_rewards
@@ -71,7 +71,7 @@ def preflight(config: PPOConfig) -> None:
         check_adapters(config.critic, config.critic_model, "critic", scalar=True)
     longest, field = config.longest_response
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
-    check_row_length(config.model, config.prompts.max_tokens + longest, f"prompts.max_tokens + {field}")
+    check_window(config.model, config.prompts.max_tokens + longest, f"prompts.max_tokens + {field}")
     for section in (config.prompts, held_out) if held_out else (config.prompts,):
         check_first_rows(section, config.model)
 

@@ -1,7 +1,6 @@
 """What can be known to be wrong before Ray starts: files that are not there, models that do not fit together."""
 
 import json
-from collections.abc import Mapping
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rlhf_ray.data.formats import check_rows
 from rlhf_ray.data.reading import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError
+from rlhf_ray.models.attention import local_window
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 
@@ -123,26 +123,34 @@ def check_row_length(config: ModelConfig | NewModelConfig, tokens: int, field: s
     Raises:
         ModelError: naming the field, its value and the limit.
     """
-    longest, name = context_length(config), getattr(config, "path", "the new model")
+    longest = context_length(config)
     if longest is not None and tokens > longest:
-        raise ModelError(f"{field}={tokens} tokens is over the context of {name!r}, {longest}; lower it")
-    window = None if isinstance(config, NewModelConfig) else _sliding_window(_shape(config))
+        raise ModelError(f"{field}={tokens} tokens is over the context of {_name(config)!r}, {longest}; lower it")
+    check_window(config, tokens, field)
+
+
+def check_window(config: ModelConfig | NewModelConfig, tokens: int, field: str) -> None:
+    """Refuse rows longer than a sliding window of the attention of a model under training, which packed rows do
+    without.
+
+    Raises:
+        ModelError: naming the field, its value and the window.
+    """
+    window = None if isinstance(config, NewModelConfig) else local_window(_shape(config))
     if window is not None and tokens > window:
-        raise ModelError(f"{field}={tokens} tokens is over the sliding window of {name!r}, {window}: packed attention "
-                         "sees whole rows, and would train another model than vLLM runs; lower it to the window, or "
-                         "take a model without one")
+        raise ModelError(f"{field}={tokens} tokens is over the sliding window of {_name(config)!r}, {window}: packed "
+                         "attention sees whole rows, and would train another model than vLLM runs; lower it to the "
+                         "window, or take a model without one")
+
+
+def _name(config: ModelConfig | NewModelConfig) -> str:
+    return "the new model" if isinstance(config, NewModelConfig) else config.path
 
 
 def _shape(config: ModelConfig) -> dict[str, Any]:
     """A local model's config.json; {} for one on the Hub."""
     file = Path(config.path) / "config.json"
     return dict(json.loads(file.read_text())) if file.is_file() else {}
-
-
-def _sliding_window(shape: Mapping[str, Any]) -> int | None:
-    """Tokens that a layer with local attention looks back; None where no layer has any."""
-    local = "sliding_attention" in (shape.get("layer_types") or ["sliding_attention"])
-    return shape.get("sliding_window") if local and shape.get("use_sliding_window", True) else None
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int, fields: tuple[str, str]) -> None:
