@@ -4,10 +4,9 @@ from typing import Any
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.stages import RewardModelConfig
-from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import RewardModelLearner
-from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model, check_row_length
+from rlhf_ray.stages.supervised_preflight import check_supervised
 from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
@@ -17,14 +16,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_data(config.data, "data")
-    check_model(config.model, "model")
-    check_row_length(config.model, config.data.max_tokens, "data.max_tokens")
-    check_adapters(config.learner, config.model, "learner", scalar=True)
-    if config.learner.micro_batch_tokens < 2 * config.data.max_tokens:
-        raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} cannot hold a pair of two "
-                          f"rows of data.max_tokens={config.data.max_tokens}; raise it to at least twice that")
-    check_first_rows(config.data, config.model)
+    check_supervised(config, pairs=True)
     return run_supervised(SupervisedStage(
         config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
         method="preferences", options={"kind": config.training.loss},

@@ -5,10 +5,9 @@ from typing import Any
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import NewModelConfig
 from rlhf_ray.config.stages import SFTConfig
-from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import SFTLearner
-from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model, check_row_length
+from rlhf_ray.stages.supervised_preflight import check_supervised
 from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
 
 
@@ -18,14 +17,7 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_data(config.data, "data")
-    check_model(config.model, "model")
-    check_row_length(config.model, config.data.max_tokens, "data.max_tokens")
-    check_adapters(config.learner, config.model, "learner", scalar=False)
-    if config.learner.micro_batch_tokens < config.data.max_tokens:
-        raise ConfigError(f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than "
-                          f"data.max_tokens={config.data.max_tokens}; raise it to at least that")
-    check_first_rows(config.data, config.model)
+    check_supervised(config)
     return run_supervised(SupervisedStage(
         config=config, name="sft", title="SFT", learner=SFTLearner, reader=DataReader, method="demonstrations",
         card=lambda step, metrics: ModelCardInfo(
