@@ -8,11 +8,10 @@ from safetensors.torch import load_file
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL
+from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, without
 
 pytestmark = pytest.mark.cluster
-TIMES = ("coordinator/", "time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 LORA = {"rank": 4, "alpha": 16, "dropout": 0.1}
 KINDS = {
     # Two ranks of the policy, everything sharded; adapters in the critic too.
@@ -53,10 +52,6 @@ def resumed(whole, configure, tmp_path):
     return directory
 
 
-def steps(directory):
-    return [row for row in read_metrics(directory) if "reward/mean" in row]
-
-
 def test_generators_hold_the_merged_weights(run):
     rows = steps(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -74,8 +69,7 @@ def test_the_frozen_base_is_the_reference(run):
 
 @pytest.mark.parametrize("whole", ["tied"], indirect=True)
 def test_the_resumed_run_is_the_same_run_bit_for_bit(run, resumed):
-    first, again = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in steps(d)]
-                    for d in (run, resumed))
+    first, again = (without(steps(directory), *CLOCKS, TRAFFIC) for directory in (run, resumed))
     assert again == first
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (run / file).read_bytes() == (resumed / file).read_bytes()

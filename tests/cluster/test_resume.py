@@ -10,9 +10,9 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.resumed import CLOCKS, TRAFFIC, without
 
 pytestmark = pytest.mark.cluster
-TIMES = ("coordinator/", "time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,7 @@ def flip_a_byte(path):
 
 def measured(directory):
     """Rows of metrics without what a clock says."""
-    rows = read_metrics(directory)
-    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
+    return without(read_metrics(directory), *CLOCKS, TRAFFIC)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(resumed):

@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL, VOCAB
+from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, whole_and_resumed, without
 
 pytestmark = pytest.mark.cluster
-TIMES = ("coordinator/", "time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 CRITIC = {"backbone": "policy", "workers": 50}
 """What is asked for a critic that is not started needs no room in the pool."""
 
@@ -33,18 +32,7 @@ def sections(files, tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(configure, sections, tmp_path_factory):
     """(directory of a run of 3 steps saved after the second, directory of one resumed from there)."""
-    from rlhf_ray.stages import ppo
-
-    whole, again = (tmp_path_factory.mktemp(name) / "run" for name in ("whole", "again"))
-    ppo.run(load(PPOConfig, configure(whole, **sections), []))
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints/step_3")
-    ppo.run(load(PPOConfig, configure(again, **sections), []), resume=True)
-    return whole, again
-
-
-def steps(directory):
-    return [row for row in read_metrics(directory) if "reward/mean" in row]
+    return whole_and_resumed(configure, sections, tmp_path_factory)
 
 
 def test_both_learn_and_are_spoken_of_under_their_own_names(runs):
@@ -67,7 +55,7 @@ def test_no_critic_is_saved_and_the_head_lies_beside_the_model(runs):
 
 
 def test_the_resumed_run_is_the_same_run(runs):
-    whole, again = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in steps(d)] for d in runs)
+    whole, again = (without(steps(directory), *CLOCKS, TRAFFIC) for directory in runs)
     assert again == whole
     for file in ("model/model.safetensors", "model_ema/model.safetensors", "value_head.safetensors"):
         assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes()

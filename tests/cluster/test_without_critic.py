@@ -1,18 +1,14 @@
 """GRPO: no critic is started, measured or saved, and a resumed run is the same run, running statistics included."""
 
 import json
-import shutil
 
 import pytest
 from safetensors.torch import load_file
 
-from rlhf_ray.config.load import load
-from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL
+from tests.cluster.resumed import CLOCKS, steps, whole_and_resumed, without
 
 pytestmark = pytest.mark.cluster
-TIMES = ("time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 ALGORITHM = {
     "estimator": "grpo", "epochs": 2, "mini_batches": 2, "importance": "truncate", "overlong_buffer": 4,
     "reward_normalisation": "standardise", "kl": {"coef": 0.1},
@@ -22,21 +18,10 @@ ALGORITHM = {
 @pytest.fixture(scope="module")
 def runs(configure, tmp_path_factory):
     """(directory of a run of 3 steps saved after the second, directory of one resumed from there)."""
-    from rlhf_ray.stages import ppo
-
-    whole, again = (tmp_path_factory.mktemp(name) / "run" for name in ("whole", "again"))
     sections = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM}
     # What is asked for a critic that is not started needs no room in the pool.
     sections["critic"] = {"workers": 50}
-    ppo.run(load(PPOConfig, configure(whole, **sections), []))
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints/step_3")
-    ppo.run(load(PPOConfig, configure(again, **sections), []), resume=True)
-    return whole, again
-
-
-def steps(directory):
-    return [row for row in read_metrics(directory) if "reward/mean" in row]
+    return whole_and_resumed(configure, sections, tmp_path_factory)
 
 
 def test_nothing_speaks_of_a_critic(runs):
@@ -55,7 +40,7 @@ def test_the_policy_learns_with_the_penalty_in_its_loss(runs):
 
 
 def test_the_resumed_run_is_the_same_run(runs):
-    whole, again = ([{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in steps(d)] for d in runs)
+    whole, again = (without(steps(directory), *CLOCKS) for directory in runs)
     assert again == whole
     one, two = (load_file(d / "model/model.safetensors") for d in runs)
     assert all(one[name].equal(two[name]) for name in one)

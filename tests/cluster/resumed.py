@@ -1,0 +1,34 @@
+"""A run and the same run resumed: how both come about, and what of their numbers must be equal."""
+
+import shutil
+
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.observability.metrics import read_metrics
+
+CLOCKS = ("time", "throughput/", "idle/", "share/", "weights/publish_seconds")
+"""Beginnings of the names of metrics that a clock tells."""
+TRAFFIC = "coordinator/"
+"""Bytes received, which hold timings too."""
+
+
+def whole_and_resumed(configure, sections, tmp_path_factory):
+    """(directory of a run of 3 steps saved after the second, directory of one resumed from there)."""
+    from rlhf_ray.stages import ppo
+
+    whole, again = (tmp_path_factory.mktemp(name) / "run" for name in ("whole", "again"))
+    ppo.run(load(PPOConfig, configure(whole, **sections), []))
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints/step_3")
+    ppo.run(load(PPOConfig, configure(again, **sections), []), resume=True)
+    return whole, again
+
+
+def steps(directory):
+    """The rows of the training steps."""
+    return [row for row in read_metrics(directory) if "reward/mean" in row]
+
+
+def without(rows, *prefixes):
+    """Rows without metrics whose names begin so."""
+    return [{name: value for name, value in row.items() if not name.startswith(prefixes)} for row in rows]
