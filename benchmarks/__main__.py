@@ -1,4 +1,8 @@
-"""`python -m benchmarks [--only NAME] [--repeats N]`: run the benchmarks, print a table, write summary.json."""
+"""`python -m benchmarks [--only NAME] [--repeats N]`: run the benchmarks, print a table, write summary.json.
+
+A benchmark is a module of this package that holds either `BENCHMARK`, two sides that take turns, or a function
+`measure(directory, repeats)` that returns its figures by name and may start whatever it needs.
+"""
 
 import argparse
 import multiprocessing
@@ -8,8 +12,10 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
+from benchmarks.figure import Figure
+
 NAMES = ("learner_vs_torch", "learner_vs_padded", "rollout_vs_raw_vllm", "publish_vs_copies_100mb")
-"""Figures; each is the module of that name in this package."""
+"""Modules of this package, in the order in which they run; most are named like the figure they give."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -19,12 +25,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME",
                         help=f"run this one (may be given several times); one of {', '.join(NAMES)}")
     parser.add_argument("--repeats", type=int, default=9, metavar="N",
-                        help="pairs of turns for each benchmark (default: %(default)s)")
+                        help="times each benchmark is repeated (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR",
                         help="where to write summary.json (default: benchmarks/results)")
     parsed = parser.parse_args()
     if parsed.repeats < 1:
-        parser.error(f"--repeats {parsed.repeats}: at least one pair of turns is needed")
+        parser.error(f"--repeats {parsed.repeats}: at least one is needed")
     return parsed
 
 
@@ -52,28 +58,38 @@ def prepare(directory: Path) -> None:
         sys.exit(f"making the workload's model ended with {process.exitcode}; see the message above")
 
 
+def measure(name: str, directory: Path, repeats: int) -> dict[str, Figure]:
+    """The figures of one benchmark."""
+    from benchmarks.comparison import compare
+
+    module = import_module(f"benchmarks.{name}")
+    if hasattr(module, "BENCHMARK"):
+        return {name: compare(name, module.BENCHMARK, directory, repeats)}
+    figures: dict[str, Figure] = module.measure(directory, repeats)
+    return figures
+
+
 def main() -> None:
     """Run what was asked for."""
     asked = arguments()
     one_thread_on_cpu()
-    from benchmarks.comparison import DifferentWork, compare
+    from benchmarks.comparison import DifferentWork
     from benchmarks.machine import describe_machine
     from benchmarks.report import print_table, write_summary
     from benchmarks.side_process import SideFailed
 
-    machine, results = describe_machine(), {}
+    machine, figures = describe_machine(), {}
     names = [name for name in NAMES if name in (asked.only or NAMES)]
     with tempfile.TemporaryDirectory(prefix="rlhf-ray-benchmarks-") as temporary:
         prepare(Path(temporary))
         for name in names:
-            print(f"{name}: a warm-up, then pairs of turns: {asked.repeats}", file=sys.stderr, flush=True)
+            print(f"{name}: repeats: {asked.repeats}", file=sys.stderr, flush=True)
             try:
-                benchmark = import_module(f"benchmarks.{name}").BENCHMARK
-                results[name] = compare(name, benchmark, Path(temporary), asked.repeats)
+                figures |= measure(name, Path(temporary), asked.repeats)
             except (DifferentWork, SideFailed) as error:
                 sys.exit(str(error))
-    print_table(results, machine)
-    print(f"written to {write_summary(results, machine, asked.results)}")
+    print_table(figures, machine)
+    print(f"written to {write_summary(figures, machine, asked.results)}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Literal, Protocol
 
+from benchmarks.figure import Figure
 from benchmarks.side_process import Side, SideProcess, Turn
 
 
@@ -33,31 +34,19 @@ class Benchmark:
     theirs_is: str
     unit: str
     """"tokens/s": amount a second, more is better; or "s": seconds for each of the amount, less is better."""
+    goal: float
+    """What the ratio ours / theirs has to reach."""
     tolerance: float = 0.0
     """Relative difference up to which two numbers of the sides' proofs count as equal."""
     agreement: float = 1.0
     """Share of the proofs' numbers that must be equal."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What was measured. `ours` and `theirs` are medians in the benchmark's unit."""
-
-    benchmark: Benchmark
-    ours: float
-    theirs: float
-    ratio: float
-    """Median over the pairs of turns of ours / theirs, each pair's turns taken one right after the other."""
-    ratios: list[float]
-    cpu_share: float
-    """Median over all turns of CPU time / wall time. Both sides compute on one thread: well below 1, others ran."""
-
-
 class DifferentWork(Exception):
     """The sides' results differ, so their times mean nothing beside each other."""
 
 
-def compare(name: str, benchmark: Benchmark, directory: Path, repeats: int) -> Comparison:
+def compare(name: str, benchmark: Benchmark, directory: Path, repeats: int) -> Figure:
     """Start both sides on the workload in `directory`, warm each up with one turn, and let them take turns.
 
     Raises:
@@ -69,7 +58,7 @@ def compare(name: str, benchmark: Benchmark, directory: Path, repeats: int) -> C
         return measure(name, benchmark, ours, theirs, repeats)
 
 
-def measure(name: str, benchmark: Benchmark, ours: Runner, theirs: Runner, repeats: int) -> Comparison:
+def measure(name: str, benchmark: Benchmark, ours: Runner, theirs: Runner, repeats: int) -> Figure:
     """One warm-up turn each, then `repeats` pairs of turns; errors as in `compare`."""
     pairs: list[tuple[Turn, Turn]] = []
     for number in range(repeats + 1):
@@ -81,11 +70,17 @@ def measure(name: str, benchmark: Benchmark, ours: Runner, theirs: Runner, repea
         pairs.append((mine, other))
     measured = [(value(benchmark, mine), value(benchmark, other)) for mine, other in pairs[1:]]
     ratios = [mine / other for mine, other in measured]
-    return Comparison(
-        benchmark, ours=median(mine for mine, _ in measured), theirs=median(other for _, other in measured),
-        ratio=median(ratios), ratios=ratios,
+    return Figure(
+        value=median(ratios), repeats=ratios, better=better(benchmark), goal=benchmark.goal,
+        ours_is=benchmark.ours_is, theirs_is=benchmark.theirs_is, unit=benchmark.unit,
+        ours=median(mine for mine, _ in measured), theirs=median(other for _, other in measured),
         cpu_share=median(turn.cpu_seconds / turn.seconds for pair in pairs[1:] for turn in pair),
     )
+
+
+def better(benchmark: Benchmark) -> Literal["higher", "lower"]:
+    """Which ratios speak for our side."""
+    return "lower" if benchmark.unit == "s" else "higher"
 
 
 def value(benchmark: Benchmark, turn: Turn) -> float:

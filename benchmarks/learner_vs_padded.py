@@ -27,5 +27,5 @@ class PaddedLearnerSide(LearnerSide):
 
 BENCHMARK = Benchmark(
     ours=LearnerSide, theirs=PaddedLearnerSide, ours_is="PolicyLearner, packed rows",
-    theirs_is="PolicyLearner, rows padded to the longest", unit="tokens/s", tolerance=1e-3,
+    theirs_is="PolicyLearner, rows padded to the longest", unit="tokens/s", goal=1.0, tolerance=1e-3,
 )

@@ -97,5 +97,5 @@ class CopiesSide(Weights):
 
 BENCHMARK = Benchmark(
     ours=PublicationSide, theirs=CopiesSide, ours_is="pack, seal, verify, load", theirs_is="two plain copies",
-    unit="s",
+    unit="s", goal=2.5,
 )

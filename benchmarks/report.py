@@ -2,41 +2,42 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.comparison import Comparison
-
-UNDISTURBED_SHARE = 0.95
-"""Share of a CPU that turns on a quiet machine get at least."""
+from benchmarks.figure import Figure
 
 
-def print_table(results: Mapping[str, Comparison], machine: Mapping[str, Any]) -> None:
-    """Both sides and their ratio, a row a benchmark, and a warning if the machine had other work."""
+def print_table(figures: Mapping[str, Figure], machine: Mapping[str, Any]) -> None:
+    """Both sides, their ratio and its goal, a row a figure, and a warning if the machine had other work."""
     table = Table(title=f"{machine['cores']} cores, {machine['cpu']}", title_justify="left")
-    for column in ("benchmark", "ours", "other side", "ratio", "lowest - highest", "better"):
-        table.add_column(column, justify="left" if column == "benchmark" else "right")
-    for name, result in results.items():
-        benchmark = result.benchmark
+    for column in ("figure", "ours", "other side", "value", "lowest - highest", "goal"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    for name, figure in figures.items():
+        colour, sign = "green" if figure.reached else "red", "≥" if figure.better == "higher" else "≤"
         table.add_row(
-            name, f"{shown(result.ours, benchmark.unit)}\n[dim]{benchmark.ours_is}",
-            f"{shown(result.theirs, benchmark.unit)}\n[dim]{benchmark.theirs_is}", f"[bold]{result.ratio:.2f}",
-            f"{min(result.ratios):.2f} - {max(result.ratios):.2f}", better(benchmark.unit), end_section=True)
+            name, side(figure.ours, figure.unit, figure.ours_is), side(figure.theirs, figure.unit, figure.theirs_is),
+            f"[bold {colour}]{figure.value:.3g}", f"{min(figure.repeats):.3g} - {max(figure.repeats):.3g}",
+            f"{sign} {figure.goal:g}", end_section=True)
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
-    disturbed = [name for name, result in results.items() if result.cpu_share < UNDISTURBED_SHARE]
+    disturbed = [name for name, figure in figures.items() if figure.disturbed]
     if disturbed:
         console.print(f"[yellow]Other processes took part of the cores during {', '.join(disturbed)} (load average "
                       f"{machine['load_average_1min']} at the start): run again on a quiet machine.")
 
 
-def write_summary(results: Mapping[str, Comparison], machine: Mapping[str, Any], directory: Path) -> Path:
-    """Write `summary.json`: each benchmark's ratio by its name, `details` with both sides, and the machine."""
-    summary: dict[str, Any] = {name: result.ratio for name, result in results.items()}
-    summary["details"] = {name: details(result) for name, result in results.items()}
+def write_summary(figures: Mapping[str, Figure], machine: Mapping[str, Any], directory: Path) -> Path:
+    """Write `summary.json`: each figure's value by its name, `details` with what stands behind it, and the machine."""
+    summary: dict[str, Any] = {name: figure.value for name, figure in figures.items()}
+    summary["details"] = {
+        name: {**asdict(figure), "reached": figure.reached, "disturbed": figure.disturbed}
+        for name, figure in figures.items()
+    }
     summary["machine"] = dict(machine)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "summary.json"
@@ -44,20 +45,10 @@ def write_summary(results: Mapping[str, Comparison], machine: Mapping[str, Any],
     return path
 
 
-def details(result: Comparison) -> dict[str, Any]:
-    """What stands behind one ratio."""
-    benchmark = result.benchmark
-    return {
-        "ours": result.ours, "ours_is": benchmark.ours_is, "theirs": result.theirs, "theirs_is": benchmark.theirs_is,
-        "unit": benchmark.unit, "better": better(benchmark.unit), "repeats": len(result.ratios),
-        "ratios": result.ratios, "cpu_share": result.cpu_share,
-        "disturbed": result.cpu_share < UNDISTURBED_SHARE,
-    }
-
-
-def better(unit: str) -> str:
-    """Which ratios speak for our side."""
-    return "lower" if unit == "s" else "higher"
+def side(value: float | None, unit: str, what: str) -> str:
+    """One side of a figure: its number and what it is."""
+    number = "" if value is None else shown(value, unit)
+    return f"{number}\n[dim]{what}"
 
 
 def shown(value: float, unit: str) -> str:

@@ -87,5 +87,5 @@ def digest(tokens: np.ndarray) -> float:
 
 BENCHMARK = Benchmark(
     ours=GeneratorSide, theirs=RawVLLMSide, ours_is="Generator", theirs_is="vLLM's LLM.generate", unit="tokens/s",
-    agreement=0.98,  # batches differ in the last bit of a logit, which may tip one draw in a million
+    goal=0.95, agreement=0.98,  # batches differ in the last bit of a logit, which may tip one draw in a million
 )

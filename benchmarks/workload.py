@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.data.encoding import flat_tokens
 from rlhf_ray.data.reviews import make_openings, make_reviews
-from rlhf_ray.data.sequences import Sequences, join_sequences
+from rlhf_ray.data.sequences import Sequences, sequences_of
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer, new_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
@@ -72,7 +72,9 @@ def rows(directory: Path, count: int, seed: int) -> Sequences:
     reviews = list(make_reviews(count, seed))
     before = tokenizer([r.opening for r in reviews], add_special_tokens=False)["input_ids"]
     after = tokenizer([r.continuation for r in reviews], add_special_tokens=False)["input_ids"]
-    return join_sequences(before, [[*tokens, tokenizer.eos_token_id] for tokens in after])
+    return sequences_of([([*prompt, *response, tokenizer.eos_token_id],
+                          [*[False] * len(prompt), *[True] * (len(response) + 1)])
+                         for prompt, response in zip(before, after, strict=True)])
 
 
 @torch.no_grad()

@@ -71,13 +71,3 @@ def sequences_of(rows: list[Encoded]) -> Sequences:
     mask = np.fromiter(chain.from_iterable(mask for _, mask in rows), dtype=bool)
     return Sequences(offsets=offsets_of([len(tokens) for tokens, _ in rows]), loss_mask=mask,
                      tokens=flat_tokens([tokens for tokens, _ in rows]))
-
-
-def join_sequences(prompts: list[list[int]], responses: list[list[int]]) -> Sequences:
-    """Rows of `prompt + response`, with the loss mask on the response. Both lists are [N] token ids."""
-    prompt_lengths = np.array([len(p) for p in prompts], dtype=np.int64)
-    response_lengths = np.array([len(r) for r in responses], dtype=np.int64)
-    rows = [part for pair in zip(prompts, responses, strict=True) for part in pair]
-    parts = np.stack([prompt_lengths, response_lengths], axis=1).ravel()
-    mask = np.repeat(np.tile([False, True], len(prompts)), parts)
-    return Sequences(offsets=offsets_of(prompt_lengths + response_lengths), tokens=flat_tokens(rows), loss_mask=mask)

@@ -43,16 +43,18 @@ class Recorded:
 
 
 def benchmark(unit: str, tolerance: float = 0.0, agreement: float = 1.0) -> Benchmark:
-    return Benchmark(Counting, Counting, "ours", "theirs", unit, tolerance, agreement)
+    return Benchmark(Counting, Counting, "ours", "theirs", unit, 1.5, tolerance, agreement)
 
 
 def test_a_ratio_is_the_median_over_pairs_and_leaves_the_warm_up_out() -> None:
     ours, theirs = [99.0, 1.0, 2.0, 4.0], [1.0, 2.0, 2.0, 2.0]
     speed = measure("b", benchmark("tokens/s"), Recorded("o", ours, [], [1]), Recorded("t", theirs, [], [1]), 3)
-    assert (speed.ratios, speed.ratio, speed.ours, speed.theirs) == ([2.0, 1.0, 0.5], 1.0, 50.0, 50.0)
-    assert speed.cpu_share == 0.5
+    assert (speed.repeats, speed.value, speed.ours, speed.theirs) == ([2.0, 1.0, 0.5], 1.0, 50.0, 50.0)
+    assert speed.cpu_share == 0.5 and speed.disturbed
+    assert (speed.better, speed.reached) == ("higher", False)
     time = measure("b", benchmark("s"), Recorded("o", ours, [], [1]), Recorded("t", theirs, [], [1]), 3)
-    assert (time.ratios, time.ours, time.theirs) == ([0.5, 1.0, 2.0], 0.02, 0.02)
+    assert (time.repeats, time.ours, time.theirs) == ([0.5, 1.0, 2.0], 0.02, 0.02)
+    assert (time.better, time.reached) == ("lower", True)
 
 
 def test_sides_take_turns_and_the_first_of_a_pair_changes() -> None:
@@ -69,7 +71,7 @@ def test_sides_that_did_different_work_are_not_compared(agreement: float, refuse
         with pytest.raises(DifferentWork, match=r"agree on 1 of 2 results \(number 1: 2.0 and 2.1\)"):
             measure("b", asked, ours, theirs, 1)
     else:
-        assert measure("b", asked, ours, theirs, 1).ratio == 1
+        assert measure("b", asked, ours, theirs, 1).value == 1
 
 
 def test_a_side_keeps_its_state_in_a_process_of_its_own(tmp_path: Path) -> None:
