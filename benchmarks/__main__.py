@@ -14,7 +14,12 @@ from pathlib import Path
 
 from benchmarks.figure import Figure
 
-NAMES = ("learner_vs_torch", "learner_vs_padded", "rollout_vs_raw_vllm", "publish_vs_copies_100mb")
+NAMES = (
+    "rollout_vs_raw_vllm",
+    "learner_vs_torch",
+    "learner_vs_padded",
+    "publish_vs_copies_100mb",
+)
 """Modules of this package, in the order in which they run; most are named like the figure they give."""
 RESULTS = Path(__file__).parent / "results"
 
