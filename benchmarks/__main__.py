@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--only NAME] [--repeats N]`: run the benchmarks, print a table, write summary.json.
+"""`python -m benchmarks [--only NAME] [--repeats N]`: run the benchmarks; write summary.json and a page with plots.
 
 A benchmark is a module of this package that holds either `BENCHMARK`, two sides that take turns, or a function
 `measure(directory, repeats)` that returns its figures by name and may start whatever it needs.
@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
+import traceback
 from importlib import import_module
 from pathlib import Path
 
@@ -28,11 +30,12 @@ def arguments() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME",
-                        help=f"run this one (may be given several times); one of {', '.join(NAMES)}")
+                        help="run this one (may be given several times) and keep the other figures as they are; one of "
+                             f"{', '.join(NAMES)}")
     parser.add_argument("--repeats", type=int, default=9, metavar="N",
                         help="times each benchmark is repeated (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR",
-                        help="where to write summary.json (default: benchmarks/results)")
+                        help="where summary.json and index.html are written (default: benchmarks/results)")
     parsed = parser.parse_args()
     if parsed.repeats < 1:
         parser.error(f"--repeats {parsed.repeats}: at least one is needed")
@@ -74,27 +77,53 @@ def measure(name: str, directory: Path, repeats: int) -> dict[str, Figure]:
     return figures
 
 
+def attempt(name: str, directory: Path, repeats: int) -> dict[str, Figure] | str:
+    """The figures of one benchmark, or why it failed. The others must go on, whatever happened."""
+    from benchmarks.comparison import DifferentWork
+    from benchmarks.side_process import SideFailed
+    from rlhf_ray.errors import RLHFError
+
+    try:
+        return measure(name, directory, repeats)
+    except (DifferentWork, SideFailed, RLHFError) as error:
+        print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+
+
 def main() -> None:
-    """Run what was asked for."""
+    """Run what was asked for. After every benchmark the results are written, so that none is lost to the next."""
     asked = arguments()
     one_thread_on_cpu()
-    from benchmarks.comparison import DifferentWork
     from benchmarks.machine import describe_machine
-    from benchmarks.report import print_table, write_summary
-    from benchmarks.side_process import SideFailed
+    from benchmarks.page import write_page
+    from benchmarks.report import print_table, print_times
+    from benchmarks.summary import RunFacts, read_summary
+    from benchmarks.waiting import working
 
-    machine, figures = describe_machine(), {}
-    names = [name for name in NAMES if name in (asked.only or NAMES)]
+    run, summary = RunFacts.now(describe_machine()), read_summary(asked.results)
+    plan = [name for name in NAMES if name in (asked.only or NAMES)]
+    figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory(prefix="rlhf-ray-benchmarks-") as temporary:
         prepare(Path(temporary))
-        for name in names:
-            print(f"{name}: repeats: {asked.repeats}", file=sys.stderr, flush=True)
-            try:
-                figures |= measure(name, Path(temporary), asked.repeats)
-            except (DifferentWork, SideFailed) as error:
-                sys.exit(str(error))
-    print_table(figures, machine)
-    print(f"written to {write_summary(figures, machine, asked.results)}")
+        for name in plan:
+            began = time.perf_counter()
+            with working(name, plan, summary.seconds):
+                found = attempt(name, Path(temporary), asked.repeats)
+            if isinstance(found, str):
+                summary.failed[name] = found
+            else:
+                summary.came_through(name, found, time.perf_counter() - began, run)
+                figures |= found
+            written = [summary.write(asked.results, run), write_page(summary, run, asked.results)]
+    print_table(figures, run.machine)
+    failed = [name for name in plan if name in summary.failed]
+    print_times({name: summary.seconds[name] for name in plan if name not in failed})
+    print(f"written: {', '.join(map(str, written))}")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; the messages stand above")
 
 
 if __name__ == "__main__":
