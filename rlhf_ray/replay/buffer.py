@@ -110,7 +110,7 @@ class ReplayBuffer:
             BufferError: the reservation is not open.
         """
         self._check_open(reservation, "cancel")
-        del self._places.reserved[reservation.order]
+        self._places.close(reservation)
 
     def commit(
         self, reservation: Reservation, ref: Any, keys: Iterable[SampleKey], min_version: int, nbytes: int
@@ -137,7 +137,7 @@ class ReplayBuffer:
                 f"commit of place {entry.order}: {entry.samples} keys for a reservation of {reservation.samples}"
             )
         self._places.check(entry)
-        del self._places.reserved[entry.order]
+        self._places.close(reservation)
         if not self._fresh(entry):
             return CommitOutcome.AHEAD if entry.min_version > self._version else CommitOutcome.STALE
         self._places.hold(entry)
@@ -158,11 +158,9 @@ class ReplayBuffer:
         if chosen is None:
             self._check_not_stuck(samples)
             return None
-        for entry in chosen:
-            del self._places.ready[entry.order]
         lease = Lease(self._next_lease, tuple(chosen), version, self._clock() + self.lease_timeout_s)
         self._next_lease += 1
-        self._places.leases[lease.number] = lease
+        self._places.lend(lease)
         return lease
 
     def ack(self, lease: Lease, trained_version: int) -> None:
@@ -177,9 +175,7 @@ class ReplayBuffer:
                 f"ack of lease {lease.number}: trained from version {trained_version}, but its samples were found "
                 f"fresh for version {lease.version}; name the version that the update started from"
             )
-        del self._places.leases[lease.number]
-        self._places.held.difference_update(lease.keys)
-        self._places.trained += lease.samples
+        self._places.train(lease)
 
     def release(self, lease: Lease) -> None:
         """The lease was not trained on: its entries come back to their places.
@@ -188,8 +184,7 @@ class ReplayBuffer:
             BufferError: the lease is not out.
         """
         self._check_out(lease, "release")
-        del self._places.leases[lease.number]
-        self._places.ready.update((entry.order, entry) for entry in lease.entries)
+        self._places.take_back(lease)
 
     def expire(self) -> list[Lease]:
         """Bring leases back whose deadline has passed. A late `ack` of one is refused: another may hold its samples."""
@@ -216,14 +211,15 @@ class ReplayBuffer:
         if self._places.ready.get(entry.order) is not entry:
             raise BufferError(f"reopen of place {entry.order}: it is not a ready entry; release its lease first")
         self._places.drop(entry)
-        reservation = self._places.reserved[entry.order] = Reservation(entry.order, entry.samples)
+        reservation = Reservation(entry.order, entry.samples)
+        self._places.reserve(reservation)
         return reservation
 
     def stats(self) -> BufferStats:
         """Counts, bytes and staleness now. Staleness refers to the version the buffer was told of last."""
         entries = self._places.ready_entries()
         ages = [staleness(entry.min_version, self._version) for entry in entries]
-        ready = sum(entry.samples for entry in entries)
+        ready = self._places.samples_ready
         weighted = sum(age * entry.samples for age, entry in zip(ages, entries, strict=True))
         return BufferStats(
             samples_ready=ready,
@@ -273,6 +269,8 @@ class ReplayBuffer:
 
     def _oldest(self, samples: int) -> list[Entry] | None:
         """Fresh entries of lowest order that add up to `samples`; None when some are still to come."""
+        if self._places.samples_ready < samples:
+            return None
         ready, reserved = self._places.ready, self._places.reserved
         chosen: list[Entry] = []
         total = 0

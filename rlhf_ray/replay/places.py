@@ -1,6 +1,7 @@
 """The places of the replay buffer: what is reserved, ready and leased, and what a checkpoint keeps of it.
 
-Bookkeeping only. When an entry may move from one state to the next is decided in `buffer`.
+Bookkeeping only. When an entry may move from one state to the next is decided in `buffer`. Sums are kept up to date by
+the methods that change them: they are asked for at every chunk, and thousands may be under way.
 """
 
 from __future__ import annotations
@@ -26,18 +27,13 @@ class Places:
         """Keys of the ready and leased entries."""
         self.trained = 0
         """Samples acknowledged so far."""
-        self._next_order = 0
-
-    @property
-    def running(self) -> int:
+        self.running = 0
         """Samples reserved and not yet committed."""
-        return sum(reservation.samples for reservation in self.reserved.values())
-
-    @property
-    def bytes(self) -> int:
+        self.samples_ready = 0
+        """Samples of the ready entries."""
+        self.bytes = 0
         """Bytes of the ready and leased entries."""
-        leased = [entry for lease in self.leases.values() for entry in lease.entries]
-        return sum(entry.nbytes for entry in (*self.ready.values(), *leased))
+        self._next_order = 0
 
     def open(self, samples: int) -> Reservation | None:
         """The next place, or None when `samples` more would exceed the capacity."""
@@ -45,18 +41,49 @@ class Places:
             return None
         reservation = Reservation(self._next_order, samples)
         self._next_order += 1
-        self.reserved[reservation.order] = reservation
+        self.reserve(reservation)
         return reservation
+
+    def reserve(self, reservation: Reservation) -> None:
+        """Keep a place for samples under way."""
+        self.reserved[reservation.order] = reservation
+        self.running += reservation.samples
+
+    def close(self, reservation: Reservation) -> None:
+        """The samples of a place are not under way any more."""
+        del self.reserved[reservation.order]
+        self.running -= reservation.samples
 
     def hold(self, entry: Entry) -> None:
         """Make a checked entry ready."""
-        self.ready[entry.order] = entry
+        self._make_ready(entry)
         self.held.update(entry.keys)
+        self.bytes += entry.nbytes
 
     def drop(self, entry: Entry) -> None:
         """Forget a ready entry."""
-        del self.ready[entry.order]
+        self._lend(entry)
         self.held.difference_update(entry.keys)
+        self.bytes -= entry.nbytes
+
+    def lend(self, lease: Lease) -> None:
+        """The lease's entries are ready no more, but still held."""
+        for entry in lease.entries:
+            self._lend(entry)
+        self.leases[lease.number] = lease
+
+    def take_back(self, lease: Lease) -> None:
+        """The lease's entries are ready again."""
+        del self.leases[lease.number]
+        for entry in lease.entries:
+            self._make_ready(entry)
+
+    def train(self, lease: Lease) -> None:
+        """The lease's samples are trained, and gone."""
+        del self.leases[lease.number]
+        self.held.difference_update(lease.keys)
+        self.bytes -= sum(entry.nbytes for entry in lease.entries)
+        self.trained += lease.samples
 
     def check(self, entry: Entry) -> None:
         """Raise BufferError unless the entry's numbers make sense and all its keys are new here."""
@@ -102,9 +129,17 @@ class Places:
         self.restore(_entry(saved, refs[saved["order"]]) for saved in state["ready"])
         for order, samples in state["reserved"]:
             self._check_free(order, samples)
-            self.reserved[order] = Reservation(order, samples)
+            self.reserve(Reservation(order, samples))
         self.trained, self._next_order = state["trained"], state["next_order"]
         return [self.reserved[order] for order in sorted(self.reserved)]
+
+    def _make_ready(self, entry: Entry) -> None:
+        self.ready[entry.order] = entry
+        self.samples_ready += entry.samples
+
+    def _lend(self, entry: Entry) -> None:
+        del self.ready[entry.order]
+        self.samples_ready -= entry.samples
 
     def _check_free(self, order: int, samples: int) -> None:
         if order in self.ready or order in self.reserved:
