@@ -56,6 +56,10 @@ class BufferError(RLHFError):  # the replay buffer's own error; the builtin is a
     """A replay-buffer operation that breaks its contract (over capacity, unknown lease, stale experience)."""
 
 
+class LedgerError(RLHFError):
+    """Samples that are not accounted for, or a ledger that cannot be read or written."""
+
+
 class TrainingError(RLHFError):
     """Training that cannot go on: a loss or gradient that is not finite. The first one ends the run."""
 

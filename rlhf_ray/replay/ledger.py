@@ -1,0 +1,231 @@
+"""The ledger: what became of every sample that a run ever admitted, in one SQLite file.
+
+A sample is known by its key (epoch, row, sample) for ever; attempts to make it are numbered apart. Its life:
+
+    lease ──► generated ──► scored ──► consumed(step) ──► committed        the step is in a checkpoint
+      │           │            │
+      └───────────┴────────────┴──► given up: the attempt is over, and another may follow
+                               └──► quarantined(reason): there will be no other
+
+The running process keeps `ledger.sqlite` up to date, so that others can read it meanwhile. A checkpoint holds a copy
+made for it, in which everything consumed is committed: manifest, weights, data cursor and ledger become valid by one
+rename. A resumed run goes on from that copy; what the process had done since is remembered as lost attempts.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from rlhf_ray.errors import LedgerError
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.ledger_tables import CREATE, SCHEMA, LedgerFacts, State
+
+UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
+LOST = "the process ended before the next checkpoint"
+UNMADE = "FROM samples WHERE state IN ('leased', 'generated')"
+"""Samples whose experience is not whole; a checkpoint holds the bytes of those that are scored."""
+
+
+class Ledger:
+    """A run's ledger, open for writing; for the coordinator's one thread.
+
+    Every method that writes is one transaction: a process killed at any moment leaves a file that can be read.
+
+    Raises:
+        LedgerError: (any method) the file cannot be read or written, or a sample is not in the state it must be in.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open an existing ledger; see `create`."""
+        self.path = Path(path)
+        with self._told("opened"):
+            self._db = sqlite3.connect(_uri(self.path, "rw"), uri=True)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")  # survives the process; a checkpoint's copy is flushed
+            check_ledger(self._db, self.path)
+
+    @classmethod
+    def create(cls, path: Path, facts: LedgerFacts) -> Self:
+        """An empty ledger at `path`, which must be free."""
+        if path.exists():
+            raise LedgerError(f"{path} exists already; a ledger is not begun twice")
+        try:
+            with closing(sqlite3.connect(path)) as db:
+                db.executescript(CREATE)
+                db.executemany("INSERT INTO facts VALUES (?, ?)", [("schema", SCHEMA), *facts.rows()])
+                db.commit()
+        except sqlite3.Error as error:
+            raise LedgerError(f"{path} cannot be made: {error}") from error
+        return cls(path)
+
+    @classmethod
+    def resume(cls, path: Path, copy: Path, facts: LedgerFacts) -> Self:
+        """Go on from a checkpoint's copy; what was under way then or came after is remembered as lost attempts.
+
+        Raises:
+            LedgerError: the copy is of a run with other facts, or unreadable.
+        """
+        lost = _attempts_beyond(path, copy)
+        path.unlink(missing_ok=True)
+        for side in ("-wal", "-shm"):
+            path.with_name(path.name + side).unlink(missing_ok=True)
+        with closing(open_for_reading(copy)) as source, closing(sqlite3.connect(path)) as target:
+            source.backup(target)
+        ledger = cls(path)
+        if (found := LedgerFacts.read(ledger._db)) != facts:
+            raise LedgerError(f"{copy} is the ledger of a run with {found}, and this one has {facts}; resume with the "
+                              "same settings, or begin a new run")
+        with ledger._writing() as db:
+            db.execute(f"INSERT OR REPLACE INTO attempts SELECT epoch, row, sample, attempt, state, worker, ? {UNMADE}",
+                       (LOST,))
+            db.execute(f"DELETE {UNMADE}")
+            db.executemany("INSERT OR IGNORE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", lost)
+        return ledger
+
+    def lease(self, keys: Iterable[SampleKey], version: int) -> None:
+        """An attempt at new samples begins, under weights of `version`."""
+        with self._writing() as db:
+            db.executemany(
+                "INSERT INTO samples (epoch, row, sample, attempt, state, version) VALUES (?1, ?2, ?3, 1 + (SELECT "
+                "count(*) FROM attempts WHERE epoch = ?1 AND row = ?2 AND sample = ?3), ?4, ?5)",
+                [(*_plain(key), State.LEASED, version) for key in keys])
+
+    def generated(self, keys: Iterable[SampleKey], worker: str) -> None:
+        """`worker` has drawn the responses."""
+        self._move(keys, State.GENERATED, (State.LEASED,), "worker = ?", worker)
+
+    def scored(self, keys: Iterable[SampleKey], min_version: int) -> None:
+        """The samples' experience is whole; `min_version` is the oldest version among its tokens."""
+        self._move(keys, State.SCORED, (State.GENERATED,), "version = ?", min_version)
+
+    def consumed(self, keys: Iterable[SampleKey], step: int) -> None:
+        """Update number `step` (from 1) was made with the samples."""
+        self._move(keys, State.CONSUMED, (State.SCORED,), "step = ?", step)
+
+    def quarantine(self, keys: Iterable[SampleKey], reason: str) -> None:
+        """The samples are set aside for good."""
+        self._move(keys, State.QUARANTINED, UNDER_WAY, "reason = ?", reason)
+
+    def give_up(self, keys: Iterable[SampleKey], reason: str) -> None:
+        """The present attempt at these samples is over without success; they count as never admitted until leased."""
+        plain = [(*_plain(key), reason) for key in keys]
+        with self._writing() as db:
+            moved = db.executemany(
+                "INSERT INTO attempts SELECT epoch, row, sample, attempt, state, worker, ?4 FROM samples WHERE "
+                "epoch = ?1 AND row = ?2 AND sample = ?3 AND state IN ('leased', 'generated', 'scored')", plain)
+            self._require(moved.rowcount, len(plain), "given up", UNDER_WAY)
+            db.executemany("DELETE FROM samples WHERE epoch = ? AND row = ? AND sample = ?",
+                           [key[:3] for key in plain])
+
+    def give_up_all(self, reason: str) -> None:
+        """`give_up` for everything under way."""
+        marks = ", ".join("?" * len(UNDER_WAY))
+        found = self._db.execute(f"SELECT epoch, row, sample FROM samples WHERE state IN ({marks})", UNDER_WAY)
+        self.give_up([SampleKey(*row) for row in found.fetchall()], reason)
+
+    def save(self, copy: Path) -> None:
+        """Write a copy for the checkpoint of the present step: everything consumed is committed in it."""
+        with self._told("copied"), closing(sqlite3.connect(copy)) as target:
+            self._db.backup(target)
+            target.execute("PRAGMA journal_mode=DELETE")
+            _commit_consumed(target)
+
+    def commit(self) -> None:
+        """The checkpoint is in its place: everything consumed so far is committed."""
+        with self._writing() as db:
+            _commit_consumed(db)
+
+    def close(self) -> None:
+        """Leave one file behind, without a write-ahead log."""
+        with self._told("closed"):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._db.close()
+
+    def _move(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], column: str, value: Any) -> None:
+        """Bring samples from one of the states `since` to the next, and set one column."""
+        rows = [(value, to, *_plain(key), *since) for key in keys]
+        marks = ", ".join("?" * len(since))
+        with self._writing() as db:
+            changed = db.executemany(f"UPDATE samples SET {column}, state = ? WHERE epoch = ? AND row = ? AND "
+                                     f"sample = ? AND state IN ({marks})", rows)
+            self._require(changed.rowcount, len(rows), to, since)
+
+    def _require(self, found: int, wanted: int, what: str, since: tuple[State, ...]) -> None:
+        if found != wanted:
+            raise LedgerError(f"{wanted} samples were to be {what}, and {found} of them are {' or '.join(since)} in "
+                              f"{self.path}: a sample came twice, or was never admitted")
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._told("written"), self._db as db:
+            yield db
+
+    @contextmanager
+    def _told(self, action: str) -> Iterator[None]:
+        """SQLite's errors as ours."""
+        try:
+            yield
+        except sqlite3.IntegrityError as error:
+            raise LedgerError(f"{self.path}: a sample that is there already was admitted again ({error})") from error
+        except sqlite3.Error as error:
+            raise LedgerError(f"{self.path} cannot be {action}: {error}; is the disk full?") from error
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing, to a ledger that a run may be writing.
+
+    Raises:
+        LedgerError: there is none, or it is damaged or another version's.
+    """
+    if not path.is_file():
+        raise LedgerError(f"there is no ledger {path}: the run has not begun, or was made by an earlier version")
+    db = sqlite3.connect(_uri(path, "ro"), uri=True)
+    try:
+        check_ledger(db, path)
+    except sqlite3.Error as error:
+        raise LedgerError(f"{path} cannot be read: {error}") from error
+    return db
+
+
+def check_ledger(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a damaged file, and one of another schema.
+
+    Raises:
+        LedgerError: says which.
+    """
+    if (said := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
+        raise LedgerError(f"{path} is damaged: {said}")
+    schema = db.execute("SELECT value FROM facts WHERE name = 'schema'").fetchone()
+    if schema is None or schema[0] != SCHEMA:
+        raise LedgerError(f"{path} has schema {schema and schema[0]}, this version reads {SCHEMA}")
+
+
+def _commit_consumed(db: sqlite3.Connection) -> None:
+    with db:
+        db.execute("UPDATE samples SET state = ? WHERE state = ?", (State.COMMITTED, State.CONSUMED))
+
+
+def _attempts_beyond(path: Path, copy: Path) -> list[tuple[Any, ...]]:
+    """Attempts that came to nothing by the ledger at `path`, with those of samples that the checkpoint's copy has never
+    met; none where there is no such ledger, or it is damaged: the copy holds what counts."""
+    try:
+        with closing(open_for_reading(path)) as db:
+            db.execute("ATTACH DATABASE ? AS saved", (_uri(copy, "ro"),))
+            return db.execute(
+                "SELECT * FROM attempts UNION SELECT epoch, row, sample, attempt, state, worker, ? FROM samples AS now "
+                "WHERE NOT EXISTS (SELECT 1 FROM saved.samples AS before WHERE (before.epoch, before.row, "
+                "before.sample) = (now.epoch, now.row, now.sample))", (LOST,)).fetchall()
+    except (LedgerError, sqlite3.Error):
+        return []
+
+
+def _uri(path: Path, mode: str) -> str:
+    return f"{path.absolute().as_uri()}?mode={mode}"
+
+
+def _plain(key: SampleKey) -> tuple[int, int, int]:
+    return key.epoch, key.row, key.sample

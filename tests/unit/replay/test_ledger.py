@@ -1,0 +1,174 @@
+"""The ledger: what a sample's life may be, what survives a process, and what a resumed run goes on from."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+
+from rlhf_ray.errors import LedgerError
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.audit import audit, counts
+from rlhf_ray.replay.ledger import LOST, Ledger, open_for_reading
+from rlhf_ray.replay.ledger_tables import LedgerFacts
+
+FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3, 2))
+
+
+def keys(*rows, epoch=0):
+    return [SampleKey(epoch, row, sample) for row in rows for sample in range(2)]
+
+
+def trained(ledger, chosen, step, version=None):
+    """From admission to the update `step`."""
+    version = step - 1 if version is None else version
+    ledger.lease(chosen, version)
+    ledger.generated(chosen, "generator/0")
+    ledger.scored(chosen, version)
+    ledger.consumed(chosen, step)
+
+
+def table(path, name="samples"):
+    with closing(open_for_reading(path)) as db:
+        return db.execute(f"SELECT * FROM {name}").fetchall()
+
+
+def wrong(path, ended=False):
+    with closing(open_for_reading(path)) as db:
+        return audit(db, ended)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    return Ledger.create(tmp_path / "ledger.sqlite", FACTS)
+
+
+def test_a_sample_goes_from_admission_to_its_update_and_is_committed_with_the_checkpoint(ledger, tmp_path):
+    trained(ledger, keys(0, 3), 1)
+    ledger.lease(keys(1), 1)
+    ledger.save(tmp_path / "copy.sqlite")
+    assert [row[4] for row in table(ledger.path)] == ["consumed"] * 2 + ["leased"] * 2 + ["consumed"] * 2
+    assert [row[4] for row in table(tmp_path / "copy.sqlite")] == ["committed"] * 2 + ["leased"] * 2 + ["committed"] * 2
+    ledger.commit()
+    assert table(ledger.path) == table(tmp_path / "copy.sqlite")
+    assert table(ledger.path)[0] == (0, 0, 0, 1, "committed", 0, "generator/0", 1, None)
+    assert not wrong(ledger.path)
+
+
+@pytest.mark.parametrize("step", ["lease", "generated", "consumed", "give_up"])
+def test_a_step_out_of_order_is_refused_and_changes_nothing(ledger, step):
+    ledger.lease(keys(0), 0)
+    ledger.generated(keys(0), "generator/0")
+    if step == "give_up":
+        ledger.scored(keys(0), 0)
+        ledger.consumed(keys(0), 1)
+    before = table(ledger.path)
+    arguments = {"lease": 0, "generated": "generator/1", "consumed": 1, "give_up": "reason"}
+    with pytest.raises(LedgerError, match="there already|a sample came twice, or was never admitted"):
+        getattr(ledger, step)(keys(0), arguments[step])
+    assert table(ledger.path) == before and not table(ledger.path, "attempts")
+
+
+def test_an_attempt_given_up_is_remembered_and_the_next_has_a_number_of_its_own(ledger):
+    ledger.lease(keys(0), 0)
+    ledger.generated(keys(0), "generator/1")
+    ledger.give_up(keys(0), "stale")
+    assert table(ledger.path) == []
+    assert table(ledger.path, "attempts")[0] == (0, 0, 0, 1, "generated", "generator/1", "stale")
+    ledger.lease(keys(0), 1)
+    assert [row[3] for row in table(ledger.path)] == [2, 2]
+    assert not wrong(ledger.path)
+    ledger.give_up_all("the run ended")
+    assert table(ledger.path) == [] and len(table(ledger.path, "attempts")) == 4
+
+
+def test_a_resumed_run_goes_on_from_the_copy_and_remembers_what_was_lost(ledger, tmp_path):
+    trained(ledger, keys(0, 3), 1)
+    ledger.lease(keys(1), 1)  # under way when the run was saved
+    ledger.lease(keys(2), 1)
+    ledger.generated(keys(2), "generator/0")
+    ledger.scored(keys(2), 1)  # whole: its experience is in the checkpoint
+    ledger.save(tmp_path / "copy.sqlite")
+    ledger.generated(keys(1), "generator/0")
+    ledger.scored(keys(1), 1)
+    ledger.consumed(keys(1, 2), 2)
+    ledger.lease(keys(0, 1, epoch=1), 2)  # after the checkpoint: the copy knows nothing of these
+    again = Ledger.resume(ledger.path, tmp_path / "copy.sqlite", FACTS)
+    with closing(open_for_reading(again.path)) as db:
+        assert counts(db) == {"leased": 0, "generated": 0, "scored": 2, "consumed": 0, "committed": 4,
+                              "quarantined": 0, "attempts given up": 6}
+    assert {row[6] for row in table(again.path, "attempts")} == {LOST}
+    again.lease(keys(1), 1)
+    assert [row[3] for row in table(again.path)] == [1, 1, 2, 2, 1, 1, 1, 1]
+    assert not wrong(again.path)
+
+
+@pytest.mark.parametrize("damage", ["gone", "garbage"])
+def test_a_lost_or_damaged_file_beside_a_whole_copy_costs_nothing_that_counts(ledger, tmp_path, damage):
+    trained(ledger, keys(0, 3), 1)
+    ledger.save(tmp_path / "copy.sqlite")
+    ledger.close()
+    ledger.path.unlink()
+    if damage == "garbage":
+        ledger.path.write_bytes(b"no ledger" * 1000)
+    again = Ledger.resume(ledger.path, tmp_path / "copy.sqlite", FACTS)
+    assert table(again.path) == table(tmp_path / "copy.sqlite")
+
+
+def test_a_copy_of_a_run_with_other_facts_is_refused(ledger, tmp_path):
+    ledger.save(tmp_path / "copy.sqlite")
+    other = LedgerFacts(4, 2, 1, (5,))
+    with pytest.raises(LedgerError, match=r"source_rows=\(3, 2\).*source_rows=\(5,\)"):
+        Ledger.resume(tmp_path / "new.sqlite", tmp_path / "copy.sqlite", other)
+
+
+def test_a_damaged_ledger_is_refused_by_name(tmp_path):
+    (tmp_path / "ledger.sqlite").write_bytes(b"no ledger" * 1000)
+    with pytest.raises(LedgerError, match=r"ledger.sqlite cannot be read"):
+        open_for_reading(tmp_path / "ledger.sqlite")
+    with pytest.raises(LedgerError, match=r"ledger.sqlite cannot be opened"):
+        Ledger(tmp_path / "ledger.sqlite")
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.ledger import Ledger
+ledger, number = Ledger(Path(sys.argv[1])), 0
+while True:
+    ledger.lease([SampleKey(number, row, sample) for row in range(5) for sample in range(2)], 0)
+    print(number, flush=True)
+    number += 1
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_whole_transactions(ledger):
+    ledger.close()
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(ledger.path)], stdout=subprocess.PIPE, text=True)
+    while int(process.stdout.readline()) < 20:
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    written = table(ledger.path)
+    assert len(written) % 10 == 0 and len(written) >= 210
+    assert not [problem for problem in wrong(ledger.path) if "samples" in problem.invariant]
+
+
+def test_a_full_disk_is_said_as_such(ledger):
+    ledger._db.execute("PRAGMA max_page_count=8")
+    with pytest.raises(LedgerError, match="cannot be written: database or disk is full"):
+        for epoch in range(1000):
+            ledger.lease(keys(0, 1, 2, epoch=epoch), 0)
+
+
+def test_others_read_while_the_run_writes(ledger):
+    ledger.lease(keys(0), 0)
+    with closing(open_for_reading(ledger.path)) as db:
+        ledger.generated(keys(0), "generator/0")
+        assert counts(db)["generated"] == 2
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            db.execute("DELETE FROM samples")
