@@ -57,7 +57,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: not enough space, or the directory cannot be made.
         """
-        tmp = temporary_for(self._path(step))
+        tmp = temporary_for(self.path(step))
         require_space(self.root, needed_bytes, f"checkpoint of step {step}", self._safe())
         with self._whole_or_nothing(tmp, step):
             if tmp.exists():
@@ -71,7 +71,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk is full, or `tmp` holds something that is not a regular file; `tmp` is gone then.
         """
-        final = self._path(step)
+        final = self.path(step)
         with self._whole_or_nothing(tmp, step):
             fsync_tree(tmp)
             write_manifest(tmp, step, extra)
@@ -123,7 +123,8 @@ class CheckpointStore:
         """Remove what interrupted writes left behind; returns the paths. Call when the run starts, before `latest`."""
         return clear_leftovers(self.root, r"step_\d+")
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or would be."""
         return self.root / f"step_{step}"
 
     def _steps(self) -> list[tuple[int, Path]]:

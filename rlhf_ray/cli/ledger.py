@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.errors import DataError, LedgerError
+from rlhf_ray.errors import DataError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -28,6 +28,7 @@ def ledger(
     if not run.is_dir():
         raise DataError(f"there is no run directory {run}; name the one that a stage wrote (its run.dir)")
     from rlhf_ray.observability.run_directory import RunDirectory
+    from rlhf_ray.replay.audit import require_sound
     from rlhf_ray.replay.ledger import open_for_reading
 
     directory = RunDirectory(run)
@@ -37,7 +38,8 @@ def ledger(
         else:
             _show(db)
         if check:
-            _check(db, directory.finished_stage() is not None)
+            require_sound(db, directory.finished_stage() is not None)
+            typer.echo("the audit found nothing wrong")
 
 
 def _show(db: "sqlite3.Connection") -> None:
@@ -63,13 +65,3 @@ def _tell(db: "sqlite3.Connection", row: int) -> None:
                         f": {reason}" if reason else ""))
         fate = f"is {state}" if current else f"came as far as {state} and was given up"
         typer.echo(f"epoch {epoch}, sample {sample}: attempt {attempt} {fate}{by}{tail}")
-
-
-def _check(db: "sqlite3.Connection", ended: bool) -> None:
-    from rlhf_ray.replay.audit import audit
-
-    problems = audit(db, ended)
-    if problems:
-        listed = "\n".join(f"- {problem.invariant}: {problem.found}" for problem in problems)
-        raise LedgerError(f"the ledger does not add up:\n{listed}")
-    typer.echo("the audit found nothing wrong")

@@ -127,6 +127,7 @@ class Coordinator:
     def _acknowledge(self, lease: Lease) -> list[ExperienceSummary]:
         """The batch is trained on: a new version begins."""
         self.buffer.ack(lease, self.state.step)
+        self.pipeline.ledger.consumed(lease.keys, self.state.step + 1)
         summaries = [self.pipeline.summaries.pop(entry.order) for entry in lease.entries]
         self.state.kl.update(float(np.concatenate([s.kl for s in summaries]).mean()), lease.samples)
         self.state.observe_scores(np.concatenate([s.scores for s in summaries]))

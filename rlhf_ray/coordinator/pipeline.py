@@ -20,6 +20,7 @@ from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import CommitOutcome, Eviction, Lease, Reservation
 from rlhf_ray.replay.freshness import AdmissionRule
+from rlhf_ray.replay.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and hands out batches."""
 
     def __init__(self, config: PPOConfig, team: Team, state: RunState, buffer: ReplayBuffer,
-                 prompts: PromptSource) -> None:
-        self.config, self.team, self.state, self.buffer = config, team, state, buffer
+                 prompts: PromptSource, ledger: Ledger) -> None:
+        self.config, self.team, self.state, self.buffer, self.ledger = config, team, state, buffer, ledger
         self._prompts = prompts
         self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness)
         self._generators = Rotation(team.generators)
@@ -73,6 +74,7 @@ class Pipeline:
         """Generate the samples of dropped entries anew; no prompt is lost because its experience grew too old."""
         for eviction in evictions:
             self.summaries.pop(eviction.entry.order, None)
+            self.ledger.give_up(eviction.entry.keys, f"{eviction.staleness} versions old when the policy was renewed")
             self._start(self.buffer.reserve_again(eviction.entry.samples), list(eviction.entry.keys))
 
     async def close(self) -> None:
@@ -111,21 +113,28 @@ class Pipeline:
 
     def _start(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         self.state.in_flight[reservation.order] = keys
+        self.ledger.lease(keys, self.state.step)
         task = asyncio.create_task(self._make(reservation, keys), name=f"chunk {reservation.order}")
         self._running[task] = reservation
 
     async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         """One chunk from prompt to committed experience; made again when it came out too old for the bound."""
         while True:
-            scored = await self.score(keys, self.config.run.seed, self._prompts)
+            rollout, prompts = await self._generate(keys, self.config.run.seed, self._prompts, None)
+            self.ledger.generated(keys, rollout.worker)
+            scored = await self._rate(rollout, prompts)
             texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
             ref, summary = await self._assemble(scored, texts)
             outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
             if outcome is CommitOutcome.READY:
+                self.ledger.scored(keys, summary.min_version)
                 self.summaries[reservation.order] = summary
                 self._with_texts.discard(reservation.order)
                 del self.state.in_flight[reservation.order]
                 return
+            self.ledger.give_up(keys, f"{outcome}: made by version {summary.min_version}, finished at version "
+                                f"{self.state.step}")
+            self.ledger.lease(keys, self.state.step)
             again = self.buffer.reserve_again(reservation.samples)
             if reservation.order in self._with_texts:
                 self._with_texts = self._with_texts - {reservation.order} | {again.order}
@@ -135,7 +144,13 @@ class Pipeline:
     async def score(
         self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None = None
     ) -> Scored:
-        """Generate a chunk and have it scored by the frozen models, side by side; `sampling` as in training if None."""
+        """Generate a chunk and have it scored by the frozen models; `sampling` as in training if None."""
+        return await self._rate(*await self._generate(keys, seed, source, sampling))
+
+    async def _generate(
+        self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None
+    ) -> tuple[Call, Any]:
+        """A chunk's rollout, and the reference to its prompts."""
         prompts = (await source.of(keys)).ref
         rank = self._generators.take(len(keys))
         try:
@@ -144,6 +159,10 @@ class Pipeline:
             )
         finally:
             self._generators.give_back(rank, len(keys))
+        return rollout, prompts
+
+    async def _rate(self, rollout: Call, prompts: Any) -> Scored:
+        """What the frozen models say, side by side."""
         reference, reward = await asyncio.gather(
             self._ask_reference(rollout.ref),
             self._ask(self._reward, "reward", "score", rollout.ref, prompts),

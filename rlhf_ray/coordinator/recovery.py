@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: every learner rank's part, the coordinator's state, experience waiting in the buffer."""
+"""Checkpoints of a whole run: every learner rank's part, the coordinator's state, its ledger, waiting experience."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,13 +12,17 @@ from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import ExperienceSummary
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import Reservation
+from rlhf_ray.replay.ledger import Ledger
+
+LEDGER = "ledger.sqlite"
+"""Name of the ledger's copy in a checkpoint."""
 
 
 class Recovery:
     """Saves a run between two steps and brings it back."""
 
     def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer,
-                 summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str]) -> None:
+                 summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str], ledger: Ledger) -> None:
         """
         Args:
             summaries: what the pipeline knows of the entries in the buffer, by admission number.
@@ -26,7 +30,7 @@ class Recovery:
         """
         self.geometry = geometry
         self.store, self.team, self.state, self.buffer = store, team, state, buffer
-        self.summaries = summaries
+        self.summaries, self.ledger = summaries, ledger
 
     async def save(self) -> Path:
         """Write the checkpoint of the present step; whole, or not at all.
@@ -40,12 +44,14 @@ class Recovery:
             "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
         }
         with self.store.writing(self.state.step) as directory:
+            self.ledger.save(directory / LEDGER)  # at once, so that it tells of the same moment as the snapshot
             await asyncio.gather(*(group.values("save", str(directory.absolute() / group.role))
                                    for group in self.team.learners()))
             for entry in waiting:
                 path = directory.absolute() / f"experience_{entry.order}.npz"
                 await self.team.assembler.call(0, "save", str(path), entry.ref).done()
             save_state(directory / "coordinator.json", snapshot)
+        self.ledger.commit()
         return self.store.root / f"step_{self.state.step}"
 
     async def restore(self, directory: Path) -> list[Reservation]:

@@ -63,7 +63,7 @@ class RunDirectory:
 
     def traces(self) -> list[str]:
         """Names of what an earlier run left here and a new one would overwrite."""
-        files = [f for f in (self.metrics, self.ledger, self.summary) if f.is_file() and f.stat().st_size]
+        files = [f for f in (self.metrics, self.summary) if f.is_file() and f.stat().st_size]
         folders = (self.samples, self.checkpoints, self.model, self.model_ema, self.adapter, self.best)
         return [f.name for f in files] + [d.name + "/" for d in folders if d.is_dir() and any(d.iterdir())]
 

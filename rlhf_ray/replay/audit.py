@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlhf_ray.errors import LedgerError
 from rlhf_ray.replay.ledger_tables import LedgerFacts, State
 
 SHOWN = 3
@@ -28,6 +29,17 @@ def counts(db: sqlite3.Connection) -> dict[str, int]:
     found = dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
     lost = db.execute("SELECT count(*) FROM attempts").fetchone()[0]
     return {**{state.value: found.get(state, 0) for state in State}, "attempts given up": lost}
+
+
+def require_sound(db: sqlite3.Connection, ended: bool) -> None:
+    """Raise unless the audit finds nothing; arguments as in `audit`.
+
+    Raises:
+        LedgerError: lists every invariant that does not hold.
+    """
+    if problems := audit(db, ended):
+        listed = "\n".join(f"- {problem.invariant}: {problem.found}" for problem in problems)
+        raise LedgerError(f"the ledger does not add up:\n{listed}")
 
 
 def audit(db: sqlite3.Connection, ended: bool) -> list[Problem]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,10 +77,13 @@ class Ledger:
         with closing(open_for_reading(copy)) as source, closing(sqlite3.connect(path)) as target:
             source.backup(target)
         ledger = cls(path)
-        if (found := LedgerFacts.read(ledger._db)) != facts:
+        found = LedgerFacts.read(ledger._db)
+        loosest = replace(facts, max_staleness=max(facts.max_staleness, found.max_staleness))
+        if replace(found, max_staleness=loosest.max_staleness) != loosest:
             raise LedgerError(f"{copy} is the ledger of a run with {found}, and this one has {facts}; resume with the "
                               "same settings, or begin a new run")
         with ledger._writing() as db:
+            db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", loosest.rows())
             db.execute(f"INSERT OR REPLACE INTO attempts SELECT epoch, row, sample, attempt, state, worker, ? {UNMADE}",
                        (LOST,))
             db.execute(f"DELETE {UNMADE}")
@@ -140,9 +144,9 @@ class Ledger:
             _commit_consumed(db)
 
     def close(self) -> None:
-        """Leave one file behind, without a write-ahead log."""
+        """Leave one file behind, without a write-ahead log, which readers would begin anew."""
         with self._told("closed"):
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._db.execute("PRAGMA journal_mode=DELETE")
             self._db.close()
 
     def _move(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], column: str, value: Any) -> None:

@@ -52,6 +52,7 @@ class LedgerFacts:
     samples_per_step: int
     samples_per_prompt: int
     max_staleness: int
+    """The largest that any part of the run allowed."""
     source_rows: tuple[int, ...]
     """Rows of each source of prompts; sources are numbered through."""
 

@@ -1,6 +1,7 @@
 """`rlhf-ray ppo`: proximal policy optimisation for rewards."""
 
 import time
+from contextlib import closing
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
@@ -14,7 +15,7 @@ from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
-from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.state import RunState, kl_controller
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
@@ -23,7 +24,10 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.replay.audit import counts, require_sound
 from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.ledger import Ledger, open_for_reading
+from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.ppo_export import export_policy, export_run
 from rlhf_ray.stages.ppo_team import spawn_team, start_team
@@ -100,6 +104,7 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                         await coordinator.run()
                     seconds = time.perf_counter() - started
                     await export_run(coordinator, evaluations, directory)
+                    samples = _close_books(coordinator.pipeline.ledger)
         finally:
             metrics.close()
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
@@ -107,7 +112,7 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
         "stage": "ppo", **stopped, "steps": coordinator.state.step, "samples": coordinator.state.samples,
         "seconds": time.perf_counter() - began, "seconds_loop": seconds,
         "samples_per_second": (coordinator.state.samples - samples_before) / seconds, **evaluations.summary(),
-        **coordinator.best.summary(),
+        **coordinator.best.summary(), "ledger": samples,
     }
 
 
@@ -126,7 +131,7 @@ def _coordinator(
         buffer_config.capacity_mb * 2**20 if buffer_config.capacity_mb else None,
         config.coordinator.max_staleness, buffer_config.lease_timeout_s,
     )
-    pipeline = Pipeline(config, team, state, buffer, training)
+    pipeline = Pipeline(config, team, state, buffer, training, _ledger(config, training, directory, store, resume_at))
     evaluator = None
     if config.evaluation and held_out:
         evaluator = Evaluator(config.evaluation, pipeline, held_out)
@@ -142,11 +147,35 @@ def _coordinator(
     coordinator = Coordinator(
         config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
         weights=WeightSync(config.weights, team), evaluator=evaluator, best=best,
-        recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config)),
+        recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
         on_evaluation=note_evaluation,
     )
     return coordinator
+
+
+def _ledger(config: PPOConfig, prompts: PromptSource, directory: RunDirectory, store: CheckpointStore,
+            resume_at: int | None) -> Ledger:
+    """A new ledger, or the one of the checkpoint that the run goes on from."""
+    facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
+                        config.coordinator.max_staleness, tuple(prompts.sizes))
+    if resume_at is None:
+        directory.ledger.unlink(missing_ok=True)  # of a run that failed before anything worth keeping
+        return Ledger.create(directory.ledger, facts)
+    return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts)
+
+
+def _close_books(ledger: Ledger) -> dict[str, int]:
+    """Samples by what became of them, when every one is accounted for.
+
+    Raises:
+        LedgerError: some are not; the run did not end well, whatever it wrote.
+    """
+    ledger.give_up_all("the run ended before their turn")
+    ledger.close()
+    with closing(open_for_reading(ledger.path)) as db:
+        require_sound(db, ended=True)
+        return counts(db)
 
 
 def _geometry(config: PPOConfig) -> dict[str, int | str]:

@@ -1,10 +1,12 @@
 """A run and the same run resumed: how both come about, and what of their numbers must be equal."""
 
 import shutil
+from contextlib import closing
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.replay.ledger import open_for_reading
 
 CLOCKS = ("time", "throughput/", "idle/", "share/", "weights/publish_seconds")
 """Beginnings of the names of metrics that a clock tells."""
@@ -22,6 +24,12 @@ def whole_and_resumed(configure, sections, tmp_path_factory):
     shutil.rmtree(again / "checkpoints/step_3")
     ppo.run(load(PPOConfig, configure(again, **sections), []), resume=True)
     return whole, again
+
+
+def samples(directory):
+    """What the ledger says of every sample, but for who drew it and at which attempt."""
+    with closing(open_for_reading(directory / "ledger.sqlite")) as db:
+        return db.execute("SELECT epoch, row, sample, state, version, step FROM samples").fetchall()
 
 
 def steps(directory):

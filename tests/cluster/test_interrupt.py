@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import psutil
 import pytest
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.replay.audit import audit
+from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.conftest import SMALL
 
 pytestmark = pytest.mark.cluster
@@ -65,6 +67,12 @@ def shown(port):
     return text if gauge(text, "ray_rlhf_reward_mean") is not None else ""
 
 
+def wrong_in(ledger):
+    """What the audit finds while the run has not ended."""
+    with closing(open_for_reading(ledger)) as db:
+        return audit(db, ended=False)
+
+
 @pytest.fixture(scope="module")
 def interrupted(configure, tmp_path_factory):
     """A long run, stopped by one SIGINT after its gauges were seen."""
@@ -85,6 +93,7 @@ def interrupted(configure, tmp_path_factory):
     return {
         "directory": directory, "file": file, "gauges": text, "code": run.returncode, "output": output,
         "errors": errors, "names": {path.name for path in directory.iterdir()}, "family": len(family),
+        "problems": wrong_in(directory / "ledger.sqlite"),
         "left": [p for p in alive if p.status() != psutil.STATUS_ZOMBIE],
     }
 
@@ -115,6 +124,10 @@ def test_no_process_is_left(interrupted):
 
 def test_an_interrupted_run_does_not_look_like_a_finished_one(interrupted):
     assert not interrupted["names"] & {"summary.json", "model"}
+
+
+def test_the_ledger_of_an_interrupted_run_adds_up_with_samples_under_way(interrupted):
+    assert interrupted["problems"] == []
 
 
 def test_resume_finishes_the_run(interrupted):

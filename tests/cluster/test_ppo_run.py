@@ -1,6 +1,7 @@
 """What one finished PPO run (two generators, two ranks of each learner, 4 steps) says and leaves behind."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rlhf_ray.checkpoint.manifest import verify_manifest
+from rlhf_ray.cli.main import main
 from rlhf_ray.observability.metrics import read_metrics
 
 STEPS, SAMPLES = 4, 16
@@ -41,7 +43,7 @@ def model(finished):
 def test_the_directory_holds_what_a_run_promises(finished):
     names = {path.name for path in finished.directory.iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "samples", "tensorboard", "checkpoints", "model", "model_ema",
-                     "report.html", "status.json", "summary.json", "evaluation.json"}
+                     "report.html", "status.json", "summary.json", "evaluation.json", "ledger.sqlite"}
     assert {path.name for path in (finished.directory / "checkpoints").iterdir()} == {"step_2", "step_4"}
     resolved = yaml.safe_load((finished.directory / "config.yaml").read_text())
     assert resolved["buffer"]["capacity_samples"] == SAMPLES and resolved["run"]["steps"] == STEPS
@@ -174,6 +176,15 @@ def test_summary_tells_before_and_after(finished):
     assert summary["steps"] == STEPS and summary["samples"] == STEPS * SAMPLES
     assert summary["reward_before"] == rows[0]["eval/reward"] and summary["reward_after"] == rows[STEPS]["eval/reward"]
     assert summary["samples_per_second"] == pytest.approx(STEPS * SAMPLES / summary["seconds_loop"])
+
+
+def test_every_sample_is_committed_and_the_audit_says_so(finished, capsys, monkeypatch):
+    assert finished.summary["ledger"]["committed"] == STEPS * SAMPLES
+    monkeypatch.setattr("sys.argv", ["rlhf-ray", "ledger", str(finished.directory), "--check"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    told = capsys.readouterr().out
+    assert end.value.code == 0 and "nothing wrong" in told and re.search(rf"committed +{STEPS * SAMPLES}", told)
 
 
 def test_the_driver_handled_less_than_a_kilobyte_a_sample(finished):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import closing
 
 import pytest
 
@@ -10,7 +11,9 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.observability.metrics import read_metrics
-from tests.cluster.resumed import CLOCKS, TRAFFIC, without
+from rlhf_ray.replay.audit import counts
+from rlhf_ray.replay.ledger import open_for_reading
+from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, without
 
 pytestmark = pytest.mark.cluster
 
@@ -75,6 +78,16 @@ def test_data_order_and_kl_controller_end_where_the_uninterrupted_run_s_do(finis
     assert states[0] == states[1]
     text = json.dumps(states[0])
     assert '"visited"' in text and '"value"' in text, "cursor and controller must be in there"
+
+
+def test_the_ledger_tells_the_same_of_every_sample_and_remembers_what_was_made_twice(finished, resumed):
+    directory, _ = resumed
+    assert samples(directory) == samples(finished.directory)
+    with closing(open_for_reading(directory / "ledger.sqlite")) as db:
+        told = counts(db)
+        again = db.execute("SELECT count(*) FROM samples WHERE attempt = 2 AND step IN (3, 4)").fetchone()[0]
+    # The finished run's own ledger knew of the two updates that the damaged checkpoint had held.
+    assert told["attempts given up"] == again == told["committed"] // 2
 
 
 def test_the_texts_of_the_steps_made_again_are_the_same(finished, resumed):

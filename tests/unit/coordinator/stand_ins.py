@@ -7,15 +7,26 @@ at once, waits for the results that it was given by reference, and answers when 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rlhf_ray.cluster.calls import Timing
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.replay.ledger_tables import LedgerFacts
 
 Behaviour = Callable[..., Awaitable[Any]]
 """Answers (rank, method, *arguments)."""
+
+
+def ledger_of(config: PPOConfig, rows: int, directory: str) -> Ledger:
+    """A real and empty ledger."""
+    facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
+                        config.coordinator.max_staleness, (rows,))
+    return Ledger.create(Path(directory) / "ledger.sqlite", facts)
 
 
 class StandInCall:
@@ -28,6 +39,10 @@ class StandInCall:
     async def _run(self, behaviour: Behaviour, args: tuple[Any, ...]) -> Any:
         values = [await a._task if isinstance(a, StandInCall) else a for a in args]
         return await behaviour(self.rank, self.method, *values)
+
+    @property
+    def worker(self) -> str:
+        return f"{self.role}/{self.rank}"
 
     @property
     def ref(self) -> "StandInCall":

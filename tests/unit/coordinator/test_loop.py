@@ -13,7 +13,7 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, TrainingError
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.entries import Reservation
-from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, team_of
 from tests.unit.coordinator.test_pipeline import World
 
 
@@ -31,8 +31,7 @@ class Run:
             learners["critic"] = None
         world.team = team_of(generators=world.generators, reward=world._score, reference=world._tell,
                              assembler=world._assemble, **learners)
-        world.pipeline = type(world.pipeline)(config, world.team, world.state, world.buffer,
-                                             StandInPrompts("prompts"))
+        world.pipeline = world.pipeline_of(config, world.team)
         self.stop = StopRequest(lambda _: None)
         progress = SimpleNamespace(update=lambda *a, **k: None, note=lambda text: None, warn=self.warnings.append)
         self.coordinator = Coordinator(
@@ -211,6 +210,7 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_resumed_run(ppo_config,
 
     async def go_on():
         open_places = [Reservation(order, len(keys)) for order, keys in run.world.state.in_flight.items()]
+        run.world.ledger.give_up_all("the process ended")
         run.coordinator.pipeline.start_again(open_places)
         await asyncio.wait_for(run.coordinator.run(), 20)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import tempfile
 
 import pytest
 
@@ -12,7 +13,7 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import RewardError
 from rlhf_ray.records import RewardTerms
 from rlhf_ray.replay.buffer import ReplayBuffer
-from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, ledger_of, team_of
 
 ROWS = 50
 
@@ -30,7 +31,12 @@ class World:
         self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=True))
         capacity = (config.coordinator.max_staleness + 1) * config.samples_per_step
         self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness, 60.0)
-        self.pipeline = Pipeline(config, self.team, self.state, self.buffer, StandInPrompts("prompts"))
+        self._directory = tempfile.TemporaryDirectory()
+        self.ledger = ledger_of(config, ROWS, self._directory.name)
+        self.pipeline = self.pipeline_of(config, self.team)
+
+    def pipeline_of(self, config, team):
+        return Pipeline(config, team, self.state, self.buffer, StandInPrompts("prompts"), self.ledger)
 
     async def _wait(self):
         await asyncio.sleep(self._random.random() * 0.005)
@@ -62,6 +68,7 @@ class World:
         """Take a batch and pretend to learn from it; returns its keys."""
         lease = await asyncio.wait_for(self.pipeline.next_batch(), 10)
         self.buffer.ack(lease, self.state.step)
+        self.ledger.consumed(lease.keys, self.state.step + 1)
         self.state.step += 1
         self.version = self.state.step
         self.pipeline.make_again(self.buffer.evict(self.state.step))
@@ -127,7 +134,7 @@ def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config,
         world = World(config, summary, ranks=2)
         team = team_of(generators=world.generators, policy=world.policy, reward=world._score, reference=world._tell,
                        critic=None, assembler=world._assemble)
-        world.pipeline = Pipeline(config, team, world.state, world.buffer, StandInPrompts("prompts"))
+        world.pipeline = world.pipeline_of(config, team)
         await world.train()
         return world.parts
 
@@ -145,7 +152,7 @@ def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summ
         policy = StandInGroup("policy", tell_twice, workers=2)
         team = team_of(generators=world.generators, policy=policy, reward=world._score, reference=world._tell,
                        critic=None, assembler=world._assemble)
-        world.pipeline = Pipeline(world.pipeline.config, team, world.state, world.buffer, StandInPrompts("prompts"))
+        world.pipeline = world.pipeline_of(world.pipeline.config, team)
         await world.train()
         return world.parts, policy.log
 
@@ -165,7 +172,7 @@ def test_without_a_reference_the_policy_s_frozen_base_is_asked_rank_by_rank(ppo_
 
         team = team_of(generators=world.generators, policy=world.policy, reward=world._score, reference=None,
                        critic=None, assembler=assemble)
-        world.pipeline = Pipeline(world.pipeline.config, team, world.state, world.buffer, StandInPrompts("prompts"))
+        world.pipeline = world.pipeline_of(world.pipeline.config, team)
         await world.train()
         return world.parts[3]
 
@@ -264,7 +271,7 @@ def test_the_first_failing_chunk_is_raised(ppo_config, summary):
 
         world.team = team_of(generators=world.generators, policy=world.policy, reward=refuse, reference=world._tell,
                              critic=world._tell, assembler=world._assemble)
-        world.pipeline = Pipeline(ppo_config(), world.team, world.state, world.buffer, StandInPrompts("prompts"))
+        world.pipeline = world.pipeline_of(ppo_config(), world.team)
         try:
             await world.pipeline.next_batch()
         finally:

@@ -1,6 +1,8 @@
 """A checkpoint in the middle of a run whose buffer holds finished and unfinished chunks, with stand-in workers."""
 
 import asyncio
+import tempfile
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -13,6 +15,8 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError, WorkerError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.stand_ins import team_of
 
 
@@ -51,7 +55,8 @@ class Workers:
 def setting(tmp_path, geometry=MappingProxyType({"policy.workers": 2}), critic=True):
     workers, summaries = Workers(critic), {}
     state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
-    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.team, state, buffer, summaries, geometry)
+    ledger = Ledger.create(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.sqlite", LedgerFacts(2, 1, 1, (20,)))
+    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.team, state, buffer, summaries, geometry, ledger)
     return workers, state, buffer, summaries, recovery
 
 

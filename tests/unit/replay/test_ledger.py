@@ -165,6 +165,13 @@ def test_a_full_disk_is_said_as_such(ledger):
             ledger.lease(keys(0, 1, 2, epoch=epoch), 0)
 
 
+def test_a_closed_ledger_is_one_file_also_after_it_was_read(ledger):
+    ledger.lease(keys(0), 0)
+    ledger.close()
+    assert len(table(ledger.path)) == 2
+    assert [path.name for path in ledger.path.parent.iterdir()] == ["ledger.sqlite"]
+
+
 def test_others_read_while_the_run_writes(ledger):
     ledger.lease(keys(0), 0)
     with closing(open_for_reading(ledger.path)) as db:
