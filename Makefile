@@ -15,7 +15,7 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart example test test-slow lint typecheck bench bench-estimators docs requirements clean
+.PHONY: help install install-test quickstart example test test-slow lint typecheck bench bench-estimators bench-growth docs requirements clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,10 @@ bench: install ## Run the benchmarks
 
 bench-estimators: install ## Run every estimator on the quickstart's task, three seeds each
 	@$(BIN)/python -m benchmarks.estimators $(ARGS)
+
+bench-growth: install ## Measure how cost grows with model size and response length, role by role
+	@$(BIN)/python -m benchmarks.growth $(ARGS)
+	@$(BIN)/python -m benchmarks.cluster_model
 
 docs: install ## Write docs/configuration.md from the configuration's models
 	@$(BIN)/python -m rlhf_ray.config.reference docs/configuration.md

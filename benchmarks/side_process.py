@@ -69,15 +69,15 @@ class SideProcess:
             raise
         return self
 
-    def turn(self) -> Turn:
+    def turn(self, timeout_s: float = TURN_TIMEOUT_S) -> Turn:
         """Do the work once.
 
         Raises:
-            SideFailed: it failed, or took longer than `TURN_TIMEOUT_S`.
+            SideFailed: it failed, or took longer than `timeout_s`.
         """
         with suppress(BrokenPipeError):  # its process has ended, which reading the answer will say
             self._pipe.send("turn")
-        return self._answer(TURN_TIMEOUT_S)
+        return self._answer(timeout_s)
 
     def __exit__(self, *_: object) -> None:
         self._pipe.close()  # the side reads the end of its orders

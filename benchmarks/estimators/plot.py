@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.estimators.outcome import Outcome
-from benchmarks.estimators.svg import Chart, Line, drawing
 from benchmarks.estimators.table import Outcomes
+from benchmarks.svg import Chart, Line, drawing
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888")
 """Paul Tol's bright scheme, told apart by colour-blind readers too."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import floor, log, log10
 
 PANEL, GAP = (460, 300), 64
 """Width and height of a chart's plotting area, and the room around it, in pixels."""
@@ -23,12 +24,35 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over common axes, which begin at 0."""
+    """Curves over common axes, which begin at 0, or are logarithmic."""
 
     title: str
     x: str
     y: str
     lines: Sequence[Line]
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Round numbers from one end to the other."""
+
+    ticks: Sequence[float]
+    logarithmic: bool
+
+    def place(self, value: float) -> float:
+        """0 at the axis' first number, 1 at its last; values before the first stand on it."""
+        first, last = self.ticks[0], self.ticks[-1]
+        if value <= first:
+            return 0.0
+        return log(value / first) / log(last / first) if self.logarithmic else (value - first) / (last - first)
+
+
+def axis(values: Sequence[float], logarithmic: bool) -> Axis:
+    """An axis that holds the values."""
+    if logarithmic and values:
+        return Axis(logarithmic_ticks(min(values), max(values)), True)
+    return Axis(ticks(max(values, default=1.0)), False)
 
 
 def drawing(charts: Sequence[Chart]) -> str:
@@ -47,27 +71,29 @@ def drawing(charts: Sequence[Chart]) -> str:
 def panel(chart: Chart) -> str:
     """One chart: title, axes, grid, curves."""
     width, height = PANEL
-    xs = ticks(max((x for line in chart.lines for x, _ in line.points), default=1.0))
-    ys = ticks(max((y for line in chart.lines for _, y in line.points), default=1.0))
+    points = [point for line in chart.lines for point in line.points]
+    across, up = (axis([point[i] for point in points], chart.logarithmic) for i in (0, 1))
     parts = [f'<text class="title" y="-20">{escape(chart.title)}</text>',
              f'<text x="{width / 2}" y="{height + 42}" text-anchor="middle">{escape(chart.x)}</text>',
              f'<text transform="translate(-40,{height / 2}) rotate(-90)" text-anchor="middle">{escape(chart.y)}</text>']
-    for x in xs:
-        at = width * x / xs[-1]
+    for x in across.ticks:
+        at = width * across.place(x)
         parts.append(f'<path class="grid" d="M{at:.1f} 0V{height}"/>'
                      f'<text x="{at:.1f}" y="{height + 18}" text-anchor="middle">{x:,g}</text>')
-    for y in ys:
-        at = height * (1 - y / ys[-1])
+    for y in up.ticks:
+        at = height * (1 - up.place(y))
         parts.append(f'<path class="grid" d="M0 {at:.1f}H{width}"/>'
                      f'<text x="-8" y="{at + 4:.1f}" text-anchor="end">{y:g}</text>')
-    return "".join(parts) + "".join(curve(line, width / xs[-1], height / ys[-1]) for line in chart.lines)
+    return "".join(parts) + "".join(curve(line, across, up) for line in chart.lines)
 
 
-def curve(line: Line, x_scale: float, y_scale: float) -> str:
-    """One curve; values below 0 are drawn on the axis."""
-    points = " ".join(f"{max(x, 0) * x_scale:.1f},{PANEL[1] - max(y, 0) * y_scale:.1f}" for x, y in line.points)
+def curve(line: Line, across: Axis, up: Axis) -> str:
+    """One curve; on logarithmic axes its points are few, and are marked."""
+    places = [(PANEL[0] * across.place(x), PANEL[1] * (1 - up.place(y))) for x, y in line.points]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{line.colour}"/>' for x, y in places)
     return (f'<polyline class="line" stroke="{line.colour}" points="{points}"><title>{escape(line.name)}</title>'
-            "</polyline>")
+            f"</polyline>{dots if across.logarithmic else ''}")
 
 
 def key_entry(line: Line, x: float, y: float) -> str:
@@ -87,3 +113,16 @@ def ticks(highest: float) -> list[float]:
         magnitude /= 10
     step = next(s for s in (0.2, 0.5, 1.0, 2.0) if highest / (s * magnitude) <= 7) * magnitude
     return [round(step * i, 12) for i in range(int(-(-highest // step)) + 1)]
+
+
+def logarithmic_ticks(lowest: float, highest: float) -> list[float]:
+    """1, 2 and 5 times powers of ten from the last one not above `lowest` to the first not below `highest`; powers of
+    ten alone, where that would be more than eight."""
+    decades = range(floor(log10(lowest)), floor(log10(highest)) + 2)
+    for steps in ((1.0, 2.0, 5.0), (1.0,)):
+        every = [step * 10.0**decade for decade in decades for step in steps]
+        first = max(i for i, tick in enumerate(every) if tick <= lowest * 1.000001)
+        last = min(i for i, tick in enumerate(every) if tick >= highest * 0.999999 and i > first)
+        if last - first < 8:
+            break
+    return [float(f"{tick:.3g}") for tick in every[first : last + 1]]

@@ -1,0 +1,56 @@
+"""`python -m benchmarks.cluster_model`: a 70B policy on 64 to 1024 GPUs, on paper; tables, a page and a plot.
+
+Where `python -m benchmarks.growth` has measured roles, the formulas are checked against them.
+"""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from benchmarks.__main__ import RESULTS
+from rlhf_ray.planning.hardware import GPUS
+from rlhf_ray.planning.workload import Workload
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_model", description=__doc__)
+    parser.add_argument("--gpu", choices=GPUS, default="h100", help="kind of GPU (default: %(default)s)")
+    for field in fields(Workload):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default,
+                            metavar="N", help="of the workload (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR",
+                        help="where growth.json is read and the files are written (default: benchmarks/results)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Answer, check, write."""
+    asked = arguments()
+    from benchmarks.cluster_model.check import fitted_hardware, predictions
+    from benchmarks.cluster_model.page import write_page
+    from benchmarks.cluster_model.plots import write_svg
+    from benchmarks.cluster_model.study import answers
+    from benchmarks.cluster_model.tables import checked, error_in_words, every_step, growing
+    from benchmarks.growth.cells import Study
+
+    hardware = GPUS[asked.gpu]
+    work = Workload(**{field.name: getattr(asked, field.name) for field in fields(Workload)})
+    found, cells = answers(hardware, work), Study(asked.results).cells
+    told = [every_step(found), growing(found)]
+    measured = predictions(cells) if cells else []
+    if measured:
+        told += [error_in_words(measured, fitted_hardware(cells)[0]) + "\n", checked(measured)]
+    else:
+        told.append("Not checked: `python -m benchmarks.growth` has measured nothing yet.\n")
+    asked.results.mkdir(parents=True, exist_ok=True)
+    tables = asked.results / "cluster_model.md"
+    tables.write_text("\n".join(told))
+    written = [tables, write_svg(found, asked.results),
+               write_page(found, measured, hardware, work, "\n".join(told), asked.results)]
+    print("\n".join(told))
+    print(f"written: {', '.join(map(str, written))}")
+
+
+if __name__ == "__main__":
+    main()

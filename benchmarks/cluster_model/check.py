@@ -1,0 +1,119 @@
+"""The model's formulas against measured roles: constants of one core from a few cells, every other cell predicted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from statistics import median
+
+from benchmarks.growth.cells import Cell
+from benchmarks.growth.settings import PROMPT, SEQUENCES, SIZES, VOCABULARY, Size
+from rlhf_ray.planning.generation import Engine
+from rlhf_ray.planning.hardware import Hardware
+from rlhf_ray.planning.learning import KEPT, Group
+from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.step import publication
+from rlhf_ray.planning.workload import Workload
+
+SMALLEST, FITTED, LENGTH = "1M", "25M", 128
+"""Size and length of the cells from which constants come; the smallest size gives the cost of a step alone."""
+SCORING = ("reference", "reward", "log-probabilities", "values")
+UNKNOWN = Hardware(
+    name="one core", flops=1.0, memory_bytes=1e12, memory_bandwidth=1.0, gpus_per_node=1, link_bandwidth=1.0,
+    network_bandwidth=1.0, host_bandwidth=1.0, training_share=1.0, forward_share=1.0, memory_share=1.0,
+    network_share=1.0, usable_memory=1.0, collective_s=0.0, step_s=0.0)
+"""Rates are put in as they are found; shares of peaks are in them already."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A cell, and what the formulas say."""
+
+    cell: Cell
+    seconds: float
+    fitted: bool
+    """Whether a constant comes from this cell."""
+
+    @property
+    def ratio(self) -> float:
+        """Predicted / measured."""
+        return self.seconds / median(self.cell.seconds)
+
+
+def shape_of(size: Size) -> ModelShape:
+    """A measured model's shape, in float32."""
+    return ModelShape(hidden=size.hidden, layers=size.layers, heads=size.heads, kv_heads=size.heads,
+                      intermediate=3 * size.hidden, vocabulary=VOCABULARY, tied=True, bytes_per_value=4)
+
+
+def fitted_hardware(cells: Sequence[Cell]) -> tuple[Hardware, list[Cell]]:
+    """One core's constants, and the cells they come from.
+
+    Raises:
+        ValueError: one of those cells was not measured.
+    """
+    used: list[Cell] = []
+
+    def seconds(activity: str, size: str, length: int) -> float:
+        asked = (activity, size, length)
+        cell = next((c for c in cells if (c.activity, c.size, c.length) == asked and c.seconds), None)
+        if cell is None:
+            raise ValueError(f"the cell of {activity} at {size} and {length} tokens was not measured; run "
+                             f"`python -m benchmarks.growth --sizes {size}`")
+        used.append(cell)
+        return median(cell.seconds)
+
+    size = next(s for s in SIZES if s.name == FITTED)
+    shape, work = shape_of(size), workload(size, LENGTH)
+    forward = work.samples * shape.row_flops(work.row) / seconds("reference", FITTED, LENGTH)
+    training = KEPT * work.samples * shape.row_flops(work.row) / seconds("policy update", FITTED, LENGTH)
+    core = replace(UNKNOWN, flops=forward, training_share=training / forward,
+                   network_bandwidth=shape.weight_bytes / seconds("send weights", FITTED, 0),
+                   host_bandwidth=shape.weight_bytes / seconds("receive weights", FITTED, 0))
+    return with_decoding(core, seconds("generation", SMALLEST, LENGTH), seconds("generation", FITTED, LENGTH)), used
+
+
+def with_decoding(core: Hardware, smallest_s: float, fitted_s: float) -> Hardware:
+    """`core` with the bandwidth of decoding and the cost of a step that does not depend on the model, from two sizes:
+    step = bytes read / bandwidth + cost, two equations. Where the bandwidth found would leave a step shorter than its
+    operations take, it is these that bound it, and reading is taken to be free."""
+    drawn = Workload(SEQUENCES, PROMPT, LENGTH, tail=1.0)
+    shapes = [shape_of(next(s for s in SIZES if s.name == name)) for name in (SMALLEST, FITTED)]
+    steps = [(whole - SEQUENCES * Engine(shape, core, 1).prefill_s(PROMPT)) / LENGTH
+             for shape, whole in zip(shapes, (smallest_s, fitted_s), strict=True)]
+    read = [shape.weight_bytes + SEQUENCES * drawn.held * shape.cache_bytes for shape in shapes]
+    compute = [SEQUENCES * shape.token_flops(drawn.held) / core.flops for shape in shapes]
+    bandwidth = (read[1] - read[0]) / max(steps[1] - steps[0], 1e-9)
+    if read[1] / bandwidth < compute[1]:
+        return replace(core, memory_bandwidth=float("inf"), step_s=max(0.0, steps[0] - compute[0]))
+    return replace(core, memory_bandwidth=bandwidth, step_s=max(0.0, steps[0] - read[0] / bandwidth))
+
+
+def workload(size: Size, length: int) -> Workload:
+    """The rows of a forward or training cell."""
+    return Workload(size.rows(length), PROMPT, length, tail=1.0, mini_batches=1)
+
+
+def predict(cell: Cell, core: Hardware) -> float:
+    """Seconds of one repeat by the formulas that the paper model uses."""
+    size = next(s for s in SIZES if s.name == cell.size)
+    shape = shape_of(size).scalar() if cell.activity in ("reward", "values", "critic update") else shape_of(size)
+    engine, group = Engine(shape_of(size), core, 1), Group(shape, core, 1, KEPT)
+    if cell.activity == "generation":
+        return engine.batch_s(Workload(SEQUENCES, PROMPT, cell.length, tail=1.0), SEQUENCES)
+    if cell.activity in SCORING:
+        return group.score(workload(size, cell.length), models=1).seconds
+    if cell.activity in ("policy update", "critic update"):
+        return group.update(workload(size, cell.length)).seconds
+    whole, pause = publication(engine)
+    return pause if cell.activity == "receive weights" else whole - pause
+
+
+def predictions(cells: Sequence[Cell]) -> list[Prediction]:
+    """Every measured cell; errors as in `fitted_hardware`."""
+    core, used = fitted_hardware(cells)
+    return [Prediction(cell, predict(cell, core), cell in used) for cell in cells if cell.seconds]
+
+
+def typical_error(found: Sequence[Prediction]) -> float:
+    """Median factor by which predictions of cells that no constant comes from are off, less one."""
+    return exp(median(abs(log(p.ratio)) for p in found if not p.fitted)) - 1

@@ -1,0 +1,203 @@
+"""The arithmetic of planning, by hand on small numbers, and what must hold of its answers."""
+
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+import pytest
+
+from rlhf_ray.planning.generation import Engine
+from rlhf_ray.planning.hardware import H100, H200, Hardware
+from rlhf_ray.planning.learning import KEPT, Duration, Group, longer
+from rlhf_ray.planning.model_shape import LLAMA_70B, ModelShape
+from rlhf_ray.planning.step import (
+    STALENESS,
+    Split,
+    best,
+    publication,
+    smallest_good,
+    splits,
+    step,
+    taking_turns,
+)
+from rlhf_ray.planning.workload import Workload
+
+SMALL = ModelShape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocabulary=10)
+ROUND = Hardware(name="round numbers", flops=1000.0, memory_bytes=10_000.0, memory_bandwidth=100.0, gpus_per_node=2,
+                 link_bandwidth=50.0, network_bandwidth=20.0, host_bandwidth=10.0, training_share=0.5,
+                 forward_share=1.0, memory_share=1.0, network_share=1.0, usable_memory=1.0, collective_s=0.25,
+                 step_s=0.5)
+EQUAL = Workload(samples=8, prompt=4, response=6, tail=1.0, mini_batches=2)
+
+
+class TestShape:
+    """Weights, operations, bytes."""
+
+    def test_by_hand(self):
+        block = 2 * 4 * 4 + 2 * 4 * 1 * 2 + 3 * 4 * 8
+        assert (SMALL.multiplied, SMALL.parameters) == (2 * block + 40, 2 * block + 80) == (328, 368)
+        assert replace(SMALL, tied=True).parameters == 328
+        assert SMALL.weight_bytes == 736
+        assert SMALL.cache_bytes == 2 * 2 * 1 * 2 * 2 == 16
+        assert SMALL.token_flops(3) == 2 * 328 + 4 * 2 * 4 * 3 == 752
+        assert SMALL.row_flops(6) == 6 * 752
+
+    def test_a_scalar_head_has_no_output_matrix(self):
+        assert SMALL.scalar().parameters == 328 - 40
+
+    def test_llama_has_its_70_billion(self):
+        assert LLAMA_70B.parameters == pytest.approx(70.55e9, rel=1e-3)
+        assert LLAMA_70B.cache_bytes == 327_680, "320 KiB a token"
+
+
+class TestWorkload:
+    """Lengths."""
+
+    @pytest.mark.parametrize("tail", [1.5, 2.0, 4.0])
+    def test_the_survivor_function_has_the_mean_and_the_held_tokens_it_says(self, tail):
+        work = Workload(prompt=100, response=64, tail=tail)
+        places = [(i + 0.5) / 100 for i in range(int(100 * 64 * tail))]
+        under_way = [work.survivors(t) for t in places]
+        assert sum(under_way) / 100 == pytest.approx(64, rel=1e-3)
+        held = 100 + sum(t * s for t, s in zip(places, under_way, strict=True)) / sum(under_way)
+        assert work.held == pytest.approx(held, rel=1e-3)
+
+    def test_the_longest_is_where_one_sample_is_left(self):
+        work = Workload(samples=4, response=10, tail=2.0)
+        assert work.longest == 15
+        assert work.samples * work.survivors(work.longest) == pytest.approx(1)
+        assert EQUAL.longest == 6
+
+
+class TestGeneration:
+    """Decoding and the cache."""
+
+    def test_a_step_reads_weights_and_cache_or_computes(self):
+        engine = Engine(SMALL, ROUND, 1)
+        assert engine.decode_s(1, 8) == pytest.approx((736 + 8 * 16) / 100 + 0.5)
+        slow = Engine(SMALL, replace(ROUND, flops=10.0), 1)
+        assert slow.decode_s(2, 8) == pytest.approx(2 * SMALL.token_flops(8) / 10 + 0.5)
+        assert engine.reads_most(1, 8) and not slow.reads_most(2, 8)
+
+    def test_two_gpus_halve_that_and_reduce_twice_a_layer(self):
+        moved = 2 * (1 / 2) * 3 * 4 * 2  # 2 (n - 1) / n of three tokens' four activations of two bytes
+        expected = (736 + 3 * 8 * 16) / 200 + 2 * 2 * (0.25 + moved / 50) + 0.5
+        assert Engine(SMALL, ROUND, 2).decode_s(3, 8) == pytest.approx(expected)
+
+    def test_the_cache_has_the_room_that_weights_leave(self):
+        engine = Engine(SMALL, ROUND, 1)
+        assert engine.cache_tokens == (10_000 - 736) / 16 == 579
+        assert engine.fitting(EQUAL) == 579 / (4 + 3)
+
+    def test_equal_responses_take_a_step_a_token(self):
+        engine = Engine(SMALL, ROUND, 1)
+        assert engine.batch_s(EQUAL, 8) == pytest.approx(8 * engine.prefill_s(4) + 6 * engine.decode_s(8, 4 + 3))
+
+    def test_what_does_not_fit_together_goes_one_after_the_other(self):
+        engine = Engine(SMALL, replace(ROUND, memory_bytes=736 + 16 * 7 * 2), 1)
+        assert engine.fitting(EQUAL) == 2
+        assert engine.batch_s(EQUAL, 8) == pytest.approx(8 * engine.prefill_s(4) + 4 * 6 * engine.decode_s(2, 7))
+        assert Engine(SMALL, replace(ROUND, memory_bytes=700.0), 1).batch_s(EQUAL, 8) == inf
+
+    def test_a_batch_that_runs_out_takes_longer_than_a_flow(self):
+        engine, work = Engine(LLAMA_70B, H100, 8), Workload()
+        assert engine.batch_s(work, 64) > 1.5 * engine.flowing_s(work, 64, 64)
+        assert engine.longest_s(work, 64) == pytest.approx(work.longest * engine.decode_s(64, work.held))
+
+
+class TestLearning:
+    """Scoring and updates of sharded models."""
+
+    def test_gathering_is_as_slow_as_the_network_or_the_link(self):
+        assert Group(SMALL, ROUND, 1).gather_s() == 0
+        assert Group(SMALL, ROUND, 2).gather_s() == pytest.approx(736 / 2 / 50), "within a node"
+        assert Group(SMALL, ROUND, 4).gather_s() == pytest.approx(736 * 3 / 4 * (1 / 2) / 20), "two nodes"
+
+    def test_an_update_computes_or_communicates(self):
+        group = Group(SMALL, replace(ROUND, memory_bandwidth=1e12), 2, KEPT)
+        rows = 8 / 2
+        compute = rows * 3 * SMALL.row_flops(10) / (2 * 1000 * 0.5)
+        assert group.update(EQUAL).seconds == pytest.approx(2 * compute)
+        assert group.update(EQUAL).bound == "operations of training"
+        hasty = Group(SMALL, replace(ROUND, memory_bandwidth=1e12, flops=1e9), 2, KEPT)
+        assert hasty.update(EQUAL) == Duration(pytest.approx(2 * 3 * hasty.gather_s()), "network of training")
+
+    def test_adamw_reads_and_writes_its_shard(self):
+        one = Group(SMALL, ROUND, 2, KEPT).update(EQUAL).seconds
+        free = Group(SMALL, replace(ROUND, memory_bandwidth=1e12), 2, KEPT).update(EQUAL).seconds
+        assert one - free == pytest.approx(2 * 2 * 16 * 368 / (2 * 100))
+
+    def test_gpus_without_a_row_wait(self):
+        quick = replace(ROUND, memory_bandwidth=1e12, network_bandwidth=1e12, link_bandwidth=1e12)
+        few, many = Group(SMALL, quick, 4).update(EQUAL), Group(SMALL, quick, 8).update(EQUAL)
+        assert many.seconds == pytest.approx(few.seconds)
+        assert many.bound == "rows of a mini-batch"
+
+    def test_activations_take_what_the_shards_leave(self):
+        group = Group(SMALL, ROUND, 2)
+        assert group.micro_batch_tokens == pytest.approx((10_000 - 368 * 18 / 2 - 736) / (4 * (2 * 2 + 34)))
+        full = Group(SMALL, replace(ROUND, memory_bytes=5000.0), 2)
+        assert not full.fits(EQUAL) and full.update(EQUAL) == Duration(inf, "memory of a learner")
+
+    def test_of_things_side_by_side_the_longer_counts_and_after_each_other_both(self):
+        short, long = Duration(1, "a"), Duration(2, "b")
+        assert longer(short, long) == long
+        assert short + long == Duration(3, "b")
+
+
+class TestStep:
+    """The whole loop on paper."""
+
+    WORK = Workload()
+
+    def made(self, staleness, **changes):
+        split = replace(Split(generators=64, tensor_parallel=8, learners=192, staleness=staleness), **changes)
+        return step(LLAMA_70B, H100, self.WORK, split)
+
+    def test_a_publication_reaches_each_node_once_and_pauses_for_the_last_copy(self):
+        whole, pause = publication(Engine(LLAMA_70B, H100, 8))
+        weights = 2 * LLAMA_70B.parameters
+        assert pause == pytest.approx(weights / 8 / 50e9)
+        assert whole - pause == pytest.approx(weights / (400e9 * 0.8))
+
+    def test_without_staleness_the_sides_take_turns(self):
+        now = self.made(0)
+        assert now.seconds == pytest.approx(now.generation + now.training + now.publishing)
+
+    def test_with_staleness_the_longer_side_counts(self):
+        now = self.made(1)
+        assert now.seconds == pytest.approx(max(now.generation + now.pause, now.scoring + now.training))
+        starved = self.made(1, learners=64)
+        assert starved.seconds == pytest.approx(starved.scoring + starved.training)
+        assert starved.bound == "operations of training"
+
+    def test_more_staleness_is_never_slower(self):
+        seconds = [self.made(staleness).seconds for staleness in STALENESS]
+        assert seconds == sorted(seconds, reverse=True)
+
+    def test_the_longest_response_bounds_large_clusters(self):
+        assert best(LLAMA_70B, H100, self.WORK, 1024, 1).bound == "longest response"
+        assert best(LLAMA_70B, H100, self.WORK, 64, 1).bound == "operations of training"
+
+    @pytest.mark.parametrize("staleness", STALENESS)
+    def test_no_doubling_gives_more_than_double(self, staleness):
+        rates = [best(LLAMA_70B, H200, self.WORK, n, staleness).samples_per_second for n in (64, 128, 256, 512, 1024)]
+        assert all(1 < after / before < 2.1 for before, after in pairwise(rates))
+
+    def test_what_does_not_fit_has_no_answer(self):
+        assert best(LLAMA_70B, H100, self.WORK, 16, 0) is None
+
+    def test_splits_use_every_gpu_in_whole_engines(self):
+        for split in splits(64, 1):
+            assert split.generators + split.learners == 64
+            assert split.generators % split.tensor_parallel == 0
+
+    def test_taking_turns_adds_everything_up(self):
+        made = taking_turns(LLAMA_70B, H100, self.WORK, 64, 8)
+        assert made.seconds == pytest.approx(made.generation + made.scoring + made.training + made.publishing)
+
+    def test_no_more_staleness_than_is_worth_it(self):
+        steps = [replace(self.made(0), seconds=seconds, split=Split(8, 8, 8, staleness))
+                 for staleness, seconds in ((0, 2.0), (1, 1.01), (2, 1.0))]
+        assert smallest_good(steps).split.staleness == 1
+        assert smallest_good(steps, within=0.0).split.staleness == 2
