@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,11 @@ class Timing:
     """What the worker says about a call it has finished."""
 
     seconds: float
+
+
+TIMING_BYTES = len(pickle.dumps(Timing(1 / 3), protocol=5))
+GRACE_S = 0.001
+"""What a call past its deadline gets to hand over results that are there."""
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Call:
     timing: ray.ObjectRef
     timeout_s: float
     started: float
+    """By the event loop's clock, which is `time.monotonic`."""
 
     @property
     def worker(self) -> str:
@@ -59,27 +64,30 @@ class Call:
             RLHFError: the role's own error, as raised in the worker.
             WorkerError: the worker died, hung past the deadline, or failed in a way it has no words for.
         """
-        return await self._fetch(self.timing)
+        timing: Timing = await self._fetch(self.timing)
+        traffic.received += TIMING_BYTES
+        return timing
 
     async def value(self, index: int = 0) -> Any:
         """Wait for the call and fetch one result into this process; same errors as `done`."""
-        return await self._fetch(self.refs[index])
+        value = await self._fetch(self.refs[index])
+        traffic.received += len(pickle.dumps(value, protocol=5))
+        return value
 
     async def _fetch(self, ref: ray.ObjectRef) -> Any:
-        left = self.timeout_s - (time.monotonic() - self.started)
+        at_least = asyncio.get_running_loop().time() + GRACE_S
         try:
-            value = await asyncio.wait_for(_as_future(ref), max(left, 0.001))
-        except TimeoutError:
-            raise WorkerError(f"{self.worker} did not answer {self.method} within {self.timeout_s:g} s "
-                              "(cluster.call_timeout_s)") from None
+            async with asyncio.timeout_at(max(self.started + self.timeout_s, at_least)):
+                return await ref
         except RayTaskError as error:
             raise self._told_by_worker(error) from error
         except RayActorError as error:
             raise WorkerError(f"{self.worker} died in {self.method}: {_first_line(error)}") from error
         except RayError as error:
             raise WorkerError(f"the result of {self.method} of {self.worker} was lost: {_first_line(error)}") from error
-        traffic.received += len(pickle.dumps(value, protocol=5))
-        return value
+        except TimeoutError:
+            raise WorkerError(f"{self.worker} did not answer {self.method} within {self.timeout_s:g} s "
+                              "(cluster.call_timeout_s)") from None
 
     def _told_by_worker(self, error: RayTaskError) -> RLHFError:
         cause: BaseException = error
@@ -88,10 +96,6 @@ class Call:
         if isinstance(cause, RLHFError):
             return cause
         return WorkerError(f"{self.worker} failed in {self.method}: {type(cause).__name__}: {cause}\n{error}")
-
-
-async def _as_future(ref: ray.ObjectRef) -> Any:
-    return await ref
 
 
 def _first_line(error: BaseException) -> str:

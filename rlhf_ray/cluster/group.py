@@ -50,6 +50,7 @@ class WorkerGroup:
             .remote(**arguments(rank))
             for rank in range(placement.workers)
         ]
+        self._methods: dict[tuple[int, int], Any] = {}
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -61,8 +62,14 @@ class WorkerGroup:
             outputs: how many values the method returns as a tuple, each to become an object of its own.
             timeout_s: deadline, where it is another than the group's.
         """
-        *refs, timing = self._handles[rank].timed_call.options(num_returns=outputs + 1).remote(method, outputs, *args)
+        *refs, timing = self._timed_call(rank, outputs + 1).remote(method, outputs, *args)
         return Call(self.role, rank, method, tuple(refs), timing, timeout_s or self.call_timeout_s, time.monotonic())
+
+    def _timed_call(self, rank: int, returns: int) -> Any:
+        """The worker's one method, with options that Ray checks but once."""
+        if (rank, returns) not in self._methods:
+            self._methods[rank, returns] = self._handles[rank].timed_call.options(num_returns=returns)
+        return self._methods[rank, returns]
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
         """The same call to every worker, in rank order."""

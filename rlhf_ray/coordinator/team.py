@@ -1,5 +1,6 @@
 """The workers of a PPO run by role, and whose turn it is."""
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +57,21 @@ class Rotation:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self._load = [0] * len(group)
+        self._order = [(0, rank) for rank in range(len(group))]
+        """(load, rank) of every worker, in order."""
 
     def take(self, work: int) -> int:
         """A rank, charged with `work` (any unit) until `give_back`."""
-        rank = min(range(len(self._load)), key=lambda r: (self._load[r], r))
-        self._load[rank] += work
+        rank = self._order[0][1]
+        self._charge(rank, work)
         return rank
 
     def give_back(self, rank: int, work: int) -> None:
         """The work is done."""
-        self._load[rank] -= work
+        self._charge(rank, -work)
+
+    def _charge(self, rank: int, work: int) -> None:
+        """Move a worker to where its new load belongs; there may be hundreds, so by bisection."""
+        del self._order[bisect_left(self._order, (self._load[rank], rank))]
+        self._load[rank] += work
+        insort(self._order, (self._load[rank], rank))

@@ -7,10 +7,12 @@ hosts do not. A call's own report from another host is placed by when its answer
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class Span(NamedTuple):
@@ -35,15 +37,12 @@ class Task(NamedTuple):
 class StepClock:
     """Collects spans and sums them up, window by window. Windows are asked for in order of time."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
+        """The clock that all spans are in."""
         self._spans: list[Span] = []
         self.under_way: set[Task] = set()
         """Calls that are not over."""
-
-    @staticmethod
-    def now() -> float:
-        """The clock that all spans are in."""
-        return time.monotonic()
 
     def add(self, role: str, start: float, end: float, worker: int = 0) -> None:
         """Record work that is over.
@@ -95,26 +94,43 @@ class StepClock:
         if end <= start or any(count < 1 for count in workers.values()):
             raise ValueError(f"no time or no workers to sum up: window {start:.6f}..{end:.6f}, workers {dict(workers)}")
         self._spans = [s for s in self._spans if s.end > start]
-        inside: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-        for s in self._spans:
-            if s.role in workers and s.start < end:
-                inside[s.role][s.worker].append((max(s.start, start), min(s.end, end)))
-        window, result = end - start, {}
+        line, window, result = timeline(self._spans, start, end, workers), end - start, {}
         for role, count in workers.items():
-            busy = sum(union_seconds(spans) for spans in inside[role].values())
+            busy = float(line.seconds @ line.busy[role])
             result[f"busy/{role}"] = busy
             result[f"idle/{role}"] = min(max(1.0 - busy / (count * window), 0.0), 1.0)
-            result[f"wait/{role}"] = window - union_seconds(s for spans in inside[role].values() for s in spans)
-        everyone = (s for by_worker in inside.values() for spans in by_worker.values() for s in spans)
-        result["wait/all"] = window - union_seconds(everyone)
+            result[f"wait/{role}"] = float(line.seconds[line.busy[role] == 0].sum())
+        result["wait/all"] = float(line.seconds[sum(line.busy.values()) == 0].sum())
         return result
 
 
-def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of (start, end) intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        if end > reached:
-            total += end - max(start, reached)
-            reached = end
-    return total
+class Timeline(NamedTuple):
+    """A window of time cut into stretches in which nobody begins and nobody ends."""
+
+    seconds: NDArray[np.float64]
+    """[S] lengths of the stretches; they sum to the window."""
+    busy: dict[str, NDArray[np.int64]]
+    """Role -> [S] how many of its workers are busy."""
+
+
+def timeline(spans: Iterable[Span], start: float, end: float, roles: Iterable[str]) -> Timeline:
+    """Who is busy when between `start` and `end`.
+
+    Overlapping spans of one worker count once; spans are cut at the window, those of other roles left out.
+    """
+    busy: dict[str, NDArray[np.int64]] = dict.fromkeys(roles, np.zeros(1, np.int64))
+    inside = [s for s in spans if s.role in busy and s.end > start and s.start < end]
+    numbers: dict[tuple[str, int], int] = {}
+    worker = np.array([numbers.setdefault((s.role, s.worker), len(numbers)) for s in inside] * 2, np.int64)
+    moment = np.clip([s.start for s in inside] + [s.end for s in inside], start, end)
+    change = np.repeat([1, -1], len(inside))
+    order = np.lexsort((change, moment, worker))
+    calls = np.cumsum(change[order])  # of each worker in turn: it ends as often as it begins, so the next starts at 0
+    turns = (calls > 0).astype(np.int64) - (calls > change[order])
+    order, turns = order[turns != 0], turns[turns != 0]
+    by_time = np.argsort(moment[order], kind="stable")
+    order, turns = order[by_time], turns[by_time]
+    role_of = np.array([role for role, _ in numbers] or [""])[worker[order]]
+    for role in busy:
+        busy[role] = np.concatenate([[0], np.cumsum(np.where(role_of == role, turns, 0))])
+    return Timeline(np.diff(moment[order], prepend=start, append=end), busy)

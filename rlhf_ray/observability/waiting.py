@@ -6,11 +6,14 @@ new weights back to the generators. A worker that has nothing to do waits for th
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_ray.observability.spans import Span
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_ray.observability.spans import Span, Timeline, timeline
 
 BUSY = "busy"
 COORDINATOR = "coordinator"
@@ -40,18 +43,14 @@ def waiting_shares(
     """
     if end <= start:
         raise ValueError(f"no time to sum up: window {start:.6f}..{end:.6f}")
-    seconds: dict[str, dict[str, float]] = {role: defaultdict(float) for role in workers}
-    calls: Counter[tuple[str, int]] = Counter()  # of each worker, under way
-    busy: Counter[str] = Counter()  # working workers by role
-    reached = start
-    for moment, role, worker, change in _changes(spans, start, end, workers):
-        _note(seconds, moment - reached, busy, workers)
-        reached = moment
-        was, calls[role, worker] = calls[role, worker], calls[role, worker] + change
-        busy[role] += bool(calls[role, worker]) - bool(was)
-    _note(seconds, end - reached, busy, workers)
-    return {role: {cause: share for cause, s in causes.items() if (share := s / (workers[role] * (end - start))) > 0}
-            for role, causes in seconds.items()}
+    line, shares = timeline(spans, start, end, workers), {}
+    for role, count in workers.items():
+        working = np.minimum(line.busy[role], count)
+        idle = line.seconds * (count - working)
+        seconds = {BUSY: line.seconds @ working, **{cause: idle[when].sum() for cause, when in _causes(role, line)}}
+        whole = count * (end - start)
+        shares[role] = {cause: share for cause, s in seconds.items() if (share := float(s / whole)) > 0}
+    return shares
 
 
 def mean_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -70,31 +69,18 @@ def bottleneck(shares: Mapping[str, Mapping[str, float]]) -> str | None:
     return max(shares, key=lambda role: shares[role].get(BUSY, 0.0), default=None)
 
 
-def _changes(
-    spans: Iterable[Span], start: float, end: float, workers: Mapping[str, int]
-) -> list[tuple[float, str, int, int]]:
-    """(moment, role, worker, +1 or -1) in order of time."""
-    inside = [s for s in spans if s.role in workers and s.end > start and s.start < end]
-    return sorted([(max(s.start, start), s.role, s.worker, 1) for s in inside]
-                  + [(min(s.end, end), s.role, s.worker, -1) for s in inside])
-
-
-def _note(seconds: dict[str, dict[str, float]], length: float, busy: Counter[str], workers: Mapping[str, int]) -> None:
-    """Add `length` seconds in which nothing changed; `busy` counts the working workers by role."""
-    for role, count in workers.items():
-        working = min(busy[role], count)
-        seconds[role][BUSY] += length * working
-        if working < count:
-            seconds[role][_cause(role, busy)] += length * (count - working)
-
-
-def _cause(role: str, busy: Mapping[str, int]) -> str:
-    """The nearest busy role upstream of an idle worker, its own role last."""
+def _causes(role: str, line: Timeline) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    """What an idle worker of `role` waits for, and [S] in which stretches: the nearest busy role upstream, of several
+    the one with most busy workers; its own role last, and the coordinator while nobody works."""
+    left = np.ones(len(line.seconds), np.bool_)
     for station in _upstream(role):
-        working = [r for r in station if busy.get(r)]
-        if working:
-            return max(working, key=lambda r: busy[r])
-    return COORDINATOR
+        present = [r for r in station if r in line.busy]
+        if present:
+            busy = np.stack([line.busy[r] for r in present])
+            works, most = left & busy.any(0), busy.argmax(0)
+            yield from ((r, works & (most == i)) for i, r in enumerate(present))
+            left &= ~works
+    yield COORDINATOR, left
 
 
 def _upstream(role: str) -> Sequence[Sequence[str]]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ray.observability.spans import StepClock, union_seconds
+from rlhf_ray.observability.spans import Span, StepClock, timeline
 
 
 def test_idle_shares_are_exact():
@@ -71,10 +71,14 @@ def test_refuses_a_span_that_ends_before_it_starts_and_an_empty_window():
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted), max_size=12)
 
 
-@given(intervals)
-def test_union_is_the_number_of_covered_units(spans):
-    covered = {unit for start, end in spans for unit in range(start, end)}
-    assert union_seconds((float(a), float(b)) for a, b in spans) == len(covered)
+@given(intervals, intervals, st.integers(0, 20), st.integers(1, 20))
+def test_a_timeline_counts_busy_workers_as_one_would_unit_by_unit(first, second, start, length):
+    spans = [Span("generator", worker, a, b) for worker, its in enumerate((first, second)) for a, b in its]
+    line = timeline([*spans, Span("other", 0, 0, 50)], start, start + length, ["generator", "policy"])
+    busy = sum(any(a <= unit < b for a, b in its) for its in (first, second) for unit in range(start, start + length))
+    assert line.seconds.sum() == length and not line.busy["policy"].any()
+    assert line.seconds @ line.busy["generator"] == busy
+    assert line.busy["generator"].min() >= 0
 
 
 @given(intervals, st.integers(0, 30), st.integers(1, 20))
