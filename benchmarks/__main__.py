@@ -21,6 +21,7 @@ NAMES = (
     "learner_vs_torch",
     "learner_vs_padded",
     "publish_vs_copies_100mb",
+    "coordinator_scale",
 )
 """Modules of this package, in the order in which they run; most are named like the figure they give."""
 RESULTS = Path(__file__).parent / "results"

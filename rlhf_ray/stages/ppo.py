@@ -95,8 +95,8 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                 async with workplace(config) as place:
                     team = spawn_team(config, place)
                     prompts = await start_team(config, place, team, progress)
-                    coordinator = _coordinator(config, team, prompts, directory, store, metrics, progress, stop,
-                                               evaluations, resume_at)
+                    coordinator = wire(config, team, prompts, directory, store, metrics, progress, stop, evaluations,
+                                       resume_at)
                     await _resume(coordinator, store, resume_at)
                     started = time.perf_counter()
                     samples_before = coordinator.state.samples
@@ -104,7 +104,7 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                         await coordinator.run()
                     seconds = time.perf_counter() - started
                     await export_run(coordinator, evaluations, directory)
-                    samples = _close_books(coordinator.pipeline.ledger)
+                    samples = close_books(coordinator.pipeline.ledger)
         finally:
             metrics.close()
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
@@ -116,11 +116,12 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
     }
 
 
-def _coordinator(
+def wire(
     config: PPOConfig, team: Team, prompts: tuple[PromptSource, PromptSource | None], directory: RunDirectory,
     store: CheckpointStore, metrics: MetricsWriter, progress: StageProgress, stop: StopRequest,
     evaluations: EvaluationLog, resume_at: int | None,
 ) -> Coordinator:
+    """The coordinator of a run over a team that is ready, with all that it writes to."""
     training, held_out = prompts
     buffer_config = config.buffer
     state = RunState(kl_controller(config.algorithm.kl),
@@ -165,7 +166,7 @@ def _ledger(config: PPOConfig, prompts: PromptSource, directory: RunDirectory, s
     return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts)
 
 
-def _close_books(ledger: Ledger) -> dict[str, int]:
+def close_books(ledger: Ledger) -> dict[str, int]:
     """Samples by what became of them, when every one is accounted for.
 
     Raises:

@@ -1,0 +1,70 @@
+"""Worker groups whose many ranks are stand-ins: in this process, or in a few Ray actors."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.coordinator_stubs import StubRoles
+from rlhf_ray.cluster.calls import Call, Timing
+from rlhf_ray.cluster.group import WorkerGroup
+
+
+class StubGroup:
+    """What a `WorkerGroup` offers the coordinator, for `workers` ranks of one role."""
+
+    def __init__(self, role: str, workers: int) -> None:
+        self.role, self._workers = role, workers
+
+    def __len__(self) -> int:
+        return self._workers
+
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
+        """As `WorkerGroup.call`."""
+        raise NotImplementedError
+
+    def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
+        """As `WorkerGroup.call_all`."""
+        return [self.call(rank, method, *args, timeout_s=timeout_s) for rank in range(len(self))]
+
+    async def values(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """As `WorkerGroup.values`."""
+        return list(await asyncio.gather(*(call.value() for call in self.call_all(method, *args))))
+
+
+class HostedGroup(StubGroup):
+    """Ranks that live in a few Ray actors: every call is a real one, and only the processes are fewer."""
+
+    def __init__(self, role: str, workers: int, hosts: WorkerGroup) -> None:
+        super().__init__(role, workers)
+        self._hosts = hosts
+
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
+        """Through the real group of hosts."""
+        host = rank % len(self._hosts)
+        call = self._hosts.call(host, method, rank, *args, outputs=outputs, timeout_s=timeout_s)
+        return replace(call, role=self.role, rank=rank)
+
+
+class LocalGroup(StubGroup):
+    """Ranks in this process: a call is a task of the event loop, and a future stands for each object reference."""
+
+    def __init__(self, role: str, workers: int, roles: StubRoles) -> None:
+        super().__init__(role, workers)
+        self._roles, self._under_way = roles, set[asyncio.Task[None]]()
+
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
+        """Begin the call; its futures are resolved as Ray resolves references."""
+        loop = asyncio.get_running_loop()
+        results = tuple(loop.create_future() for _ in range(outputs + 1))
+        task = loop.create_task(self._answer(results, rank, method, args))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return Call(self.role, rank, method, results[:-1], results[-1], timeout_s or 1800.0, loop.time())
+
+    async def _answer(self, results: tuple[asyncio.Future[Any], ...], rank: int, method: str, args: Any) -> None:
+        began = asyncio.get_running_loop().time()
+        values = [await value if isinstance(value, asyncio.Future) else value for value in args]
+        result = await getattr(self._roles, method)(rank, *values)
+        timing = Timing(asyncio.get_running_loop().time() - began)
+        for future, value in zip(results, (*result, timing) if len(results) > 2 else (result, timing), strict=True):
+            future.set_result(value)

@@ -1,0 +1,155 @@
+"""Stand-ins for all roles of a PPO run: they wait for a random time and answer with records of the usual sizes.
+
+The one place of the project where engines are made up: what is measured with them is the coordinator alone.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from math import exp
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from rlhf_ray.records import (
+    Experience,
+    ExperienceSummary,
+    Prompts,
+    RewardScores,
+    Rollout,
+    SampleKey,
+    TokenScores,
+    UpdateStats,
+    offsets_of,
+)
+
+CHUNK = 16
+"""Samples of a rollout record, the default of `generator.chunk`."""
+PROMPT, RESPONSE = 64, 256
+"""Tokens of every prompt and of every response."""
+GENERATE_S, SCORE_S, UPDATE_S, CONTROL_S = 1.6, 0.05, 0.3, 0.02
+"""Mean latencies: a chunk of rollouts on one generator (2,500 tokens/s), a forward pass over a chunk, an update, and
+everything else that a worker is asked."""
+SPREAD, LONGEST = 0.6, 3.0
+"""Sigma of the logarithm, and the longest latency as a multiple of the mean: the length of a response is bounded."""
+
+
+def draw(random: Random, mean: float) -> float:
+    """Seconds from a log-normal distribution of that mean, cut off at `LONGEST` times it."""
+    return min(mean * exp(random.gauss(-SPREAD**2 / 2, SPREAD)), LONGEST * mean)
+
+
+class StubRoles:
+    """Many workers of every role in one process; each method takes the rank first.
+
+    A generator makes one chunk at a time, in the order of calling. All other workers stand for as many as are needed
+    and answer any number of calls side by side.
+    """
+
+    def __init__(self, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` is that of the coordinator, by which work is noted."""
+        self._random, self._clock = Random(seed), clock
+        self._generators: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._versions: dict[int, int] = defaultdict(int)
+        self._generated: list[tuple[float, float]] = []
+        self._rollout, self._prompts = _rollout(), _prompts()
+        self._per_token = TokenScores(self._rollout.offsets, np.zeros(len(self._rollout.tokens), np.float32))
+
+    async def rows(self, rank: int, numbers: list[int], table: str) -> Prompts:
+        """Prompts of a chunk."""
+        await self._wait(CONTROL_S)
+        return self._prompts
+
+    async def generate(self, rank: int, prompts: Prompts, keys: list[SampleKey], seed: int, sampling: Any) -> Rollout:
+        """A chunk, made by the weights that the rank holds when it begins."""
+        async with self._generators[rank]:
+            seconds, version = draw(self._random, GENERATE_S), self._versions[rank]
+            self._generated.append((self._clock(), seconds))
+            await asyncio.sleep(seconds)
+        mask = self._rollout.response_mask
+        return replace(self._rollout, keys=keys, versions=np.where(mask, version, -1).astype(np.int32))
+
+    async def logprobs(self, rank: int, rollout: Rollout) -> TokenScores:
+        """A number a token, of the policy or the reference."""
+        await self._wait(SCORE_S)
+        return self._per_token
+
+    values = logprobs
+
+    async def score(self, rank: int, rollout: Rollout, prompts: Prompts) -> RewardScores:
+        """A score a sample."""
+        await self._wait(SCORE_S)
+        scores = np.ones(len(rollout), np.float32)
+        return RewardScores(scores, {"main": scores}, {"main": 0})
+
+    async def assemble(
+        self, rank: int, terms: Any, keep_texts: int, ranks: int, rollout: Rollout, *scored: Any
+    ) -> tuple[Experience, ExperienceSummary]:
+        """Experience, and the small numbers about it."""
+        await self._wait(CONTROL_S)
+        column, rows = self._per_token.values, len(rollout)
+        experience = Experience(
+            offsets=rollout.offsets, tokens=rollout.tokens, response_mask=rollout.response_mask,
+            behaviour_logprobs=rollout.logprobs, old_logprobs=column, reference_logprobs=column, values=column,
+            advantages=column, returns=column, keys=rollout.keys)
+        text = {"prompt": "p" * 4 * PROMPT, "response": "r" * 4 * RESPONSE, "score": 1.0, "kl": 0.0, "gold": None}
+        ones = np.ones(rows, np.float32)
+        return experience, ExperienceSummary(
+            keys=rollout.keys, scores=ones, kl=ones, response_lengths=np.full(rows, RESPONSE, np.int32),
+            finished=np.ones(rows, bool), min_version=int(rollout.versions[-1]), nbytes=experience.nbytes,
+            tokens=len(rollout.tokens), behaviour_gap=0.0, samples=[text] * min(keep_texts, rows), gold=None,
+            components={"main": ones}, failures={"main": 0})
+
+    async def update(self, rank: int, step: int, *rest: Any) -> UpdateStats:
+        """An update of a learner."""
+        await self._wait(UPDATE_S)
+        return UpdateStats(step, 1, 0, UPDATE_S, 1, {"loss": 0.0, "grad_norm": 1.0, "learning_rate": 1e-6})
+
+    async def weight_buckets(self, rank: int, bucket_bytes: int) -> int:
+        """Weights travel in one bucket."""
+        return 1
+
+    async def weight_bucket(self, rank: int, version: int, index: int) -> bytes:
+        """The bucket."""
+        await self._wait(CONTROL_S)
+        return b""
+
+    async def begin_weights(self, rank: int, version: int, buckets: int) -> None:
+        """A publication begins."""
+
+    async def load_weights(self, rank: int, bucket: bytes) -> None:
+        """A bucket arrives at a generator."""
+        await self._wait(CONTROL_S)
+
+    async def finish_weights(self, rank: int, version: int) -> int:
+        """The generator holds the version now."""
+        self._versions[rank] = version
+        return version
+
+    async def save(self, rank: int, *args: Any) -> None:
+        """The end of the run."""
+
+    async def generated(self, rank: int) -> list[tuple[float, float]]:
+        """(start, seconds) of each chunk that was generated."""
+        return self._generated
+
+    async def _wait(self, mean: float) -> None:
+        await asyncio.sleep(draw(self._random, mean))
+
+
+def _rollout() -> Rollout:
+    mask = np.tile(np.arange(PROMPT + RESPONSE) >= PROMPT, CHUNK)
+    tokens = len(mask)
+    return Rollout(
+        offsets=offsets_of([PROMPT + RESPONSE] * CHUNK), tokens=np.zeros(tokens, np.int32), response_mask=mask,
+        logprobs=np.zeros(tokens, np.float32), versions=np.zeros(tokens, np.int32), keys=[],
+        seeds=np.zeros(CHUNK, np.int64), finish_reasons=["stop"] * CHUNK)
+
+
+def _prompts() -> Prompts:
+    return Prompts(
+        offsets=offsets_of([PROMPT] * CHUNK), tokens=np.zeros(PROMPT * CHUNK, np.int32),
+        texts=["p" * 4 * PROMPT] * CHUNK, metadata=[{}] * CHUNK, rows=np.arange(CHUNK))
