@@ -12,8 +12,8 @@ from rlhf_ray.observability.report_charts import Chart
 from rlhf_ray.planning.step import STALENESS, Step
 
 SVG = "cluster_model.svg"
-COLOURS = {0: "#4477aa", 1: "#ee6677", 2: "#228833", 4: "#ccbb44"}
-PAGE_COLOURS = {0: "@reference", 1: "@generator", 2: "@policy", 4: "@weights"}
+COLOURS = {0: "#4477aa", 1: "#ee6677", 2: "#228833", 3: "#aa3377", 4: "#ccbb44"}
+PAGE_COLOURS = {0: "@reference", 1: "@generator", 2: "@policy", 3: "@reward", 4: "@weights"}
 CELL_COLOURS = ("@generator", "@weights", "@reference", "@reward", "@policy", "@accent", "@assembler", "@critic",
                 "@ink")
 PARTS = {"generation": "@generator", "scoring": "@reward", "training": "@policy", "publishing": "@weights"}
@@ -33,23 +33,28 @@ def throughput(answers: Sequence[Answer]) -> Chart:
     ideal = line("perfect scaling", "@soft", [
         (answer.gpus, first.samples_per_second * answer.gpus / answers[0].gpus) for answer in answers])
     ideal["line"] |= {"dash": "dot", "width": 1.5}
-    return chart("Samples a second", "The batch stays the same, so a step gets shorter until its longest response is "
+    made = chart("Samples a second", "The batch stays the same, so a step gets shorter until its longest response is "
                  "all that is left. Lines that part show what staleness is worth.", [*data, ideal],
                  ("GPUs", "Samples a second"), logarithmic=True)
+    counts = [answer.gpus for answer in answers]
+    made.layout["xaxis"] |= {"tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}
+    made.layout["yaxis"] |= {"dtick": "D2"}
+    return made
 
 
 def parts(answers: Sequence[Answer]) -> Chart:
     """Work in a step of the recommended split."""
     best = [answer.recommended for answer in answers]
-    names = [f"{a.gpus} GPUs, staleness {a.recommended.split.staleness}" for a in answers]
+    names = [f"{answer.gpus:,}" for answer in answers]
     data: list[dict[str, Any]] = [
         {"type": "bar", "x": names, "y": [getattr(made, part) for made in best], "name": part,
          "marker": {"color": colour}} for part, colour in PARTS.items()]
     data.append({"type": "scatter", "mode": "markers", "x": names, "y": [made.seconds for made in best],
                  "name": "whole step", "marker": {"color": "@ink", "symbol": "line-ew-open", "size": 26}})
     made = chart("Where the time goes", "The recommended split of each number of GPUs. Bars above the mark are work "
-                 "that pools do side by side.", data, ("", "Seconds"))
+                 "that pools do side by side.", data, ("GPUs", "Seconds"))
     made.layout["barmode"] = "stack"
+    made.layout["xaxis"] |= {"type": "category"}
     return made
 
 

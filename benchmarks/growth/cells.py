@@ -33,9 +33,11 @@ class Cell:
     samples: int
     """Rows of one repeat; 1 for activities that have none."""
     seconds: list[float]
-    """Of each repeat; empty where the cell was skipped because it would have taken longer than `CELL_S`."""
+    """CPU seconds of each repeat; empty where the cell was skipped because it would have taken longer than `CELL_S`."""
     peak_mib: float
     """Highest resident memory of the role's process meanwhile."""
+    cpu_share: float = 1.0
+    """CPU time over wall time: well below 1, others ran, and shared caches and memory bandwidth with it."""
 
     @property
     def seconds_per_sample(self) -> float:
@@ -70,9 +72,9 @@ def role_cells(name: str, role: type[Role], size: Size, directory: Path) -> Iter
     """
     with SideProcess(f"{name} at {size.name}", partial(role, size), directory) as process:
         for activity, length in role.tasks():
-            peak, *seconds = process.turn(4 * CELL_S).proof
+            peak, share, *seconds = process.turn(4 * CELL_S).proof
             samples = role.samples(size, (activity, length))
-            yield Cell(size.name, size.parameters, name, activity, length, samples, seconds, peak)
+            yield Cell(size.name, size.parameters, name, activity, length, samples, seconds, peak, share)
 
 
 class Study:

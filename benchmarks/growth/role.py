@@ -1,4 +1,8 @@
-"""A role under measurement, alone in its process: what it does at one response length, timed from inside."""
+"""A role under measurement, alone in its process: what it does at one response length, timed from inside.
+
+Times are CPU time of the process. Its one computing thread never waits, so on a quiet machine that is wall time; on a
+busy one it is nearer to it than wall time would be.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +15,7 @@ import torch
 from benchmarks.growth.settings import CELL_S, LENGTHS, REPEATS, REPEATS_S, Size
 
 Work = Callable[[], Any]
-"""One repeat. Where only a part of it is meant, it returns that part's seconds."""
+"""One repeat. Where only a part of it is meant, it returns that part's CPU seconds."""
 Task = tuple[str, int]
 """An activity and a response length."""
 ANY_LENGTH = 0
@@ -58,12 +62,14 @@ class Role:
         """Repeat the next task, unless it would take too long; returns samples of all repeats."""
         task = next(self._tasks)
         samples = self.samples(self.size, task)
-        self._proof, seconds = [0.0], []
+        self._proof, seconds = [0.0, 1.0], []
         if self._expected_s(task, samples) <= CELL_S:
             work = self.work(task[0], task[1], samples)
             forget_peak()
+            began, cpu_began = time.perf_counter(), time.process_time()
             seconds = repeated(work)
-            self._proof = [peak_mib(), *seconds]
+            share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
+            self._proof = [peak_mib(), share, *seconds]
         self._before = (task, samples, seconds)
         return float(samples * len(seconds))
 
@@ -76,17 +82,18 @@ class Role:
         return median(seconds) * samples * task[1] / (known * length) if seconds else float("inf")
 
     def proof(self) -> list[float]:
-        """Highest resident memory in MiB, then seconds of each repeat: none where the task was skipped."""
+        """Highest resident memory in MiB, CPU time over wall time, then seconds of each repeat: none where the task was
+        skipped."""
         return self._proof
 
 
 def repeated(work: Work) -> list[float]:
-    """Seconds of up to `REPEATS` repeats; as the work tells them, where it does (only a part of it is meant then)."""
+    """CPU seconds of up to `REPEATS` repeats; as the work tells them, where it does."""
     seconds: list[float] = []
     while len(seconds) < REPEATS and sum(seconds) < REPEATS_S:
-        began = time.perf_counter()
+        began = time.process_time()
         told = work()
-        seconds.append(told if isinstance(told, float) else time.perf_counter() - began)
+        seconds.append(told if isinstance(told, float) else time.process_time() - began)
     return seconds
 
 

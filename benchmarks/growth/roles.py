@@ -66,12 +66,12 @@ class GeneratorRole(Role):
             self._version += 1
             sent = Publication(self._version, self._plan, lambda names: {name: self._weights[name] for name in names})
             buckets = [bucket for i in range(sent.count) if (bucket := sent.bucket(i))]
-            began = time.perf_counter()
+            began = time.process_time()
             await self._generator.begin_weights(self._version, sent.count)
             for bucket in buckets:
                 await self._generator.load_weights(bucket)
             await self._generator.finish_weights(self._version)
-            self._received_s = time.perf_counter() - began
+            self._received_s = time.process_time() - began
 
         def work() -> float:
             self._loop.run_until_complete(receive())

@@ -16,8 +16,10 @@ from rlhf_ray.planning.learning import STATE_BYTES, Duration, Group, longer
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.workload import Workload
 
-STALENESS = (0, 1, 2, 4)
+STALENESS = (0, 1, 2, 3, 4)
 TENSOR_PARALLEL = (2, 4, 8)
+IN_FLIGHT = 10
+"""Numbers of responses under way that are tried, each a square root of two fewer than the one before."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,19 @@ def taking_turns(policy: ModelShape, hardware: Hardware, work: Workload, gpus: i
 def drawing(
     engine: Engine, work: Workload, share: float, staleness: int, learning: Duration, batch: Duration, pause: float
 ) -> tuple[Duration, float]:
-    """The generators' side of a step with staleness: how long it takes, and how much of that they compute."""
-    if staleness == 1:
-        return batch, batch.seconds - pause
-    under_way = staleness * share
-    flowing = Duration(engine.flowing_s(work, share, under_way) + pause, flowing_bound(engine, work, under_way))
-    longest = Duration(engine.longest_s(work, under_way) / (staleness - 1), "longest response")
-    slower = longer(flowing, longest)
-    # Nobody is made to use the staleness that is allowed.
-    return (batch, batch.seconds - pause) if batch.seconds < slower.seconds else (slower, flowing.seconds - pause)
+    """The generators' side of a step with staleness: how long it takes, and how much of that they compute.
+
+    Fewer responses under way make each of them faster and all of them slower, so the best of some numbers is taken.
+    """
+    options = [(batch, batch.seconds)]  # nobody is made to use the staleness that is allowed
+    for number in range(IN_FLIGHT if staleness > 1 else 0):
+        under_way = staleness * share / 2 ** (number / 2)
+        flowing = engine.flowing_s(work, share, under_way) + pause
+        longest = engine.longest_s(work, under_way) / (staleness - 1)
+        options.append((longer(Duration(flowing, flowing_bound(engine, work, under_way)),
+                               Duration(longest, "longest response")), flowing))
+    best_one, computing = min(options, key=lambda option: option[0].seconds)
+    return best_one, computing - pause
 
 
 def publication(engine: Engine) -> tuple[float, float]:

@@ -91,9 +91,9 @@ class TestRole:
     def test_what_would_take_too_long_is_skipped_with_all_longer_ones(self, tmp_path: Path) -> None:
         role = self.Sleepy(replace(SIZES[0], tokens=1), tmp_path)
         proofs = [(role.run(), role.proof())[1] for _ in self.Sleepy.tasks()]
-        assert [len(proof) - 1 for proof in proofs[:4]] == [3, 1, 1, 0], "100 s at 512 tokens: 200 s at 1024"
-        assert len(proofs[4]) > 1, "another activity begins anew"
-        assert len(proofs) == 2 * len(LENGTHS) + 1 and len(proofs[-1]) == 4
+        assert [len(proof) - 2 for proof in proofs[:4]] == [3, 1, 1, 0], "100 s at 512 tokens: 200 s at 1024"
+        assert len(proofs[4]) > 2, "another activity begins anew"
+        assert len(proofs) == 2 * len(LENGTHS) + 1 and len(proofs[-1]) == 5
         assert proofs[0][0] > 10, "MiB of this process"
 
     def test_activities_without_a_length_come_once(self) -> None:

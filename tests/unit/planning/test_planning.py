@@ -175,6 +175,12 @@ class TestStep:
         seconds = [self.made(staleness).seconds for staleness in STALENESS]
         assert seconds == sorted(seconds, reverse=True)
 
+    def test_fewer_under_way_make_the_longest_response_faster(self):
+        tight, free = self.made(2, generators=128, learners=1024), self.made(4, generators=128, learners=1024)
+        engine = Engine(LLAMA_70B, H100, 8)
+        everything = engine.longest_s(self.WORK, 4 * 2048 / 16) / 3
+        assert free.seconds < everything < tight.seconds
+
     def test_the_longest_response_bounds_large_clusters(self):
         assert best(LLAMA_70B, H100, self.WORK, 1024, 1).bound == "longest response"
         assert best(LLAMA_70B, H100, self.WORK, 64, 1).bound == "operations of training"
