@@ -25,7 +25,10 @@ def make_models(directory: Path, size: Size) -> None:
     torch.manual_seed(SEED)
     policy, reward = directory / POLICY, directory / REWARD
     train_tokenizer((review.text for review in make_reviews(REVIEWS_FOR_TOKENIZER, SEED)), VOCABULARY, policy)
-    new_causal_lm(NewModelConfig(architecture=size.architecture, tokenizer=str(policy))).save_pretrained(policy)
+    model = new_causal_lm(NewModelConfig(architecture=size.architecture, tokenizer=str(policy)))
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = None  # vLLM would end responses there, whatever else is asked for
+    model.save_pretrained(policy)
     load_scalar_model(policy_config(directory), new_head=True).save_pretrained(reward)
     load_tokenizer(policy_config(directory)).save_pretrained(reward)
 
