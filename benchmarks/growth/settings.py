@@ -15,7 +15,7 @@ SEQUENCES = 8
 """Responses that a generator draws at the same time, and in one repeat. The same everywhere: a decoding step's time
 depends on it."""
 MICRO_BATCH_TOKENS = 2 * CONTEXT
-REPEATS, REPEATS_S = 3, 8.0
+REPEATS, REPEATS_S = 3, 4.0
 """Repeats of a cell; no further one begins after `REPEATS_S` seconds."""
 CELL_S = 150.0
 """A cell that would take longer than this, judged by the one before, is skipped."""
@@ -58,7 +58,7 @@ SIZES = (
     Size("1M", hidden=128, layers=4, heads=4, tokens=8 * CONTEXT),
     Size("5M", hidden=256, layers=6, heads=4, tokens=8 * CONTEXT),
     Size("25M", hidden=512, layers=7, heads=8, tokens=4 * CONTEXT),
-    Size("100M", hidden=768, layers=13, heads=12, tokens=2 * CONTEXT),
+    Size("100M", hidden=768, layers=13, heads=12, tokens=CONTEXT),
 )
 
 
