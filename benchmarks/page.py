@@ -1,7 +1,8 @@
 """The results as one self-contained page: every figure against its goal, the spread of its repeats, the machines."""
 
 import json
-from collections.abc import Iterable
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from rlhf_ray.observability.progress import duration
 FILE = "index.html"
 HEADINGS = (("Figure", ""), ("Value", "num"), ("Goal", "num"), ("Lowest to highest", "num"), ("Ours", ""),
             ("Beside", ""), ("Measured", ""))
+DRAWINGS = {"growth.svg": "How cost grows with model size and length, role by role",
+            "cluster_model.svg": "On paper: a 70B policy on 64 to 1024 GPUs"}
+"""What other commands may have left beside the page."""
 ABOUT = ("Each ratio is of two sides measured in one run on one machine, in turns; its value is the median over the "
          "repeats. docs/benchmarks.md says what each side does.")
 
@@ -24,12 +28,18 @@ def write_page(summary: Summary, latest: RunFacts, directory: Path) -> Path:
     """Write the page of all that is known; returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE
-    path.write_text(page(summary, latest), encoding="utf-8")
+    drawings = {words: (directory / name).read_bytes() for name, words in DRAWINGS.items()
+                if (directory / name).exists()}
+    path.write_text(page(summary, latest, drawings), encoding="utf-8")
     return path
 
 
-def page(summary: Summary, latest: RunFacts) -> str:
-    """One HTML document."""
+def page(summary: Summary, latest: RunFacts, drawings: Mapping[str, bytes] | None = None) -> str:
+    """One HTML document.
+
+    Args:
+        drawings: more SVGs to show, by their titles.
+    """
     measured = {name: summary.measured[name] for name in ordered(list(summary.measured))}
     charts = charts_of(measured)
     body = [
@@ -37,6 +47,7 @@ def page(summary: Summary, latest: RunFacts) -> str:
         html.tiles(tiles(summary)),
         table(measured),
         html.curves(charts),
+        *(drawing(words, svg) for words, svg in (drawings or {}).items()),
         *(html.folded_text(f"More about {name}", as_text(m.figure.more)) for name, m in measured.items()),
         *(html.folded_text(f"Machine of the run of {when(run)}", as_text(run.machine))
           for run in {m.run.time: m.run for m in measured.values()}.values()),
@@ -118,6 +129,13 @@ def side(value: float | None, figure: Figure, what: str) -> str:
     """What a side is, and what it came to."""
     parts: Iterable[str] = (what, "" if value is None else shown(value, figure.unit))
     return "<br>".join(escape(part) for part in parts if part)
+
+
+def drawing(title: str, svg: bytes) -> str:
+    """An SVG as an image, so that its styles stay its own."""
+    source = f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
+    return (f'<h2>{escape(title)}</h2><div class="card scroll"><img src="{source}" alt="{escape(title)}" '
+            'style="width:100%;min-width:900px"></div>')
 
 
 def when(run: RunFacts) -> str:

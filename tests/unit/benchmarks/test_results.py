@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.figure import Figure
-from benchmarks.page import page
+from benchmarks.page import page, write_page
 from benchmarks.page_charts import charts_of, lead
 from benchmarks.summary import RunFacts, Summary, read_summary
 from benchmarks.waiting import time_left
@@ -153,6 +153,11 @@ class TestPage:
         missing = [title for name, title in TITLES.items() if name not in ("learner_vs_torch", "async_speedup")]
         assert escape(f"Not measured yet: {', '.join(missing)}.") in text
         assert "Kept from earlier runs, of the date and commit beside them: Learner beside bare torch." in text
+
+    def test_what_other_commands_drew_is_shown_and_carried_inside(self, tmp_path: Path) -> None:
+        (tmp_path / "growth.svg").write_text("<svg/>")
+        text = write_page(Summary(), TUESDAY, tmp_path).read_text()
+        assert 'src="data:image/svg+xml;base64,PHN2Zy8+"' in text and text.count("<img") == 1
 
     def test_right_of_one_the_goal_is_reached_whichever_way_is_good(self) -> None:
         assert lead(figure(2.0, 1.6), 2.0) == pytest.approx(1.25)
