@@ -22,6 +22,7 @@ NAMES = (
     "learner_vs_padded",
     "publish_vs_copies_100mb",
     "coordinator_scale",
+    "vs_trl",
 )
 """Modules of this package, in the order in which they run; most are named like the figure they give."""
 RESULTS = Path(__file__).parent / "results"

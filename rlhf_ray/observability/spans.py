@@ -43,6 +43,8 @@ class StepClock:
         self._spans: list[Span] = []
         self.under_way: set[Task] = set()
         """Calls that are not over."""
+        self.first_end: dict[str, float] = {}
+        """When the first work of each role was over."""
 
     def add(self, role: str, start: float, end: float, worker: int = 0) -> None:
         """Record work that is over.
@@ -53,6 +55,7 @@ class StepClock:
         if end < start:
             raise ValueError(f"span of {role}[{worker}] ends at {end:.6f}, before its start at {start:.6f}")
         self._spans.append(Span(role, worker, start, end))
+        self.first_end.setdefault(role, end)
 
     def add_returned(self, role: str, seconds: float, worker: int = 0) -> None:
         """Record a call of `seconds` (the worker's own measure) whose answer came just now, from any host."""

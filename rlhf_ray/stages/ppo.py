@@ -108,9 +108,11 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
         finally:
             metrics.close()
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
+    first_rollout = team.clock.first_end.get("phase:generate", team.clock.now())
     return {
         "stage": "ppo", **stopped, "steps": coordinator.state.step, "samples": coordinator.state.samples,
         "seconds": time.perf_counter() - began, "seconds_loop": seconds,
+        "first_rollout_at": round(time.time() - (team.clock.now() - first_rollout), 3),
         "samples_per_second": (coordinator.state.samples - samples_before) / seconds, **evaluations.summary(),
         **coordinator.best.summary(), "ledger": samples,
     }

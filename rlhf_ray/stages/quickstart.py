@@ -49,7 +49,7 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
         raise ConfigError("the quickstart ends with the judge's verdict on held-out responses: leave logging.judge and "
                           "evaluation as they are, or run `rlhf-ray ppo` by itself")
     refuse_other_seed(directory, seed)
-    seconds = {"data": timed(lambda: _make_data(directory, seed))}
+    seconds = {"data": timed(lambda: make_data(directory, seed))}
     print("starting Ray")
     with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "quickstart"):
         seconds |= make_models(directory, seed)
@@ -67,7 +67,7 @@ def make_models(directory: Path, seed: int) -> dict[str, float]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    _make_data(directory, seed)
+    make_data(directory, seed)
     seconds = {"sft": run_once("sft", lambda: sft.run(_config("sft", directory, seed), True), directory / "sft")}
     pairs = run_once("preferences", lambda: preferences.run(_config("preferences", directory, seed), True),
                      directory / "preferences")
@@ -81,7 +81,7 @@ def _config(stage: str, directory: Path, seed: int, overrides: list[str] | None 
     return RECIPE.config(stage, directory, seed, overrides)
 
 
-def _make_data(directory: Path, seed: int) -> None:
+def make_data(directory: Path, seed: int) -> None:
     """Reviews, prompts and the tokenizer; kept when they are there already."""
     data = directory / "data"
     if (data / "tokenizer" / "tokenizer.json").is_file():
