@@ -23,6 +23,7 @@ NAMES = (
     "publish_vs_copies_100mb",
     "coordinator_scale",
     "vs_trl",
+    "first_token",
 )
 """Modules of this package, in the order in which they run; most are named like the figure they give."""
 RESULTS = Path(__file__).parent / "results"

@@ -11,17 +11,17 @@ import time
 from pathlib import Path
 from statistics import median
 
+from benchmarks.elsewhere import elsewhere
 from benchmarks.figure import Figure
 from benchmarks.side_process import QUOTED_LOG, SideFailed
-from benchmarks.workload import prompts
 from rlhf_ray.config.load import save
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.models.loading import load_scalar_model, load_tokenizer
 from rlhf_ray.stages.quickstart import RECIPE
 
 GOAL_S = 25.0
 STARTS = 3
+PROMPTS = 256
 TIMEOUT_S = 240.0
 
 
@@ -32,21 +32,29 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
         SideFailed: a run failed.
     """
     home = directory / "first_token"
-    config = prepare(directory, home)
+    elsewhere(prepare, directory, home)
+    config = first_step(directory, home)
     seconds = [start(config, home / f"run_{number}") for number in range(min(repeats, STARTS) + 1)][1:]
     return {"first_token_seconds": Figure(
         value=median(seconds), repeats=seconds, better="lower", goal=GOAL_S, unit="s", ours=median(seconds),
         ours_is="from the command rlhf-ray ppo to its first rollout")}
 
 
-def prepare(workload: Path, home: Path) -> PPOConfig:
-    """The quickstart's PPO stage of one step, on the workload's model and prompts and a reward model of random head."""
+def prepare(workload: Path, home: Path) -> None:
+    """A reward model with a random head on the workload's model, and its prompts as a file."""
+    from benchmarks.workload import prompts
+    from rlhf_ray.models.loading import load_scalar_model, load_tokenizer
+
     home.mkdir()
     model = ModelConfig(path=str(workload))
     load_scalar_model(model, new_head=True).save_pretrained(home / "reward_model")
     load_tokenizer(model).save_pretrained(home / "reward_model")
-    (home / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n"
-                                                for text in prompts(workload, 256).texts))
+    texts = prompts(workload, PROMPTS).texts
+    (home / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+
+def first_step(workload: Path, home: Path) -> PPOConfig:
+    """The quickstart's PPO stage, of one step."""
     return RECIPE.config("ppo", home, 0, [
         "--run.steps=1", "--evaluation=null", f"--model.path={workload}",
         f"--rewards.preference.path={home / 'reward_model'}", f"--prompts.path={home / 'prompts.jsonl'}"])

@@ -6,14 +6,12 @@ both policies have come to is measured at last: speed at the price of quality wo
 """
 
 import json
-import multiprocessing
 import sys
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
+from benchmarks.elsewhere import elsewhere
 from benchmarks.figure import Figure
 from benchmarks.trl.environment import trl_python
 from benchmarks.trl.models import models
@@ -22,7 +20,6 @@ from rlhf_ray.config.load import resolve, save
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.stages.quickstart import RECIPE
 
-T = TypeVar("T")
 GOAL = 2.0
 TURNS, UPDATES_A_TURN = 5, 7
 """36 updates in all with the one that warms up, as the quickstart makes. The first of a turn is not counted."""
@@ -111,9 +108,3 @@ def qualities(directory: Path, models: Path) -> dict[str, dict[str, float]]:
     policies = {"before": models / "sft" / "model", "ours": directory / "ours" / "model",
                 "TRL": directory / "trl" / "model"}
     return {name: quality(path, models) for name, path in policies.items()}
-
-
-def elsewhere(work: Callable[..., T], *arguments: object) -> T:
-    """Do something in a process of its own, so that this one stays small."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()

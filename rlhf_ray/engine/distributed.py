@@ -36,10 +36,24 @@ def join(address: str, rank: int, world: int, timeout_s: float) -> None:
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _import_muon_uncompiled()
     deepspeed.init_distributed(
         dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, init_method=address,
         rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
     )
+
+
+def _import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon optimizer as plain Python. DeepSpeed asks whether ours is one, and the import alone,
+    whose functions are marked for compilation, would load all of torch's compiler: a third of a learner's start."""
+    from deepspeed.runtime import compiler
+
+    marked = compiler.compile
+    compiler.compile = lambda *_, **__: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = marked
 
 
 def leave() -> None:

@@ -110,17 +110,29 @@ def check_scalar_head(config: ModelConfig) -> None:
     Raises:
         ModelError: says what it is instead, or why its configuration cannot be read.
     """
-    from transformers import AutoConfig
-
     try:
-        shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+        heads, labels = _heads_and_labels(config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
-    heads = shape.architectures or []
-    if not any("SequenceClassification" in name for name in heads) or shape.num_labels != 1:
+    if not any("SequenceClassification" in name for name in heads) or labels != 1:
         raise ModelError(f"{config.path!r} is no reward model: it has architectures {heads} with "
-                         f"{shape.num_labels} labels, and a sequence classifier with one label is needed. "
+                         f"{labels} labels, and a sequence classifier with one label is needed. "
                          "Train one with `rlhf-ray reward-model`.")
+
+
+def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
+    """Architectures and number of labels that a model's configuration names.
+
+    A local file of a known kind is read as it is: the kind's own class would import all of transformers' model code.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, AutoConfig
+
+    file = Path(config.path) / "config.json"
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    if values.get("model_type") in CONFIG_MAPPING_NAMES:
+        return values.get("architectures") or [], values.get("num_labels") or len(values.get("id2label") or "01")
+    shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    return shape.architectures or [], shape.num_labels
 
 
 def new_causal_lm(config: NewModelConfig) -> "PreTrainedModel":

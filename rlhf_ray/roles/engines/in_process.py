@@ -148,6 +148,7 @@ class InProcessEngine:
 
             inspect_architectures(self._settings)
             config = engine_arguments(self._settings).create_engine_config()
+            gc.freeze()  # vLLM collects garbage five times as it starts; what was imported is none
             self._engine = LLMEngine(
                 config, Executor.get_class(config), log_stats=False, multiprocess_mode=False
             )

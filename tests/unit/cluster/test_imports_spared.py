@@ -1,0 +1,27 @@
+"""While a role starts, the garbage collector rests; afterwards it works as before, and leaves the imports alone."""
+
+import gc
+
+import pytest
+
+from rlhf_ray.cluster.group import imports_spared
+
+
+def test_nothing_is_collected_while_a_role_starts_and_what_it_left_is_frozen():
+    frozen = gc.get_freeze_count()
+    try:
+        with imports_spared():
+            assert not gc.isenabled()
+            left = [[] for _ in range(1000)]
+        assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(left)
+    finally:
+        gc.unfreeze()
+
+
+def test_the_collector_works_again_after_a_start_that_failed():
+    try:
+        with pytest.raises(RuntimeError), imports_spared():
+            raise RuntimeError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
