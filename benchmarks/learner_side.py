@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.workload import SEED, experience, model_config
+from benchmarks.learner_rows import experience
+from benchmarks.workload import SEED, model_config
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
 from rlhf_ray.records import Experience
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
-ROWS = 128
 LEARNING_RATE = 1e-5
 ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=4, whiten_advantages=False)
 """Four optimizer steps of 32 rows a turn. (Whitening happens once an update and is not what is compared.)"""
@@ -21,12 +21,14 @@ LEARNER = PolicyConfig(micro_batch_tokens=1536, optimizer=OptimizerConfig(learni
 class LearnerSide:
     """`PolicyLearner.update` on the workload's rows, which lie end to end without padding."""
 
+    learner = PolicyLearner
+
     def __init__(self, directory: Path) -> None:
         torch.set_num_threads(1)
-        self._learner = PolicyLearner(LEARNER, model_config(directory), rank=0, world=1, seed=SEED, total_steps=10**6,
-                                      algorithm=ALGORITHM, temperature=1.0)
+        whole = experience(directory)
+        self._learner = self.learner(LEARNER, model_config(directory), rank=0, world=1, seed=SEED, total_steps=10**6,
+                                     algorithm=ALGORITHM, temperature=1.0)
         self._learner.start(self._learner.rendezvous("127.0.0.1"), timeout_s=600.0)
-        whole = experience(directory, ROWS)
         self._tokens = float(len(whole.tokens))
         self._experience = self.rows(whole)
         self._step, self._grad_norm = 0, 0.0

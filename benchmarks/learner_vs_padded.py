@@ -1,17 +1,40 @@
-"""What packing gives: the same learner on rows laid end to end, and on rows padded to the longest of them."""
+"""What packing gives: the same learner on rows laid end to end, and on rows padded to the longest of them.
+
+The goal is the workload's padding ratio: computing on that many fewer tokens should be that much faster.
+"""
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from benchmarks.comparison import Benchmark
+from benchmarks.comparison import Benchmark, compare
+from benchmarks.figure import Figure
+from benchmarks.learner_rows import RESPONSE_TOKENS, experience, padding_ratio
 from benchmarks.learner_side import LearnerSide
-from rlhf_ray.records import Experience, offsets_of
+from rlhf_ray.records import Batch, Experience, offsets_of
+from rlhf_ray.roles.micro_batch import MicroBatch
+from rlhf_ray.roles.policy_learner import PolicyLearner
+
+
+class PaddedPolicyLearner(PolicyLearner):
+    """Works out log-probabilities at every place that has room for a response token, and uses the real ones."""
+
+    def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """As the policy learner's."""
+        micro = MicroBatch(part, self.engine.device)
+        room = torch.as_tensor(np.flatnonzero(response_room(part)), device=self.engine.device)
+        logprobs, _ = self.engine.forward(micro.tokens, micro.packing, room)
+        return self.objective(micro, logprobs[torch.isin(room, micro.predicted)], None)
 
 
 class PaddedLearnerSide(LearnerSide):
     """Every row is given its padding as tokens of its own, which carry no loss."""
+
+    learner = PaddedPolicyLearner
 
     def rows(self, whole: Experience) -> Experience:
         """The same rows, all as long as the longest; padding follows the response, where no real token sees it."""
@@ -25,7 +48,20 @@ class PaddedLearnerSide(LearnerSide):
         return replace(whole, offsets=offsets_of(np.full(count, longest)), **columns)
 
 
-BENCHMARK = Benchmark(
+def response_room(part: Batch) -> np.ndarray:
+    """[T] True from each row's first response token on, for as many tokens as a response may have, to the row's end."""
+    rows = part.response_mask.reshape(len(part), -1)
+    since = np.arange(rows.shape[1]) - rows.argmax(axis=1)[:, None]
+    return ((since >= 0) & (since < RESPONSE_TOKENS)).ravel()
+
+
+SIDES = Benchmark(
     ours=LearnerSide, theirs=PaddedLearnerSide, ours_is="PolicyLearner, packed rows",
     theirs_is="PolicyLearner, rows padded to the longest", unit="tokens/s", goal=1.0, tolerance=1e-3,
 )
+
+
+def measure(directory: Path, repeats: int) -> dict[str, Figure]:
+    """The figure, held against the padding ratio of the rows that were used."""
+    figure = compare("learner_vs_padded", SIDES, directory, repeats)
+    return {"learner_vs_padded": replace(figure, goal=round(padding_ratio(experience(directory).lengths), 3))}

@@ -1,61 +1,67 @@
 """What the learner costs or gains: its update against the few lines of torch that make the same update.
 
-The bare loop does what such loops do: whole mini-batches as padded rows, log-probabilities of every position, one
-forward and backward pass, fused AdamW. It makes the same steps: same rows, clipped loss, gradient clipping.
+The bare loop is what somebody in a hurry to be fast writes by hand: a mini-batch's rows end to end in one forward and
+backward pass, padding inside attention alone, logits where a response token needs them, fused AdamW. It makes the same
+steps: same rows, clipped loss, gradient clipping.
 """
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from benchmarks.comparison import Benchmark
-from benchmarks.learner_side import ALGORITHM, LEARNER, LEARNING_RATE, ROWS, LearnerSide
-from benchmarks.workload import SEED, experience
-from rlhf_ray.records import Experience
+from benchmarks.learner_rows import ROWS, experience
+from benchmarks.learner_side import ALGORITHM, LEARNER, LEARNING_RATE, LearnerSide
+from benchmarks.workload import SEED
 from rlhf_ray.roles.updates import mini_batches
 
 
 class BareTorchSide:
-    """A loop without DeepSpeed, packing or records."""
+    """A loop without DeepSpeed, records or statistics."""
 
     def __init__(self, directory: Path) -> None:
         torch.set_num_threads(1)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+        AttentionInterface.register("rows", attention_within_rows)
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="rows")
         self._model.train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0,
                                             betas=LEARNER.optimizer.betas, eps=LEARNER.optimizer.eps, fused=True)
-        whole = experience(directory, ROWS)
-        self._lengths = torch.as_tensor(whole.lengths)
-        self._tokens, self._mask = padded(whole, "tokens").long(), padded(whole, "response_mask").float()
-        self._old, self._advantages = padded(whole, "old_logprobs"), padded(whole, "advantages")
+        whole = experience(directory)
+        self._starts, self._lengths = torch.as_tensor(whole.offsets[:-1]), torch.as_tensor(whole.lengths)
+        self._tokens, self._mask = torch.as_tensor(whole.tokens).long(), torch.as_tensor(whole.response_mask)
+        self._old, self._advantages = torch.as_tensor(whole.old_logprobs), torch.as_tensor(whole.advantages)
         self._step, self._norms = 0, [0.0]
 
     def run(self) -> float:
-        """One pass over all rows in mini-batches; returns their tokens, padding not counted."""
+        """One pass over all rows in mini-batches; returns their tokens."""
         self._step += 1
         plan = mini_batches(ROWS, ALGORITHM.epochs, ALGORITHM.mini_batches, SEED, self._step)
-        self._norms = [self._optimizer_step(torch.as_tensor(rows)) for rows in plan]
+        self._norms = [self._optimizer_step(rows) for rows in plan]
         return float(self._lengths.sum())
 
     def proof(self) -> list[float]:
         """Mean norm of the gradients."""
-        return [sum(self._norms) / len(self._norms)]
+        return [float(np.mean(self._norms))]
 
-    def _optimizer_step(self, rows: Tensor) -> float:
-        longest = int(self._lengths[rows].max())
-        tokens, mask, old, advantages = (
-            column[rows, :longest] for column in (self._tokens, self._mask, self._old, self._advantages))
-        # Padding stands behind every real token, so causal attention needs no mask for it.
-        logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1]
-        targets = tokens[:, 1:]
-        logprobs = -cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        ratio, gain = (logprobs - old[:, 1:]).exp(), advantages[:, 1:]
+    def _optimizer_step(self, rows: np.ndarray) -> float:
+        lengths = self._lengths[rows]
+        places = torch.arange(int(lengths.max()))
+        real = places < lengths[:, None]
+        chosen = (self._starts[rows][:, None] + places)[real]  # [T] the rows' tokens in the whole batch
+        positions = places.expand_as(real)[real]
+        tokens, mask = self._tokens[chosen], self._mask[chosen]
+        hidden = self._model.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
+                                   real=real).last_hidden_state[0]
+        predicted = mask.nonzero()[:, 0]
+        logprobs = -cross_entropy(self._model.lm_head(hidden[predicted - 1]), tokens[predicted], reduction="none")
+        ratio, gain = (logprobs - self._old[chosen][mask]).exp(), self._advantages[chosen][mask]
         clipped = ratio.clamp(1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
-        loss = -(torch.minimum(ratio * gain, clipped * gain) * mask[:, 1:]).sum() / mask.sum()
+        loss = -torch.minimum(ratio * gain, clipped * gain).mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), LEARNER.optimizer.grad_clip)
         self._optimizer.step()
@@ -63,13 +69,23 @@ class BareTorchSide:
         return float(norm)
 
 
-def padded(whole: Experience, column: str) -> Tensor:
-    """[N, L] a per-token column, zeros behind each row's end."""
-    rows = [torch.as_tensor(whole.row(i, column).copy()) for i in range(len(whole))]
-    return pad_sequence(rows, batch_first=True)
+def attention_within_rows(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, real: Tensor,
+    scaling: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of packed rows, laid out as the grid [N, L] whose places `real` hold tokens."""
+    places = real.flatten().nonzero()[:, 0]
+
+    def grid(packed: Tensor) -> Tensor:
+        flat = packed[0].transpose(0, 1)
+        laid_out = flat.new_zeros(real.numel(), *flat.shape[1:]).index_copy(0, places, flat)
+        return laid_out.view(*real.shape, *flat.shape[1:]).transpose(1, 2)
+
+    out = scaled_dot_product_attention(grid(query), grid(key), grid(value), is_causal=True, scale=scaling)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, places)[None], None
 
 
 BENCHMARK = Benchmark(
-    ours=LearnerSide, theirs=BareTorchSide, ours_is="PolicyLearner", theirs_is="bare torch loop, padded rows",
+    ours=LearnerSide, theirs=BareTorchSide, ours_is="PolicyLearner", theirs_is="bare torch loop, packed rows",
     unit="tokens/s", goal=0.9, tolerance=1e-3,
 )

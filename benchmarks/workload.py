@@ -14,10 +14,10 @@ from rlhf_ray.data.encoding import flat_tokens
 from rlhf_ray.data.reviews import make_openings, make_reviews
 from rlhf_ray.data.sequences import Sequences, sequences_of
 from rlhf_ray.data.tokenizer import train_tokenizer
-from rlhf_ray.models.loading import load_causal_lm, load_tokenizer, new_causal_lm
+from rlhf_ray.models.loading import load_tokenizer, new_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.records import Experience, Prompts, SampleKey, offsets_of
+from rlhf_ray.records import Prompts, offsets_of
 
 SEED = 0
 VOCABULARY = 1024
@@ -75,22 +75,3 @@ def rows(directory: Path, count: int, seed: int) -> Sequences:
     return sequences_of([([*prompt, *response, tokenizer.eos_token_id],
                           [*[False] * len(prompt), *[True] * (len(response) + 1)])
                          for prompt, response in zip(before, after, strict=True)])
-
-
-@torch.no_grad()
-def experience(directory: Path, count: int) -> Experience:
-    """Reviews the model was not trained on, as if it had sampled them, with its own log-probabilities as the old ones.
-
-    Advantages are random numbers.
-    """
-    whole = rows(directory, count, SEED + 1)
-    mask, random = whole.loss_mask, np.random.default_rng(SEED)
-    logprobs = np.zeros(len(mask), dtype=np.float32)
-    model = PackedLanguageModel(load_causal_lm(model_config(directory)))
-    logprobs[mask] = model(torch.as_tensor(whole.tokens.astype(np.int64)), Packing.of(whole.lengths),
-                           torch.as_tensor(np.flatnonzero(mask)))[0].numpy()
-    advantages = np.where(mask, random.standard_normal(len(mask)), 0).astype(np.float32)
-    return Experience(
-        offsets=whole.offsets, tokens=whole.tokens, response_mask=mask, behaviour_logprobs=logprobs,
-        old_logprobs=logprobs, reference_logprobs=logprobs, values=np.zeros_like(logprobs),
-        advantages=advantages, returns=advantages, keys=[SampleKey(0, row, 0) for row in range(count)])

@@ -10,6 +10,7 @@ from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfi
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.hub import check_on_hub
+from rlhf_ray.models.linear import use_onednn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -144,7 +145,7 @@ def new_causal_lm(config: NewModelConfig) -> "PreTrainedModel":
                                          bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
                                          pad_token_id=tokenizer.pad_token_id))
     model.set_attn_implementation(register())
-    return model.to(getattr(torch, config.dtype))
+    return use_onednn(model.to(getattr(torch, config.dtype)))
 
 
 def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
@@ -162,10 +163,10 @@ def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
 def _load(auto: Any, config: ModelConfig, packed: bool = True, **more: Any) -> "PreTrainedModel":
     attention = {"attn_implementation": register()} if packed else {}
     try:
-        return auto.from_pretrained(
+        return use_onednn(auto.from_pretrained(
             config.path, revision=config.revision, dtype=getattr(torch, config.dtype), use_safetensors=True,
             trust_remote_code=config.trust_remote_code, **attention, **more,
-        )
+        ))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
 

@@ -1,0 +1,73 @@
+"""Linear layers by oneDNN against torch's own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_ray.models.linear import SMALLEST, OneDNNLinear, use_onednn
+
+
+def layers(inputs, outputs, bias, dtype=torch.float32):
+    """The same layer twice: ours and torch's."""
+    torch.manual_seed(0)
+    plain = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    ours = use_onednn(nn.Sequential(copy.deepcopy(plain)))[0]
+    assert type(ours) is OneDNNLinear
+    return ours, plain
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (40, 24), (32, 32)])
+@pytest.mark.parametrize("shape", [(1, 7), (50,), (2, 3, 5), (0,)], ids=str)
+def test_outputs_and_gradients_are_torch_s(inputs, outputs, bias, shape):
+    ours, plain = layers(inputs, outputs, bias)
+    found = []
+    for layer in (ours, plain):
+        x = torch.randn(*shape, inputs, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = layer(x)
+        (y * torch.linspace(-1, 2, y.numel()).view_as(y)).sum().backward()
+        assert y.shape == (*shape, outputs) and (not bias or layer.bias.grad is not None)
+        found.append([y, x.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_inputs_and_gradients_may_lie_anyhow():
+    ours, plain = layers(24, 40, False)
+    x = torch.randn(24, 30).t()[::2].requires_grad_()
+    weights = torch.randn(40, 15).t()
+    (ours(x) * weights).sum().backward()
+    (plain(x.detach()) * weights).sum().backward()
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["input", "weight"])
+def test_only_what_is_asked_for_gets_a_gradient(trained):
+    layer, _ = layers(24, 24, False)
+    x = torch.randn(3, 24, requires_grad=trained == "input")
+    layer.weight.requires_grad_(trained == "weight")
+    layer(x).sum().backward()
+    assert (x.grad is not None, layer.weight.grad is not None) == (trained == "input", trained == "weight")
+
+
+def test_other_precisions_are_torch_s_to_the_bit():
+    x = torch.randn(9, 24)
+    ours, plain = layers(24, 40, True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ours(x).dtype == torch.bfloat16 and torch.equal(ours(x), plain(x))
+    for dtype in (torch.float64, torch.bfloat16):
+        ours, plain = layers(24, 40, True, dtype)
+        assert torch.equal(ours(x.to(dtype)), plain(x.to(dtype)))
+
+
+def test_a_model_keeps_its_parameters_and_its_smallest_layers(causal_lm):
+    before = causal_lm()
+    model = use_onednn(causal_lm())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in before.named_parameters()]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert len(linear) == 15 and all(type(m) is OneDNNLinear for m in linear)
+    head = use_onednn(nn.Sequential(nn.Linear(64, SMALLEST - 1)))
+    assert type(head[0]) is nn.Linear
