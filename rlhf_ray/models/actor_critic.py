@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from rlhf_ray.algorithms.masking import wide
-from rlhf_ray.models.packed_model import hidden_states, token_answers
+from rlhf_ray.models.packed_model import CHUNKS, Chunks, hidden_states, token_answers
 from rlhf_ray.models.packing import Packing
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ class PackedActorCritic(nn.Module):
     The value head is no part of `model`: what is published to generators and exported is the language model alone.
     """
 
-    def __init__(self, model: "PreTrainedModel", temperature: float = 1.0, chunk: int = 4096) -> None:
+    def __init__(self, model: "PreTrainedModel", temperature: float = 1.0, chunks: Chunks = CHUNKS) -> None:
         super().__init__()
-        self.model, self.temperature, self.chunk = model, temperature, chunk
+        self.model, self.temperature, self.chunks = model, temperature, chunks
         self.value_head = nn.Linear(model.config.hidden_size, 1, bias=False)
         nn.init.normal_(self.value_head.weight, std=(model.config.hidden_size + 1) ** -0.5)  # as `load_scalar_model`
 
@@ -31,6 +31,6 @@ class PackedActorCritic(nn.Module):
         """As `PackedLanguageModel.forward`, and with [n] float32 values of the states before the tokens asked about."""
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
         logprobs, entropies = token_answers(self.model, hidden, tokens[predicted], temperature or self.temperature,
-                                            self.chunk, entropy)
+                                            self.chunks, entropy)
         values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return logprobs, entropies, wide(values)

@@ -1,10 +1,12 @@
 """Transformers models run on packed rows: token log-probabilities of a language model, one number per token of a
 scalar model. These are the modules that DeepSpeed wraps, so all computation with parameters happens in `forward`."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rlhf_ray.algorithms.logprobs import entropy as entropy_of
 from rlhf_ray.algorithms.logprobs import token_logprobs
@@ -23,28 +25,53 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
     return output.last_hidden_state[0]
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """How many tokens' logits exist at a time."""
+
+    elements: int = 2**26
+    """Entries of the largest piece, tokens times vocabulary: 256 MiB of float32."""
+    most_tokens: int | None = None
+    """Cut every pass into as many pieces as one of so many tokens: for ranks whose calls of the head must match."""
+
+    def count(self, tokens: int, vocabulary: int) -> int:
+        """Pieces that `tokens` are cut into, which may be empty."""
+        rows = max(1, self.elements // vocabulary)
+        return max(1, -(-(tokens if self.most_tokens is None else self.most_tokens) // rows))
+
+
+CHUNKS = Chunks()
+
+
 def token_answers(
-    model: "PreTrainedModel", hidden: Tensor, targets: Tensor, temperature: float, chunk: int, entropy: bool
+    model: "PreTrainedModel", hidden: Tensor, targets: Tensor, temperature: float, chunks: Chunks, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """[n] log-probabilities of `targets` [n] given the states `hidden` [n, hidden] before them, and [n] entropies or
-    None. Logits exist for at most `chunk` of them at a time."""
-    head, logprobs, entropies = model.get_output_embeddings(), [], []
-    for start in range(0, max(len(targets), 1), chunk):
-        logits = head(hidden[start : start + chunk])[None]
-        logprobs.append(token_logprobs(logits, targets[None, start : start + chunk], temperature)[0])
-        if entropy:
-            entropies.append(entropy_of(wide(logits) / temperature)[0])
-    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+    None. Where they are cut into several pieces, the logits of one exist at a time, in the backward pass too: that
+    makes them again."""
+    head = model.get_output_embeddings()
+
+    def answers(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        logits = head(states)[None]
+        logprobs = token_logprobs(logits, tokens[None], temperature)[0]
+        return (logprobs, entropy_of(wide(logits) / temperature)[0]) if entropy else (logprobs,)
+
+    pieces = chunks.count(len(targets), model.config.get_text_config().vocab_size)
+    if pieces == 1:
+        found = [answers(hidden, targets)]
+    else:
+        found = [checkpoint(answers, *piece, use_reentrant=False)
+                 for piece in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), strict=True)]
+    logprobs, *entropies = map(torch.cat, zip(*found, strict=True))
+    return logprobs, entropies[0] if entropy else None
 
 
 class PackedLanguageModel(nn.Module):
     """A causal language model that answers with log-probabilities of tokens it is shown."""
 
-    def __init__(self, model: "PreTrainedModel", temperature: float = 1.0, chunk: int = 4096) -> None:
+    def __init__(self, model: "PreTrainedModel", temperature: float = 1.0, chunks: Chunks = CHUNKS) -> None:
         super().__init__()
-        self.model = model
-        self.temperature = temperature
-        self.chunk = chunk
+        self.model, self.temperature, self.chunks = model, temperature, chunks
 
     def forward(
         self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False,
@@ -52,7 +79,7 @@ class PackedLanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the tokens at `predicted` given what precedes them in their row.
 
-        Logits exist only for those positions, and for at most `chunk` of them at a time.
+        Logits exist only for those positions, and for no more of them at a time than `chunks` says.
 
         Args:
             tokens: [T] int64 packed rows.
@@ -65,7 +92,7 @@ class PackedLanguageModel(nn.Module):
             [n] float32 log-probabilities at the temperature, and [n] entropies in nats or None.
         """
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
-        return token_answers(self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunk,
+        return token_answers(self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunks,
                              entropy)
 
 

@@ -24,6 +24,7 @@ from rlhf_ray.engine.train_engine import StepResult, TrainEngine
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
+from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.records import WeightBucket
 from rlhf_ray.roles.adapter_checkpoint import check_description, save_description
 from rlhf_ray.roles.meter import Meter
@@ -127,6 +128,12 @@ class Learner:
     def lockstep(self) -> bool:
         """Whether every forward pass is a collective call."""
         return self.config.zero_stage == 3
+
+    @property
+    def chunks(self) -> Chunks:
+        """How the output head's work is cut. In lockstep, where each call of the head is a collective one, all ranks
+        cut alike, whatever is in their micro-batches."""
+        return Chunks(most_tokens=self.config.micro_batch_tokens if self.lockstep else None)
 
     def frozen_base(self) -> AbstractContextManager[None]:
         """Inside, the model is the one that training started from; without gradients.

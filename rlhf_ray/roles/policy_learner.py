@@ -52,7 +52,7 @@ class PolicyLearner(Learner):
 
     def build(self) -> PackedLanguageModel:
         """The language model, answering with log-probabilities at the sampling temperature."""
-        return PackedLanguageModel(load_causal_lm(self.model_config), self.temperature)
+        return PackedLanguageModel(load_causal_lm(self.model_config), self.temperature, self.chunks)
 
     def logprobs(self, rollout: Rollout) -> TokenScores:
         """Log-probabilities of this rank's contiguous share of the rows (`inference_plan`), under present weights."""

@@ -85,7 +85,7 @@ class SFTLearner(SupervisedLearner):
 
     def build(self) -> PackedLanguageModel:
         """The language model at temperature 1."""
-        return PackedLanguageModel(load_causal_lm(self.model_config))
+        return PackedLanguageModel(load_causal_lm(self.model_config), chunks=self.chunks)
 
     def loss(self, part: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean negative log-probability per predicted token, in nats."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,12 @@ class LearnerBench:
         self._address = address
         distributed.join(address, self._rank, self._world, timeout_s)
 
-    def make(self, cls: str, arguments: Mapping[str, Any]) -> None:
-        """Build and start a learner in place of the previous one."""
+    def make(self, cls: str, arguments: Mapping[str, Any], chunk_elements: int | None = None) -> None:
+        """Build and start a learner in place of the previous one, whose logits exist for so many entries at a time."""
         self._learner = CLASSES[cls](rank=self._rank, world=self._world, **arguments)
+        if chunk_elements:
+            build = self._learner.build
+            self._learner.build = lambda: in_chunks(build(), chunk_elements)
         self._learner.start(self._address, 300.0)
 
     def do(self, method: str, *args: Any) -> Any:
@@ -64,3 +68,9 @@ class LearnerBench:
     def leave(self) -> None:
         """Leave the process group."""
         distributed.leave()
+
+
+def in_chunks(module: Any, elements: int) -> Any:
+    """The module with smaller chunks of logits."""
+    module.chunks = replace(module.chunks, elements=elements)
+    return module

@@ -45,10 +45,10 @@ class Ranks:
     def __init__(self, floor, groups):
         self._loop, self._groups = floor.loop, groups
 
-    def make(self, ranks, cls, arguments):
-        """Let the ranks build a learner."""
+    def make(self, ranks, cls, arguments, chunk_elements=None):
+        """Let the ranks build a learner; see `LearnerBench.make`."""
         self._group = self._groups[ranks]
-        self._values("make", cls, arguments)
+        self._values("make", cls, arguments, chunk_elements)
         return self
 
     def do(self, method, *args):

@@ -246,6 +246,21 @@ def test_other_losses_do_not_depend_on_the_cut_either(ranks, files, experiences,
     assert_same_update(plain_policy(algo), before, learners.weights())
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("zero", "checkpointing"), [(0, False), (1, False), (3, False), (3, True)])
+def test_logits_in_chunks_make_the_same_update(ranks, files, experiences, plain_policy, world, zero, checkpointing):
+    """Chunks of five tokens: ranks with unequal micro-batches need unequal numbers of them, and must agree on one."""
+    algo, rollout = algorithm(entropy_coef=0.3), make_rollout(experiences[1])
+    arguments = policy_arguments(files, zero, 48, checkpointing, algo=algo)
+    learners = ranks.make(world, "PolicyLearner", arguments, 5 * VOCAB)
+    found = TokenScores.concat(learners.do("logprobs", rollout))
+    expected = plain_logprobs(load_policy(files.tied), rollout.tokens, rollout.offsets, rollout.response_mask)
+    assert np.abs(found.values - expected).max() < 1e-5
+    before = learners.weights()
+    learners.do("update", 0, 0.0, *experiences)
+    assert_same_update(plain_policy(algo), before, learners.weights())
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_the_penalty_in_the_loss_is_plain_torch_s(ranks, files, experiences, estimator):
     algo = AlgorithmConfig(epochs=1, mini_batches=1, kl={"placement": "loss", "estimator": estimator})

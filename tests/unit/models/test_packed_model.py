@@ -1,10 +1,15 @@
 """Token log-probabilities, entropies and scalar outputs of packed rows, against transformers' own."""
 
+import weakref
+
 import pytest
 import torch
 
+from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.models.attention import register
+from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import (
+    Chunks,
     PackedLanguageModel,
     PackedScalarModel,
     last_token_scores,
@@ -39,19 +44,78 @@ def test_the_entropy_is_exact_at_the_temperature(causal_lm, tokens, packing, tem
     torch.testing.assert_close(entropy, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8])
-def test_the_chunk_changes_nothing(causal_lm, tokens, packing, chunk):
-    whole = PackedLanguageModel(causal_lm())(tokens, packing, PREDICTED, True)
-    pieces = PackedLanguageModel(causal_lm(), chunk=chunk)(tokens, packing, PREDICTED, True)
-    for a, b in zip(whole, pieces, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+def answers_and_gradients(model, tokens, packing, chunks, entropy):
+    logprobs, entropies = PackedLanguageModel(model, 0.7, chunks)(tokens, packing, PREDICTED, entropy)
+    weights = torch.linspace(-1, 2, len(logprobs), dtype=logprobs.dtype)
+    total = (logprobs * weights).sum() + (entropies.square().sum() if entropy else 0)
+    total.backward()
+    return {"logprobs": logprobs.detach(), "entropies": entropies, **{n: p.grad for n, p in model.named_parameters()}}
 
 
-def test_logits_exist_for_a_chunk_at_a_time(causal_lm, tokens, packing):
-    model, rows = causal_lm(), []
-    model.get_output_embeddings().register_forward_hook(lambda _, inputs, output: rows.append(len(inputs[0])))
-    PackedLanguageModel(model, chunk=3)(tokens, packing, PREDICTED)
-    assert rows == [3, 3, 2]
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunks", [Chunks(48), Chunks(3 * 48 + 1), Chunks(48, most_tokens=12)], ids=str)
+def test_chunks_change_no_answer_and_no_gradient(causal_lm, tokens, packing, chunks, tied, entropy):
+    whole = answers_and_gradients(causal_lm(tied, dtype=torch.float64), tokens, packing, Chunks(), entropy)
+    pieces = answers_and_gradients(causal_lm(tied, dtype=torch.float64), tokens, packing, chunks, entropy)
+    for name, expected in whole.items():
+        torch.testing.assert_close(pieces[name], expected, atol=1e-12, rtol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def test_adapters_of_the_head_take_part_in_every_chunk(causal_lm, tokens, packing):
+    found = []
+    for chunks in (Chunks(), Chunks(3 * 48)):
+        model = causal_lm(tied=False)
+        torch.manual_seed(0)
+        Adapters(model, LoRAConfig(rank=2, targets=["q_proj", "lm_head"]), "base")
+        torch.nn.init.normal_(model.lm_head.lora_B.default.weight)
+        found.append(answers_and_gradients(model.double(), tokens, packing, chunks, entropy=True))
+    whole, pieces = found
+    assert whole["lm_head.lora_A.default.weight"].abs().max() > 0.01
+    for name in whole:
+        if whole[name] is not None:
+            torch.testing.assert_close(pieces[name], whole[name], atol=1e-12, rtol=1e-9)
+
+
+def test_chunks_are_made_again_in_autocast_s_precision(causal_lm, tokens, packing):
+    model, made = causal_lm(tied=False), []
+    model.lm_head.register_forward_hook(lambda _, inputs, output: made.append(output.detach().clone()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, _ = PackedLanguageModel(model, chunks=Chunks(3 * 48))(tokens, packing, PREDICTED)
+    logprobs.sum().backward()
+    assert [logits.dtype for logits in made] == [torch.bfloat16] * 6
+    assert all(torch.equal(first, again) for first, again in zip(made[:3], made[:2:-1], strict=True))
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_logits_of_one_chunk_exist_at_a_time_in_both_passes(causal_lm, tokens, packing, graph):
+    model, made, sizes = causal_lm(), [], []
+
+    def watch(_, inputs, output):
+        assert not any(earlier() is not None for earlier in made)
+        made.append(weakref.ref(output))
+        sizes.append(len(inputs[0]))
+
+    model.get_output_embeddings().register_forward_hook(watch)
+    with torch.set_grad_enabled(graph):
+        logprobs, _ = PackedLanguageModel(model, chunks=Chunks(3 * 48))(tokens, packing, PREDICTED)
+    assert sizes == [3, 3, 2] and made[-1]() is None
+    if graph:
+        logprobs.sum().backward()
+        assert sizes == [3, 3, 2, 2, 3, 3], "made again, from the last to the first"
+
+
+def test_few_logits_are_made_once(causal_lm, tokens, packing):
+    model, sizes = causal_lm(), []
+    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    PackedLanguageModel(model, chunks=Chunks(8 * 48))(tokens, packing, PREDICTED)[0].sum().backward()
+    assert sizes == [8]
+
+
+def test_ranks_that_must_match_cut_as_the_largest_pass_would():
+    assert [Chunks(100).count(tokens, 10) for tokens in (0, 1, 10, 11, 25)] == [1, 1, 1, 2, 3]
+    assert [Chunks(100, most_tokens=25).count(tokens, 10) for tokens in (0, 1, 25)] == [3, 3, 3]
+    assert Chunks(5).count(4, 10) == 4, "one token at least"
 
 
 def test_nothing_asked_gives_nothing(causal_lm, tokens, packing):
