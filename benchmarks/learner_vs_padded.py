@@ -26,7 +26,7 @@ class PaddedPolicyLearner(PolicyLearner):
     def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """As the policy learner's."""
         micro = MicroBatch(part, self.engine.device)
-        room = torch.as_tensor(np.flatnonzero(response_room(part)), device=self.engine.device)
+        room = torch.as_tensor(np.flatnonzero(response_room(part.response_mask.reshape(len(part), -1))))
         logprobs, _ = self.engine.forward(micro.tokens, micro.packing, room)
         return self.objective(micro, logprobs[torch.isin(room, micro.predicted)], None)
 
@@ -48,10 +48,10 @@ class PaddedLearnerSide(LearnerSide):
         return replace(whole, offsets=offsets_of(np.full(count, longest)), **columns)
 
 
-def response_room(part: Batch) -> np.ndarray:
-    """[T] True from each row's first response token on, for as many tokens as a response may have, to the row's end."""
-    rows = part.response_mask.reshape(len(part), -1)
-    since = np.arange(rows.shape[1]) - rows.argmax(axis=1)[:, None]
+def response_room(mask: np.ndarray) -> np.ndarray:
+    """[N * L] True from each row's first response token on, for as many tokens as a response may have, to the row's
+    end; from the response mask [N, L]."""
+    since = np.arange(mask.shape[1]) - mask.argmax(axis=1)[:, None]
     return ((since >= 0) & (since < RESPONSE_TOKENS)).ravel()
 
 

@@ -1,0 +1,24 @@
+"""The rows that learners are compared on, and what counts as padding in them."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import learner_vs_padded
+from benchmarks.learner_rows import padding_ratio, up_to
+
+
+def test_the_padding_ratio_by_hand():
+    assert padding_ratio(np.array([2, 4, 6])) == 18 / 12
+
+
+def test_a_response_ends_with_its_first_end_token():
+    assert up_to(torch.tensor([5, 1, 7, 1]), end=1) == [5, 1]
+    assert up_to(torch.tensor([5, 6]), end=1) == [5, 6]
+
+
+def test_responses_have_room_up_to_their_limit_and_their_row_s_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(learner_vs_padded, "RESPONSE_TOKENS", 3)
+    mask = np.array([[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 0]], dtype=bool)
+    room = learner_vs_padded.response_room(mask)
+    assert room.astype(int).reshape(2, 6).tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
