@@ -43,12 +43,15 @@ class TrainEngine:
         if config.gradient_checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._partly_frozen = _leave_out_frozen(module)
+        stage = _useful_stage(config, self.world)
         self.engine, *_ = deepspeed.initialize(
-            model=module, optimizer=_adamw(module, config), config=_deepspeed_config(config), dist_init_required=False
+            model=module, optimizer=_adamw(module, config), config=_deepspeed_config(config, stage),
+            dist_init_required=False,
         )
         self._norm: float | None = None
-        if config.zero_stage == 0:
+        if stage == 0:
             self.engine.optimizer.register_step_pre_hook(self._clip)
+            self.engine.enable_backward_allreduce = self.world > 1  # else it goes through buffers to nobody
         self.device = self.engine.device
 
     @property
@@ -88,9 +91,6 @@ class TrainEngine:
             raise TrainingError(f"the loss of optimizer step {self.optimizer_steps} is not finite on some rank "
                                 f"(here {float(total)}); the weights were left as they are. Lower the learning rate, "
                                 "or look at the rewards of this step.")
-        if self.config.zero_stage == 0 and not self._gradients_finite():
-            self.engine.zero_grad()  # DeepSpeed looks for this itself from stage 1 on, and not here
-            raise self._bad_gradient()
         rate = learning_rate(self.config.optimizer, self.optimizer_steps, self.total_steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
@@ -102,14 +102,14 @@ class TrainEngine:
         return StepResult(float(norm) if norm is not None else 0.0, rate)
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Clip the gradients, summed over ranks by now, and keep their norm, which DeepSpeed drops at stage 0."""
+        """Clip the gradients, summed over ranks by now, and keep their norm. DeepSpeed neither keeps it at stage 0 nor
+        looks whether it is finite."""
         gradients = [p for group in optimizer.param_groups for p in group["params"]]
         limit = self.config.optimizer.grad_clip or math.inf
         self._norm = float(torch.nn.utils.clip_grad_norm_(gradients, limit))
-
-    def _gradients_finite(self) -> bool:
-        gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-        return all_finite(torch.stack([g.abs().max() for g in gradients]))
+        if not math.isfinite(self._norm):
+            self.engine.zero_grad()
+            raise self._bad_gradient()
 
     def _bad_gradient(self) -> TrainingError:
         return TrainingError(f"the gradient of optimizer step {self.optimizer_steps} is not finite; "
@@ -189,17 +189,24 @@ def _adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
                              betas=optimizer.betas, eps=optimizer.eps, fused=True)
 
 
-def _deepspeed_config(config: LearnerConfig) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": config.zero_stage}
-    if config.zero_stage == 3:
+def _useful_stage(config: LearnerConfig, world: int) -> int:
+    """The ZeRO stage to run. One rank has nobody to share optimizer state and gradients with, and copies them into
+    DeepSpeed's buffers and back for nothing, a tenth of a small model's update."""
+    alone = world == 1 and config.zero_stage < 3 and not config.offload_optimizer
+    return 0 if alone else config.zero_stage
+
+
+def _deepspeed_config(config: LearnerConfig, stage: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
-    if config.offload_optimizer and config.zero_stage:
+    if config.offload_optimizer and stage:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": config.optimizer.grad_clip if config.zero_stage else 0.0,  # see TrainEngine._clip
+        "gradient_clipping": config.optimizer.grad_clip if stage else 0.0,  # see TrainEngine._clip
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -1,10 +1,11 @@
 """Causal attention over packed rows, as an attention implementation of transformers.
 
 Rows must not see each other. Instead of a `[T, T]` block-diagonal mask, whose cost grows with the square of the whole
-micro-batch, queries, keys and values are laid out as a `[N, L]` grid for the one call of scaled-dot-product attention
-and taken back, on CPUs and GPUs alike. That costs copies of all four, and attention over N · L² pairs of positions
-instead of the rows' own; micro-batches hold rows of similar length, which keeps the difference small. Every other layer
-runs on real tokens alone. A variable-length kernel would do without the grid; none is used.
+micro-batch, queries, keys and values are laid out as `[N, L]` grids for scaled-dot-product attention and taken back, on
+CPUs and GPUs alike. That costs copies of all four, and attention over N · L² pairs of positions instead of the rows'
+own; grids hold some neighbouring rows each (`Packing.blocks`), and micro-batches rows in order of length, which keeps
+the difference small. Every other layer runs on real tokens alone. A variable-length kernel would do without grids; none
+is used.
 """
 
 from collections.abc import Mapping
@@ -64,18 +65,28 @@ def packed_attention(
     """
     if packing is None:
         raise ValueError(f"attention {NAME!r} needs packing=Packing(...); use 'sdpa' for padded batches")
+    columns = [x[0].transpose(0, 1) for x in (query, key, value)]
+    blocks = packing.blocks
+    sizes = [block.tokens for block in blocks]
+    answers = [_attend(block, *parts, dropout, scaling)
+               for block, *parts in zip(blocks, *(column.split(sizes) for column in columns), strict=True)]
+    return (answers[0] if len(answers) == 1 else torch.cat(answers))[None], None
+
+
+def _attend(
+    packing: Packing, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
+    """[T, heads, D] from `[T, heads, D]` columns of rows that are laid out as one grid."""
     size = packing.rows * packing.longest
     q, k, v = (
-        _Scatter.apply(x[0].transpose(0, 1), packing.grid_index, size)
-        .view(packing.rows, packing.longest, x.shape[1], x.shape[3])
-        .transpose(1, 2)
+        (x if packing.is_grid else _Scatter.apply(x, packing.grid_index, size))
+        .reshape(packing.rows, packing.longest, *x.shape[1:]).transpose(1, 2)
         for x in (query, key, value)
     )
     out = scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    flat = out.transpose(1, 2).reshape(size, query.shape[1], value.shape[3])
-    return _Gather.apply(flat, packing.grid_index)[None], None
+        q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    flat = out.transpose(1, 2).reshape(size, *out.shape[1::2])
+    return flat if packing.is_grid else _Gather.apply(flat, packing.grid_index)
 
 
 def local_window(shape: Mapping[str, Any]) -> int | None:

@@ -12,6 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+BLOCK_TOKENS = {"cpu": 384}
+"""Tokens of a block of rows for attention, by device type: on a CPU padding costs more than a few calls do."""
+BLOCK_TOKENS_ELSEWHERE = 2**14
+"""On a GPU the work of one call should be large."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -60,6 +65,22 @@ class Packing:
     def grid_index(self) -> Tensor:
         """[T] place of each token in a flattened `[N, L]` grid."""
         return self.row_of_token * self.longest + self.positions
+
+    @cached_property
+    def is_grid(self) -> bool:
+        """Whether all rows are of one length, so that they lie as a grid already."""
+        return self.tokens == self.rows * self.longest
+
+    @cached_property
+    def blocks(self) -> list["Packing"]:
+        """The rows in order, cut into runs of some hundred tokens: neighbours of similar length, where each run is laid
+        out as a grid of its own, waste little. Rows of one length stay together."""
+        size = BLOCK_TOKENS.get(self.lengths.device.type, BLOCK_TOKENS_ELSEWHERE)
+        if self.is_grid or self.tokens <= size:
+            return [self]
+        number = torch.div(self.ends - 1, size, rounding_mode="floor")
+        counts = number.unique_consecutive(return_counts=True)[1].tolist()
+        return [Packing(lengths) for lengths in self.lengths.split(counts)]
 
     def to_grid(self, flat: Tensor, fill: float | bool = 0) -> Tensor:
         """`[T, ...]` per-token numbers as a `[N, L, ...]` grid with `fill` behind each row's end. Differentiable."""

@@ -5,6 +5,7 @@ import torch
 
 from rlhf_ray.models.attention import packed_attention
 from rlhf_ray.models.packed_model import hidden_states
+from rlhf_ray.models.packing import BLOCK_TOKENS, Packing
 
 SHAPES = [(tied, kv_heads) for tied in (True, False) for kv_heads in (4, 2, 1)]
 
@@ -37,6 +38,29 @@ def test_packed_rows_equal_rows_alone_forward_and_backward(
     for name, grad in gradients(ours, packed).items():
         assert expected[name].abs().max() > 0, name
         torch.testing.assert_close(grad, expected[name], atol=gap, rtol=gap, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("size", [1, 6, 10])
+def test_blocks_change_nothing(causal_lm, tokens, packing, monkeypatch, size):
+    whole, parts = causal_lm(kv_heads=2, dtype=torch.float64), causal_lm(kv_heads=2, dtype=torch.float64)
+    expected = hidden_states(whole, tokens, packing)
+    monkeypatch.setitem(BLOCK_TOKENS, "cpu", size)
+    split = Packing.of(packing.lengths)
+    assert len(split.blocks) > 1
+    torch.testing.assert_close(hidden_states(parts, tokens, split), expected, atol=1e-12, rtol=0)
+    grads = gradients(whole, expected)
+    for name, grad in gradients(parts, hidden_states(parts, tokens, split)).items():
+        torch.testing.assert_close(grad, grads[name], atol=1e-9, rtol=1e-9)
+
+
+def test_rows_of_one_length_equal_rows_alone(causal_lm, tokens):
+    packing = Packing.of([6, 6, 6])
+    ours, theirs = causal_lm(dtype=torch.float64), causal_lm(attention="sdpa", dtype=torch.float64)
+    packed, alone = hidden_states(ours, tokens, packing), rows_alone(theirs, tokens, packing)
+    torch.testing.assert_close(packed, alone, atol=1e-6, rtol=0)
+    expected = gradients(theirs, alone)
+    for name, grad in gradients(ours, packed).items():
+        torch.testing.assert_close(grad, expected[name], atol=1e-6, rtol=1e-6)
 
 
 def test_packed_rows_equal_rows_alone_in_float32(causal_lm, tokens, packing):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_ray.models import packing as packing_module
 from rlhf_ray.models.packing import Packing
 
 
@@ -54,3 +55,16 @@ def test_gradients_pass_both_ways():
     grid = torch.zeros(2, 2, requires_grad=True)
     (packing.from_grid(grid) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert grid.grad.tolist() == [[1, 2], [3, 0]]
+
+
+def test_neighbouring_rows_make_blocks_of_some_hundred_tokens(monkeypatch):
+    monkeypatch.setitem(packing_module.BLOCK_TOKENS, "cpu", 10)
+    blocks = Packing.of([7, 5, 4, 4, 30, 2, 1, 3]).blocks
+    assert [block.lengths.tolist() for block in blocks] == [[7], [5, 4, 4], [30], [2, 1, 3]]
+    assert [block.lengths.tolist() for block in Packing.of([4, 6]).blocks] == [[4, 6]]
+
+
+def test_rows_of_one_length_are_a_grid_and_one_block(monkeypatch):
+    monkeypatch.setitem(packing_module.BLOCK_TOKENS, "cpu", 10)
+    same, other = Packing.of([5, 5, 5, 5]), Packing.of([5, 5, 5, 4])
+    assert same.is_grid and len(same.blocks) == 1 and not other.is_grid and len(other.blocks) == 2
