@@ -65,11 +65,10 @@ def packed_attention(
     """
     if packing is None:
         raise ValueError(f"attention {NAME!r} needs packing=Packing(...); use 'sdpa' for padded batches")
-    columns = [x[0].transpose(0, 1) for x in (query, key, value)]
     blocks = packing.blocks
     sizes = [block.tokens for block in blocks]
-    answers = [_attend(block, *parts, dropout, scaling)
-               for block, *parts in zip(blocks, *(column.split(sizes) for column in columns), strict=True)]
+    q, k, v = (x[0].transpose(0, 1).split(sizes) for x in (query, key, value))
+    answers = [_attend(block, q[i], k[i], v[i], dropout, scaling) for i, block in enumerate(blocks)]
     return (answers[0] if len(answers) == 1 else torch.cat(answers))[None], None
 
 
