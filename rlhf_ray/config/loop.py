@@ -18,6 +18,9 @@ class CoordinatorConfig(Section):
     """Responses per prompt."""
     max_staleness: int = Field(0, ge=0)
     """η: no token older than η versions is trained on; 0 is synchronous PPO, more overlaps rollouts and updates."""
+    concurrency: int | None = Field(None, ge=1)
+    """Most samples with the generators at a time; when empty, twice what they decode side by side
+    (generator.max_sequences), and two chunks each at least."""
 
 
 class BufferConfig(Section):

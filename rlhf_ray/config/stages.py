@@ -235,6 +235,12 @@ class PPOConfig(StageConfig):
         return self.coordinator.prompts_per_step * self.coordinator.samples_per_prompt
 
     @property
+    def concurrency(self) -> int:
+        """Most samples with the generators at a time."""
+        generator = self.generator
+        return self.coordinator.concurrency or 2 * generator.workers * max(generator.max_sequences, generator.chunk)
+
+    @property
     def longest_response(self) -> tuple[int, str]:
         """Most tokens of a response, in training or evaluation, and the field that says so."""
         fields = {"generator.sampling.max_tokens": self.generator.sampling.max_tokens}

@@ -81,9 +81,13 @@ class Coordinator:
         """Learn from a batch, publish, keep the books. `began`, `received`: clock and traffic before its rollout."""
         version, coef = self.state.step, self.state.kl.value
         depth = self.buffer.stats()
-        policy, critic = await self._learn(lease)
-        summaries = self._acknowledge(lease)
-        seconds = await self.weights.publish(self.state.step)
+        with self.pipeline.route.forward_passes_held():
+            policy, critic = await self._learn(lease)
+            summaries = self._acknowledge(lease)
+            seconds = await self.weights.publish(self.state.step)
+        self.pipeline.version = self.state.step
+        if not self._pauses:
+            self.pipeline.admit()
         outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, traffic.received - received, began,
                               self.team.clock.now())
         self._record(outcome, depth)
@@ -170,6 +174,12 @@ class Coordinator:
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many steps (0: at the end alone) happens after this one."""
         return self._ended or (every > 0 and self.state.step % every == 0)
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether an evaluation or a checkpoint follows this step; new work starts after it."""
+        return self._due(self.config.checkpoint.every) or (
+            self.config.evaluation is not None and self._due(self.config.evaluation.every))
 
     @property
     def stopped_early(self) -> str | None:

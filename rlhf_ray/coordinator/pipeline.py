@@ -6,15 +6,15 @@ about the result.
 """
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.route import Route, Scored
 from rlhf_ray.coordinator.state import RunState
-from rlhf_ray.coordinator.team import Rotation, Team
+from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import BufferError
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
@@ -23,28 +23,20 @@ from rlhf_ray.replay.freshness import AdmissionRule
 from rlhf_ray.replay.ledger import Ledger
 
 
-@dataclass(frozen=True)
-class Scored:
-    """References to what the roles said about one rollout."""
-
-    rollout: Call
-    reference: Call
-    reward: Call
-
-
 class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and hands out batches."""
 
     def __init__(self, config: PPOConfig, team: Team, state: RunState, buffer: ReplayBuffer,
                  prompts: PromptSource, ledger: Ledger) -> None:
         self.config, self.team, self.state, self.buffer, self.ledger = config, team, state, buffer, ledger
-        self._prompts = prompts
-        self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness)
-        self._generators = Rotation(team.generators)
-        self._reference = Rotation(team.reference) if team.reference is not None else None
-        self._reward, self._assembler = Rotation(team.reward), Rotation(team.assembler)
+        self.route, self._prompts = Route(config, team), prompts
+        self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness, config.concurrency)
         self._running: dict[asyncio.Task[None], Reservation] = {}
+        self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        self._generating = 0
         self._with_texts: set[int] = set()
+        self.version = state.step
+        """Version of the weights that all generators hold."""
         self.summaries: dict[int, ExperienceSummary] = {}
         """What is known of committed chunks, by admission number; the loop takes them out."""
 
@@ -52,20 +44,25 @@ class Pipeline:
         """Wait until a whole batch is ready, admitting new work all the while. A chunk's first failure is raised."""
         while True:
             self.buffer.expire()
-            self._admit()
+            self.admit()
             lease = self.buffer.lease(self.config.samples_per_step, self.state.step)
             if lease is not None:
                 return lease
             if not self._running:
                 raise BufferError(f"at step {self.state.step} {self.buffer.stats()} is no batch of "
                                   f"{self.config.samples_per_step} samples, and nothing is under way to fill it")
-            done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                self._running.pop(task, None)
-                task.result()
+            await self._progress()
+
+    async def _progress(self) -> None:
+        """Wait until a chunk is over; its failure is raised."""
+        task = await self._over.get()
+        del self._running[task]
+        task.result()
 
     def start_again(self, reservations: list[Reservation]) -> None:
-        """Make the chunks of these places, which were under way when the run was saved."""
+        """Make the chunks of these places, which were under way when the run was saved. The generators hold the
+        restored policy."""
+        self.version = self.state.step
         self._with_texts.update(r.order for r in reservations[:1])
         for reservation in reservations:
             self._start(reservation, self.state.in_flight[reservation.order])
@@ -75,7 +72,7 @@ class Pipeline:
         for eviction in evictions:
             self.summaries.pop(eviction.entry.order, None)
             self.ledger.give_up(eviction.entry.keys, f"{eviction.staleness} versions old when the policy was renewed")
-            self._start(self.buffer.reserve_again(eviction.entry.samples), list(eviction.entry.keys))
+            self._start(self.buffer.reserve_again(eviction.entry.samples, self.version), list(eviction.entry.keys))
 
     async def close(self) -> None:
         """Drop what is under way."""
@@ -83,15 +80,17 @@ class Pipeline:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
+        self._over, self._generating = asyncio.Queue(), 0
 
-    def _admit(self) -> None:
-        """Start what freshness and capacity allow, and no more than the run's remaining steps will train on."""
-        admitted = self.buffer.accepted + self.buffer.running
-        allowance = self._rule.allowance(self.state.step, self.buffer.accepted, self.buffer.running)
-        allowance = min(allowance, self.config.run.steps * self.config.samples_per_step - admitted)
+    def admit(self) -> None:
+        """Start what freshness, generators and capacity allow, and no more than the remaining steps will train on."""
+        buffer = self.buffer
+        allowance = self._rule.allowance(self.version, buffer.accepted, buffer.running, self._generating)
+        left = self.config.run.steps * self.config.samples_per_step - buffer.accepted - buffer.running
+        allowance = min(allowance, left)
         while allowance > 0:
             size, position = self._next_chunk()
-            reservation = self.buffer.reserve(size)
+            reservation = buffer.reserve(size, self.version) if size <= allowance else None
             if reservation is None:
                 return
             if position == 0:  # of each batch the first chunk gives the texts that are kept
@@ -113,18 +112,20 @@ class Pipeline:
 
     def _start(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         self.state.in_flight[reservation.order] = keys
+        self._generating += len(keys)
         self.ledger.lease(keys, self.state.step)
         task = asyncio.create_task(self._make(reservation, keys), name=f"chunk {reservation.order}")
         self._running[task] = reservation
+        task.add_done_callback(self._over.put_nowait)
 
     async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         """One chunk from prompt to committed experience; made again when it came out too old for the bound."""
         while True:
-            rollout, prompts = await self._generate(keys, self.config.run.seed, self._prompts, None)
-            self.ledger.generated(keys, rollout.worker)
-            scored = await self._rate(rollout, prompts)
+            rollout, prompts = await self._generate(keys)
+            scored = await self.route.rate(rollout, prompts)
             texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
-            ref, summary = await self._assemble(scored, texts)
+            ref, summary = await self.route.assemble(
+                scored, lambda: self.state.reward_terms(self.config.algorithm.reward_normalisation), texts)
             outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
             if outcome is CommitOutcome.READY:
                 self.ledger.scored(keys, summary.min_version)
@@ -134,82 +135,26 @@ class Pipeline:
                 return
             self.ledger.give_up(keys, f"{outcome}: made by version {summary.min_version}, finished at version "
                                 f"{self.state.step}")
+            self._generating += len(keys)
             self.ledger.lease(keys, self.state.step)
-            again = self.buffer.reserve_again(reservation.samples)
+            again = self.buffer.reserve_again(reservation.samples, self.version)
             if reservation.order in self._with_texts:
                 self._with_texts = self._with_texts - {reservation.order} | {again.order}
             self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
             reservation = again
 
+    async def _generate(self, keys: list[SampleKey]) -> tuple[Call, Any]:
+        """A chunk's rollout and prompts; when its generator is done with it there may be room for another chunk."""
+        try:
+            rollout, prompts = await self.route.generate(keys, self.config.run.seed, self._prompts, None)
+        finally:
+            self._generating -= len(keys)
+        self.ledger.generated(keys, rollout.worker)
+        self.admit()
+        return rollout, prompts
+
     async def score(
         self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None = None
     ) -> Scored:
-        """Generate a chunk and have it scored by the frozen models; `sampling` as in training if None."""
-        return await self._rate(*await self._generate(keys, seed, source, sampling))
-
-    async def _generate(
-        self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None
-    ) -> tuple[Call, Any]:
-        """A chunk's rollout, and the reference to its prompts."""
-        prompts = (await source.of(keys)).ref
-        rank = self._generators.take(len(keys))
-        try:
-            rollout = await self.team.done(
-                self.team.generators.call(rank, "generate", prompts, keys, seed, sampling), "generate"
-            )
-        finally:
-            self._generators.give_back(rank, len(keys))
-        return rollout, prompts
-
-    async def _rate(self, rollout: Call, prompts: Any) -> Scored:
-        """What the frozen models say, side by side."""
-        reference, reward = await asyncio.gather(
-            self._ask_reference(rollout.ref),
-            self._ask(self._reward, "reward", "score", rollout.ref, prompts),
-        )
-        return Scored(rollout, reference, reward)
-
-    async def _assemble(self, scored: Scored, texts: int) -> tuple[Any, ExperienceSummary]:
-        team, rollout = self.team, scored.rollout.ref
-        logprobs, values = await self._ask_learners(rollout)
-        rank = self._assembler.take(1)
-        try:
-            call = team.assembler.call(
-                rank, "assemble", self.state.reward_terms(self.config.algorithm.reward_normalisation), texts,
-                len(logprobs), rollout, scored.reward.ref, scored.reference.ref,
-                *logprobs, *values, outputs=2,
-            )
-            summary = await team.value(call, "assemble", 1)
-        finally:
-            self._assembler.give_back(rank, 1)
-        return call.ref, summary
-
-    async def _ask_learners(self, rollout: Any) -> tuple[list[Any], list[Any]]:
-        """References to each policy rank's log-probabilities, and to each critic rank's values (none without one)."""
-        team = self.team
-        if self.config.shares_backbone:
-            both = [team.policy.call(rank, "logprobs_and_values", rollout, outputs=2)
-                    for rank in range(len(team.policy))]
-            await asyncio.gather(*(team.done(call, "logprobs") for call in both))
-            return [call.refs[0] for call in both], [call.refs[1] for call in both]
-        logprobs = team.policy.call_all("logprobs", rollout)
-        values = team.critic.call_all("values", rollout) if team.critic else []
-        await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
-        return [call.ref for call in logprobs], [call.ref for call in values]
-
-    async def _ask_reference(self, rollout: Any) -> Call:
-        """The reference's log-probabilities: from its own workers, or from the policy's frozen base, rank by rank."""
-        if self._reference is not None:
-            return await self._ask(self._reference, "reference", "logprobs", rollout)
-        shares = self.team.policy.call_all("reference_logprobs", rollout)
-        await asyncio.gather(*(self.team.done(call, "reference") for call in shares))
-        if len(shares) == 1:
-            return shares[0]
-        return await self._ask(self._assembler, "assemble", "join", *(call.ref for call in shares))
-
-    async def _ask(self, rotation: Rotation, phase: str, method: str, *refs: Any) -> Call:
-        rank = rotation.take(1)
-        try:
-            return await self.team.done(rotation.group.call(rank, method, *refs), phase)
-        finally:
-            rotation.give_back(rank, 1)
+        """Generate a chunk and have it scored by the frozen models, beside what is under way; see `Route.score`."""
+        return await self.route.score(keys, seed, source, sampling)

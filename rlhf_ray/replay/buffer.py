@@ -17,7 +17,7 @@ from rlhf_ray.replay.entries import (
     Lease,
     Reservation,
 )
-from rlhf_ray.replay.freshness import is_fresh, staleness
+from rlhf_ray.replay.freshness import in_time, is_fresh, staleness
 from rlhf_ray.replay.places import Places
 
 
@@ -32,9 +32,10 @@ class ReplayBuffer:
            └► cancel  └► stale   └► evict                             dropped, keys returned
 
     *Reserve* takes a place before generation starts, so a full buffer stops new work and never finished work. The
-    place has an admission number, and batches are formed in the order of these numbers, never of completion. With
-    `in_order` a lease waits for the oldest reservation: the batch is exactly the oldest admitted samples, bit for bit
-    the same whatever finished first. Without it, ready entries are taken in admission order past the stragglers.
+    place has an admission number, and batches are formed in the order of these numbers. A straggler is passed over as
+    long as it, and all else that is left, can still be trained within the bound (`freshness.in_time`); then a lease
+    waits for it. So nothing that was admitted in time grows too old, and at max_staleness 0 a batch is exactly the
+    oldest admitted samples, bit for bit the same whatever finished first.
     *Commit* puts a reference into the place. What is too stale for the bound is refused with an outcome and closes it.
     *Lease* lends exactly as many samples as an update needs, every one of them fresh at the version named. *Ack* says
     that they were trained. *Release*, or `expire` after the deadline, brings them back to their old places.
@@ -52,9 +53,7 @@ class ReplayBuffer:
         max_staleness: int,
         lease_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
-        in_order: bool | None = None,
     ):
-        """`in_order` is settled by `max_staleness` when None: a synchronous run (0) forms batches in order."""
         if capacity_samples < 1 or max_staleness < 0 or lease_timeout_s <= 0:
             raise BufferError(
                 "a replay buffer needs capacity_samples >= 1, max_staleness >= 0 and lease_timeout_s > 0; got "
@@ -64,7 +63,6 @@ class ReplayBuffer:
         self.capacity_bytes = capacity_bytes
         self.max_staleness = max_staleness
         self.lease_timeout_s = lease_timeout_s
-        self.in_order = max_staleness == 0 if in_order is None else in_order
         self._clock = clock
         self._version = 0
         self._next_lease = 0
@@ -85,20 +83,24 @@ class ReplayBuffer:
         """Bytes of the ready and leased entries."""
         return self._places.bytes
 
-    def reserve(self, samples: int) -> Reservation | None:
-        """A place for `samples` samples, or None while the buffer has no room for them."""
+    def reserve(self, samples: int, version: int) -> Reservation | None:
+        """A place for `samples` samples, or None while the buffer has no room for them.
+
+        Args:
+            version: of the weights that the generators hold; no token will come from an older one.
+        """
         if samples < 1:
             raise BufferError(f"cannot reserve {samples} samples; reserve at least one")
-        return None if self._bytes_full() else self._places.open(samples)
+        return None if self._bytes_full() else self._places.open(samples, version)
 
-    def reserve_again(self, samples: int) -> Reservation:
+    def reserve_again(self, samples: int, version: int) -> Reservation:
         """A new place for samples whose entry was refused or evicted a moment ago, although bytes may be full: what was
         admitted once is finished.
 
         Raises:
             BufferError: the capacity in samples does not hold them, so they cannot have been here.
         """
-        reservation = self._places.open(samples)
+        reservation = self._places.open(samples, version)
         if reservation is None:
             raise BufferError(f"no room for {samples} samples made again: {self.stats()}")
         return reservation
@@ -211,7 +213,7 @@ class ReplayBuffer:
         if self._places.ready.get(entry.order) is not entry:
             raise BufferError(f"reopen of place {entry.order}: it is not a ready entry; release its lease first")
         self._places.drop(entry)
-        reservation = Reservation(entry.order, entry.samples)
+        reservation = Reservation(entry.order, entry.samples, self._version)
         self._places.reserve(reservation)
         return reservation
 
@@ -268,27 +270,43 @@ class ReplayBuffer:
         return reservations
 
     def _oldest(self, samples: int) -> list[Entry] | None:
-        """Fresh entries of lowest order that add up to `samples`; None when some are still to come."""
+        """Fresh entries of lowest order that add up to `samples`; None when some are still to come, or what they pass
+        over would come too late."""
         if self._places.samples_ready < samples:
             return None
-        ready, reserved = self._places.ready, self._places.reserved
         chosen: list[Entry] = []
-        total = 0
-        for order in sorted(ready.keys() | reserved.keys()) if self.in_order else sorted(ready):
-            if order in reserved:
-                return None
-            if not self._fresh(ready[order]):
+        passed: list[Reservation] = []
+        total, orders = 0, iter(sorted(self._places.ready.keys() | self._places.reserved.keys()))
+        for order in orders:
+            if order in self._places.reserved:
+                passed.append(self._places.reserved[order])
                 continue
-            chosen.append(ready[order])
-            total += chosen[-1].samples
-            if total > samples:
-                raise BufferError(
-                    f"cannot lease exactly {samples} samples: chunks of {[e.samples for e in chosen]} in admission "
-                    f"order give {total}, and chunks are not split; make the samples of a step a multiple of the chunk"
-                )
-            if total == samples:
-                return chosen
-        return None
+            entry = self._places.ready[order]
+            if not self._fresh(entry):
+                continue
+            chosen.append(entry)
+            total += entry.samples
+            if total >= samples:
+                break
+        if total < samples:
+            return None
+        if total > samples:
+            raise BufferError(
+                f"cannot lease exactly {samples} samples: chunks of {[e.samples for e in chosen]} in admission "
+                f"order give {total}, and chunks are not split; make the samples of a step a multiple of the chunk"
+            )
+        return chosen if not passed or self._can_wait(passed, orders, samples) else None
+
+    def _can_wait(self, passed: list[Reservation], later: Iterable[int], batch: int) -> bool:
+        """Whether what a batch passes over, and the places after it, can all be trained in time after it."""
+        rest = [(place.samples, place.version) for place in passed]
+        for order in later:
+            entry = self._places.ready.get(order)
+            if entry is None:
+                rest.append((self._places.reserved[order].samples, self._places.reserved[order].version))
+            elif self._fresh(entry):
+                rest.append((entry.samples, entry.min_version))
+        return in_time(rest, batch, self._version + 1, self.max_staleness)
 
     def _check_not_stuck(self, samples: int) -> None:
         """Raise when no later commit could ever fill the batch, instead of letting the run wait for ever."""

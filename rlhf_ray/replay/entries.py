@@ -16,6 +16,8 @@ class Reservation:
     order: int
     """Admission number: unique in a run, and the order in which batches are formed."""
     samples: int
+    version: int
+    """The policy's version at admission: no token of the samples comes from an older one."""
 
 
 @dataclass(frozen=True)

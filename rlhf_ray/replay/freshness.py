@@ -5,24 +5,31 @@ The *staleness* of an experience trained at version c is c - m, where m is the o
 
 Why the bound holds. At version v, `AdmissionRule` starts a sample only while
 
-    accepted + running < (η + v + 1) · batch
+    accepted + running < (η + v + 1) · batch     and     generating < concurrency
 
 where `accepted` counts every sample ever committed and not dropped (v · batch of them are trained) and `running` those
-under way. Number the samples from 0 in admission order. Sample n was admitted at a version v with
-n < (η + v + 1) · batch, that is v ≥ floor(n / batch) - η. Batches take samples in admission order, so sample n belongs
-to batch floor(n / batch) and is trained at version c = floor(n / batch). Weights only get newer while a sample is
-generated, so m ≥ v, and its staleness is c - m ≤ c - v ≤ η. Dropping a sample leaves `accepted`, so a later sample,
-admitted at a version no smaller, takes the freed place and the argument stands.
+under way, of which the generators have `generating`. (The second condition adds nothing to the bound. It keeps samples
+from waiting in front of a generator while they age; what starts later may be passed over for longer.) Weights only get
+newer while a sample is generated, so of a sample admitted at version a no token is older than a, and it may be trained
+up to version a + η.
 
-With η ≥ 1 a batch may form without waiting for a straggler. The straggler is then trained later than its number says,
-so admission alone no longer bounds it: `is_fresh`, asked at commit, lease and eviction, does. Both together guarantee
-that nothing older than η versions is trained, and that little is generated in vain.
+Say that the untrained samples, in order of admission, are *in time* at version v when sample number q among them (from
+0) may still be trained at version v + floor(q / batch): when batches of the oldest would do. A new sample is: it comes
+at q = accepted + running - v · batch, and by the rule v + floor(q / batch) ≤ v + η. And no batch ends that. A batch of
+the oldest moves every other sample up by a batch as the version grows by one; a batch that passes over a sample under
+way is formed only where `in_time` says that the others stay in time. So nothing is ever trained too old, and nothing
+comes too late to be trained: what a batch may not pass over it waits for. With η = 0 it may pass over nothing.
+
+`is_fresh`, asked at commit, lease and eviction, holds the same bound without any of this: for samples whose generator
+had older weights than it should, that wait in a resumed run with a smaller η, or that were made by weights which a
+rebuilt learner no longer has. They are dropped and made again.
 
 The rule is that of AReaL (Fu et al. 2025, "AReaL: A Large-Scale Asynchronous Reinforcement Learning System", eq. 3).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhf_ray.errors import BufferError
@@ -41,6 +48,22 @@ def is_fresh(min_version: int, current_version: int, max_staleness: int) -> bool
     return 0 <= staleness(min_version, current_version) <= max_staleness
 
 
+def in_time(places: Iterable[tuple[int, int]], batch: int, version: int, max_staleness: int) -> bool:
+    """Whether batches in the order given train every sample within the bound.
+
+    Args:
+        places: (samples, oldest version) of what is to be trained, in order of admission.
+        batch: samples of one update.
+        version: of the policy when the first of the batches is trained.
+    """
+    before = 0
+    for samples, oldest in places:
+        before += samples
+        if staleness(oldest, version + (before - 1) // batch) > max_staleness:
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class AdmissionRule:
     """How many new samples may be started now."""
@@ -49,23 +72,27 @@ class AdmissionRule:
     """Samples of one update."""
     max_staleness: int
     """η: the largest staleness that may be trained."""
+    concurrency: int
+    """Most samples to be with the generators at the same time."""
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.max_staleness < 0:
+        if self.batch < 1 or self.max_staleness < 0 or self.concurrency < 1:
             raise BufferError(
-                f"admission needs batch >= 1 and max_staleness >= 0; got batch={self.batch}, "
-                f"max_staleness={self.max_staleness}"
+                f"admission needs batch >= 1, max_staleness >= 0 and concurrency >= 1; got batch={self.batch}, "
+                f"max_staleness={self.max_staleness}, concurrency={self.concurrency}"
             )
 
-    def allowance(self, version: int, accepted: int, running: int) -> int:
-        """(η + version + 1)·batch - accepted - running: samples that may be started.
+    def allowance(self, version: int, accepted: int, running: int, generating: int) -> int:
+        """min(concurrency - generating, (η + version + 1)·batch - accepted - running): samples that may be started.
 
         Args:
-            version: updates made so far.
+            version: of the weights that the generators hold.
             accepted: samples committed so far and not dropped, the trained ones included.
             running: samples started and not yet committed.
+            generating: those of them that are with the generators.
 
         Returns:
             A number of samples, never negative.
         """
-        return max(0, (self.max_staleness + version + 1) * self.batch - accepted - running)
+        lead = (self.max_staleness + version + 1) * self.batch - accepted - running
+        return max(0, min(self.concurrency - generating, lead))

@@ -35,11 +35,11 @@ class Places:
         """Bytes of the ready and leased entries."""
         self._next_order = 0
 
-    def open(self, samples: int) -> Reservation | None:
-        """The next place, or None when `samples` more would exceed the capacity."""
+    def open(self, samples: int, version: int) -> Reservation | None:
+        """The next place, admitted at `version`, or None when `samples` more would exceed the capacity."""
         if self.running + len(self.held) + samples > self.capacity_samples:
             return None
-        reservation = Reservation(self._next_order, samples)
+        reservation = Reservation(self._next_order, samples, version)
         self._next_order += 1
         self.reserve(reservation)
         return reservation
@@ -115,7 +115,7 @@ class Places:
         return {
             "trained": self.trained,
             "next_order": self._next_order,
-            "reserved": [[order, self.reserved[order].samples] for order in sorted(self.reserved)],
+            "reserved": [[r.order, r.samples, r.version] for _, r in sorted(self.reserved.items())],
             "ready": [_entry_state(entry) for entry in self.ready_entries()],
         }
 
@@ -127,9 +127,9 @@ class Places:
         if missing:
             raise BufferError(f"load_state_dict: no reference given for places {missing}")
         self.restore(_entry(saved, refs[saved["order"]]) for saved in state["ready"])
-        for order, samples in state["reserved"]:
+        for order, samples, version in state["reserved"]:
             self._check_free(order, samples)
-            self.reserve(Reservation(order, samples))
+            self.reserve(Reservation(order, samples, version))
         self.trained, self._next_order = state["trained"], state["next_order"]
         return [self.reserved[order] for order in sorted(self.reserved)]
 

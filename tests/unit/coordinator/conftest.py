@@ -10,7 +10,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import ExperienceSummary, SampleKey
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ppo_config() -> Callable[..., PPOConfig]:
     """ppo_config(prompts, chunk, staleness, steps): batches of `prompts` samples in chunks of `chunk`."""
 
@@ -25,7 +25,7 @@ def ppo_config() -> Callable[..., PPOConfig]:
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def summary() -> Callable[..., ExperienceSummary]:
     """summary(keys, version, **columns): numbers about experience, small and known."""
 

@@ -209,7 +209,8 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_resumed_run(ppo_config,
     run.coordinator.stop, run.stop_in_evaluation = StopRequest(lambda _: None), None
 
     async def go_on():
-        open_places = [Reservation(order, len(keys)) for order, keys in run.world.state.in_flight.items()]
+        state = run.world.state
+        open_places = [Reservation(order, len(keys), state.step) for order, keys in state.in_flight.items()]
         run.world.ledger.give_up_all("the process ended")
         run.coordinator.pipeline.start_again(open_places)
         await asyncio.wait_for(run.coordinator.run(), 20)

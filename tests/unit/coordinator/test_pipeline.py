@@ -70,7 +70,7 @@ class World:
         self.buffer.ack(lease, self.state.step)
         self.ledger.consumed(lease.keys, self.state.step + 1)
         self.state.step += 1
-        self.version = self.state.step
+        self.version = self.pipeline.version = self.state.step
         self.pipeline.make_again(self.buffer.evict(self.state.step))
         return lease.keys
 
@@ -244,7 +244,7 @@ def test_a_chunk_that_came_out_too_old_is_made_again_with_the_same_keys(ppo_conf
 def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
     async def run():
         world = World(ppo_config(prompts=2, chunk=2, staleness=1, steps=9), summary)
-        world.pipeline._admit()
+        world.pipeline.admit()
         await asyncio.gather(*world.pipeline._running)
         ready = world.buffer.ready_entries()
         assert [e.order for e in ready] == [0, 1] == sorted(world.pipeline.summaries)
@@ -285,7 +285,7 @@ def test_what_was_under_way_starts_again_in_its_old_place(ppo_config, summary):
     async def run():
         config = ppo_config(prompts=6, chunk=2)
         world = World(config, summary)
-        world.pipeline._admit()
+        world.pipeline.admit()
         saved, buffer = world.state.state_dict(), world.buffer.state_dict()
         await world.pipeline.close()
 
@@ -302,7 +302,7 @@ def test_what_was_under_way_starts_again_in_its_old_place(ppo_config, summary):
 def test_closing_drops_what_is_under_way(ppo_config, summary):
     async def run():
         world = World(ppo_config(), summary)
-        world.pipeline._admit()
+        world.pipeline.admit()
         tasks = list(world.pipeline._running)
         await world.pipeline.close()
         return tasks, world.pipeline._running

@@ -67,7 +67,7 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
         _, state, buffer, summaries, recovery = setting(tmp_path)
         state.step, state.samples = 3, 12
         buffer.evict(3)
-        places = [buffer.reserve(2) for _ in range(3)]
+        places = [buffer.reserve(2, 0) for _ in range(3)]
         buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 3, 20)
         summaries[1] = summary(keys[2:4], version=3)
         state.in_flight = {0: keys[:2], 2: keys[4:]}

@@ -18,8 +18,8 @@ class Clock:
         return self.now
 
 
-def make(capacity=16, nbytes=None, eta=0, timeout=10.0, clock=None, in_order=None):
-    return ReplayBuffer(capacity, nbytes, eta, timeout, clock or Clock(), in_order)
+def make(capacity=16, nbytes=None, eta=0, timeout=10.0, clock=None):
+    return ReplayBuffer(capacity, nbytes, eta, timeout, clock or Clock())
 
 
 def keys(reservation):
@@ -32,7 +32,7 @@ def commit(buffer, reservation, version=0, nbytes=10):
 
 def filled(buffer, chunks, version=0):
     for samples in chunks:
-        assert commit(buffer, buffer.reserve(samples), version) is CommitOutcome.READY
+        assert commit(buffer, buffer.reserve(samples, 0), version) is CommitOutcome.READY
     return buffer
 
 
@@ -43,7 +43,7 @@ def counts(buffer):
 
 def test_an_entry_goes_from_reservation_to_trained():
     buffer = make()
-    place = buffer.reserve(4)
+    place = buffer.reserve(4, 0)
     assert counts(buffer) == (0, 4, 0) and buffer.running == 4 and buffer.accepted == 0
     assert commit(buffer, place) is CommitOutcome.READY
     assert counts(buffer) == (4, 0, 0) and buffer.bytes == 10 and buffer.accepted == 4
@@ -58,36 +58,36 @@ def test_reserve_is_refused_when_samples_would_exceed_capacity():
     filled(buffer, [2])
     assert buffer.lease(2, 0) is not None
     filled(buffer, [2])
-    assert buffer.reserve(2) is not None
-    assert buffer.reserve(3) is None
-    assert buffer.reserve(2) is not None
-    assert buffer.reserve(1) is None
+    assert buffer.reserve(2, 0) is not None
+    assert buffer.reserve(3, 0) is None
+    assert buffer.reserve(2, 0) is not None
+    assert buffer.reserve(1, 0) is None
 
 
 def test_cancel_frees_the_place_once():
     buffer = make(capacity=4)
-    place = buffer.reserve(4)
+    place = buffer.reserve(4, 0)
     buffer.cancel(place)
     assert counts(buffer) == (0, 0, 0)
     with pytest.raises(BufferError, match="cancel of place 0"):
         buffer.cancel(place)
-    assert buffer.reserve(4).order == 1
+    assert buffer.reserve(4, 0).order == 1
 
 
 def test_reserve_is_refused_while_bytes_are_full_but_reserved_work_may_still_commit():
     buffer = make(nbytes=20, eta=1)
-    first, second = buffer.reserve(1), buffer.reserve(1)
+    first, second = buffer.reserve(1, 0), buffer.reserve(1, 0)
     commit(buffer, first, nbytes=20)
-    assert buffer.reserve(1) is None
+    assert buffer.reserve(1, 0) is None
     assert commit(buffer, second, nbytes=20) is CommitOutcome.READY
     assert buffer.bytes == 40
     buffer.ack(buffer.lease(2, 0), 0)
-    assert buffer.reserve(1) is not None
+    assert buffer.reserve(1, 0) is not None
 
 
 def test_a_second_commit_is_refused():
     buffer = make()
-    place = buffer.reserve(2)
+    place = buffer.reserve(2, 0)
     commit(buffer, place)
     with pytest.raises(BufferError, match="committed twice"):
         commit(buffer, place)
@@ -96,7 +96,7 @@ def test_a_second_commit_is_refused():
 
 def test_commit_with_another_number_of_keys_is_refused_and_leaves_the_place_open():
     buffer = make()
-    place = buffer.reserve(2)
+    place = buffer.reserve(2, 0)
     with pytest.raises(BufferError, match="1 keys for a reservation of 2"):
         buffer.commit(place, "ref", [SampleKey(0, 0, 0)], 0, 1)
     assert counts(buffer) == (0, 2, 0)
@@ -108,14 +108,14 @@ def test_a_key_that_is_held_already_is_refused(leased):
     buffer = filled(make(), [1])
     if leased:
         buffer.lease(1, 0)
-    place = buffer.reserve(1)
+    place = buffer.reserve(1, 0)
     with pytest.raises(BufferError, match="duplicate samples"):
         buffer.commit(place, "other", [SampleKey(0, 0, 0)], 0, 1)
 
 
 def test_a_key_named_twice_in_one_commit_is_refused():
     buffer = make()
-    place = buffer.reserve(2)
+    place = buffer.reserve(2, 0)
     with pytest.raises(BufferError, match="duplicate samples"):
         buffer.commit(place, "ref", [SampleKey(0, 0, 0)] * 2, 0, 1)
 
@@ -124,12 +124,12 @@ def test_a_key_named_twice_in_one_commit_is_refused():
 def test_negative_version_or_size_is_refused(version, nbytes):
     buffer = make()
     with pytest.raises(BufferError, match="must not be negative"):
-        buffer.commit(buffer.reserve(1), "ref", [SampleKey(0, 0, 0)], version, nbytes)
+        buffer.commit(buffer.reserve(1, 0), "ref", [SampleKey(0, 0, 0)], version, nbytes)
 
 
 def test_stale_and_future_commits_are_refused_with_an_outcome_and_close_the_place():
     buffer = make(eta=1)
-    stale, fresh, ahead = buffer.reserve(1), buffer.reserve(1), buffer.reserve(1)
+    stale, fresh, ahead = buffer.reserve(1, 0), buffer.reserve(1, 0), buffer.reserve(1, 0)
     buffer.evict(5)
     assert commit(buffer, stale, version=3) is CommitOutcome.STALE
     assert commit(buffer, fresh, version=4) is CommitOutcome.READY
@@ -139,7 +139,7 @@ def test_stale_and_future_commits_are_refused_with_an_outcome_and_close_the_plac
 
 def test_in_order_lease_waits_for_the_oldest_and_follows_admission():
     buffer = make()
-    places = [buffer.reserve(2) for _ in range(3)]
+    places = [buffer.reserve(2, 0) for _ in range(3)]
     commit(buffer, places[2])
     commit(buffer, places[1])
     assert buffer.lease(4, 0) is None
@@ -150,17 +150,33 @@ def test_in_order_lease_waits_for_the_oldest_and_follows_admission():
 
 def test_overlapping_lease_passes_over_a_straggler_in_admission_order():
     buffer = make(eta=1)
-    places = [buffer.reserve(2) for _ in range(4)]
+    places = [buffer.reserve(2, 0) for _ in range(4)]
     for i in (3, 1, 2):
         commit(buffer, places[i])
     assert buffer.lease(4, 0).refs == ["ref1", "ref2"]
 
 
-def test_in_order_can_be_asked_for_with_staleness():
-    buffer = make(eta=1, in_order=True)
-    _, second = buffer.reserve(2), buffer.reserve(2)
-    commit(buffer, second)
-    assert buffer.lease(2, 0) is None
+def test_a_straggler_that_could_not_be_trained_later_is_waited_for():
+    buffer = make(eta=1)
+    places = [buffer.reserve(2, 0) for _ in range(4)]
+    for i in (1, 2, 3):
+        commit(buffer, places[i])
+    assert buffer.lease(2, 0) is None, "the three others need versions 1, 2 and 3, and are too old for the last two"
+    first = buffer.lease(4, 0)
+    assert first.refs == ["ref1", "ref2"]
+    buffer.ack(first, 0)
+    assert buffer.evict(1) == [] and buffer.lease(2, 1) is None, "its last chance"
+    commit(buffer, places[0])
+    assert buffer.lease(4, 1).refs == ["ref0", "ref3"]
+
+
+def test_samples_that_start_later_may_be_passed_over_for_longer():
+    buffer = make(eta=1)
+    buffer.evict(3)
+    straggler, other = buffer.reserve(2, 3), buffer.reserve(2, 3)
+    commit(buffer, other, version=3)
+    assert buffer.lease(2, 3).refs == ["ref1"]
+    assert buffer.evict(4) == [] and commit(buffer, straggler, version=3) is CommitOutcome.READY
 
 
 def test_too_few_ready_samples_give_no_lease_and_leave_them_ready():
@@ -183,7 +199,7 @@ def test_an_update_larger_than_the_buffer_is_an_error_rather_than_a_wait():
 
 def test_a_byte_capacity_too_small_for_an_update_is_an_error_rather_than_a_wait():
     buffer = make(nbytes=15, eta=1)
-    places = [buffer.reserve(1), buffer.reserve(1)]
+    places = [buffer.reserve(1, 0), buffer.reserve(1, 0)]
     commit(buffer, places[0], nbytes=20)
     assert buffer.lease(4, 0) is None
     commit(buffer, places[1], nbytes=20)
@@ -262,7 +278,7 @@ def test_evict_drops_what_is_ahead_of_a_rebuilt_policy():
 def test_evicted_keys_may_be_committed_again():
     buffer = filled(make(eta=0), [1])
     buffer.evict(1)
-    assert buffer.commit(buffer.reserve(1), "again", [SampleKey(0, 0, 0)], 1, 1) is CommitOutcome.READY
+    assert buffer.commit(buffer.reserve(1, 0), "again", [SampleKey(0, 0, 0)], 1, 1) is CommitOutcome.READY
 
 
 def test_evict_leaves_leased_entries_alone():
@@ -295,24 +311,24 @@ def test_stats_weigh_staleness_by_samples():
 
 
 def test_state_resumes_ready_entries_and_open_places_through_json():
-    buffer = make(eta=1)
-    first = buffer.reserve(2)
+    buffer = make(eta=2)
+    first = buffer.reserve(2, 0)
     filled(buffer, [2, 2])
     buffer.ack(buffer.lease(2, 0), 0)
     state = json.loads(json.dumps(buffer.state_dict()))
-    resumed = make(eta=1)
+    resumed = make(eta=2)
     (place,) = resumed.load_state_dict(state, {2: "new2"})
     assert place == first and counts(resumed) == (2, 2, 0) and resumed.accepted == buffer.accepted == 4
     commit(resumed, place)
     lease = resumed.lease(4, 1)
     assert lease.refs == ["ref0", "new2"] and lease.keys[2:] == [SampleKey(0, 2, 0), SampleKey(0, 2, 1)]
-    assert resumed.reserve(1).order == buffer.reserve(1).order == 3
+    assert resumed.reserve(1, 0).order == buffer.reserve(1, 0).order == 3
 
 
 def test_a_resumed_buffer_judges_commits_by_the_saved_version():
     buffer = make(eta=1)
     buffer.evict(7)
-    place = buffer.reserve(1)
+    place = buffer.reserve(1, 0)
     resumed = make(eta=1)
     assert resumed.load_state_dict(buffer.state_dict(), {}) == [place]
     assert commit(resumed, place, version=5) is CommitOutcome.STALE
@@ -320,7 +336,7 @@ def test_a_resumed_buffer_judges_commits_by_the_saved_version():
 
 def test_ready_entries_are_in_admission_order():
     buffer = make()
-    places = [buffer.reserve(1) for _ in range(3)]
+    places = [buffer.reserve(1, 0) for _ in range(3)]
     for i in (2, 0, 1):
         commit(buffer, places[i])
     assert [entry.order for entry in buffer.ready_entries()] == [0, 1, 2]
@@ -347,7 +363,7 @@ def test_restore_takes_ready_entries_back_and_refuses_taken_places():
     entries = filled(make(), [2, 2]).ready_entries()
     buffer = make()
     buffer.restore(entries)
-    assert buffer.ready_entries() == entries and buffer.reserve(1).order == 2
+    assert buffer.ready_entries() == entries and buffer.reserve(1, 0).order == 2
     with pytest.raises(BufferError, match="place 0 is taken"):
         buffer.restore(entries)
 
@@ -361,4 +377,4 @@ def test_senseless_buffers_are_refused(arguments):
 @pytest.mark.parametrize("action", ["reserve", "lease"])
 def test_zero_samples_are_refused(action):
     with pytest.raises(BufferError, match=f"cannot {action} 0 samples"):
-        make().reserve(0) if action == "reserve" else make().lease(0, 0)
+        make().reserve(0, 0) if action == "reserve" else make().lease(0, 0)

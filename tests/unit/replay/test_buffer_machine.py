@@ -26,7 +26,7 @@ class BufferMachine(RuleBasedStateMachine):
     def reserve(self):
         full = self.buffer.capacity_bytes is not None and self.buffer.bytes >= self.buffer.capacity_bytes
         held = sum(self.counts())
-        place = self.buffer.reserve(CHUNK)
+        place = self.buffer.reserve(CHUNK, self.version)
         assert (place is None) == (full or held + CHUNK > CAPACITY)
         if place:
             self.open[place.order] = place

@@ -1,0 +1,59 @@
+"""Timing and results: without overlap none of the one in the other; with overlap nothing older than the bound."""
+
+import json
+from contextlib import nullcontext
+
+import pytest
+
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.conftest import SMALL
+from tests.cluster.delays import delayed_roles
+from tests.cluster.resumed import CLOCKS, TRAFFIC, without
+
+pytestmark = pytest.mark.cluster
+
+
+def make_run(configure, directory, delayed=False, **sections):
+    """Run the stage; returns its directory."""
+    from rlhf_ray.stages import ppo
+
+    with delayed_roles() if delayed else nullcontext():
+        ppo.run(load(PPOConfig, configure(directory, **sections), []))
+    return directory
+
+
+def rows_of(directory):
+    """Metrics without what a clock says."""
+    return without(read_metrics(directory), *CLOCKS, TRAFFIC)
+
+
+def test_without_overlap_late_answers_change_no_bit(finished, configure, tmp_path):
+    late = make_run(configure, tmp_path / "late", delayed=True)
+    assert rows_of(late) == rows_of(finished.directory)
+    for name in ("model/model.safetensors", "model_ema/model.safetensors"):
+        assert (late / name).read_bytes() == (finished.directory / name).read_bytes()
+    state = json.loads((late / "checkpoints/step_4/coordinator.json").read_text())
+    assert state == json.loads((finished.directory / "checkpoints/step_4/coordinator.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def overlapped(configure, tmp_path_factory):
+    """A run with late answers whose rollouts may be two versions old, and whose generators take few at a time."""
+    sections = {**SMALL, "run": {"steps": 8}, "checkpoint": {"every": 0}, "generator": {"workers": 2},
+                "coordinator": {"max_staleness": 2, "concurrency": 24}}
+    return make_run(configure, tmp_path_factory.mktemp("overlap") / "run", delayed=True, **sections)
+
+
+def test_with_late_answers_nothing_older_than_the_bound_is_trained(overlapped):
+    staleness = [row["staleness/max"] for row in rows_of(overlapped) if "staleness/max" in row]
+    assert len(staleness) == 8 and max(staleness) <= 2
+    assert max(staleness) > 0, "work that does not overlap would be all zeros"
+
+
+def test_every_sample_of_an_overlapped_run_was_made_once_and_trained(overlapped):
+    ledger = json.loads((overlapped / "summary.json").read_text())["ledger"]
+    print(ledger)
+    assert ledger["attempts given up"] == 0
+    assert ledger["committed"] == 8 * 16
