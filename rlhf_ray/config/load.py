@@ -67,11 +67,10 @@ def resolve(config: C) -> C:
     """
     if isinstance(config, PPOConfig):
         buffer, steps = config.buffer, config.coordinator.max_staleness + 1
-        half_a_store = None if config.cluster.address else config.cluster.object_store_mb // 2
         settled = buffer.model_copy(
             update={
                 "capacity_samples": buffer.capacity_samples or steps * config.samples_per_step,
-                "capacity_mb": buffer.capacity_mb or half_a_store,
+                "capacity_mb": config.buffer_capacity_mb,
             }
         )
         return config.model_copy(update={"buffer": settled})

@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
+from rlhf_ray.config.flow import check_buffer, check_bundles, check_chunks, check_deadlines
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import LearnerConfig, PolicyConfig
 from rlhf_ray.config.loop import (
@@ -87,6 +88,7 @@ class StageConfig(BaseSettings):
                         f"pools.{name} gives {given:g} {kind}, its roles ask for {asked:g} ({parts}); "
                         f"raise pools.{name}.{kind} or bundles, or lower the roles' {kind} or workers"
                     )
+        check_bundles(self.pools, placements)
         return self
 
 
@@ -241,6 +243,12 @@ class PPOConfig(StageConfig):
         return self.coordinator.concurrency or 2 * generator.workers * max(generator.max_sequences, generator.chunk)
 
     @property
+    def buffer_capacity_mb(self) -> int | None:
+        """Most MiB of experience held; None without a bound."""
+        half_a_store = None if self.cluster.address else self.cluster.object_store_mb // 2
+        return self.buffer.capacity_mb or half_a_store
+
+    @property
     def longest_response(self) -> tuple[int, str]:
         """Most tokens of a response, in training or evaluation, and the field that says so."""
         fields = {"generator.sampling.max_tokens": self.generator.sampling.max_tokens}
@@ -380,22 +388,9 @@ class PPOConfig(StageConfig):
                 f"{samples} does not divide into algorithm.mini_batches={self.algorithm.mini_batches}; "
                 "change one so that it does"
             )
-        if self.generator.chunk % c.samples_per_prompt:
-            raise ValueError(
-                f"generator.chunk={self.generator.chunk} is not a multiple of "
-                f"coordinator.samples_per_prompt={c.samples_per_prompt}; a prompt's samples travel together"
-            )
-        needed = (c.max_staleness + 1) * samples
-        if self.buffer.capacity_samples is not None and self.buffer.capacity_samples < needed:
-            raise ValueError(
-                f"buffer.capacity_samples={self.buffer.capacity_samples} cannot hold (max_staleness + 1) x "
-                f"{samples} = {needed} samples and the loop would wait for ever; raise it or leave it empty"
-            )
-        if c.max_staleness and samples % self.generator.chunk:
-            raise ValueError(
-                f"with coordinator.max_staleness={c.max_staleness} batches form past stragglers, so the {samples} "
-                f"samples of a step must be a multiple of generator.chunk={self.generator.chunk}; change one"
-            )
+        check_chunks(self)
+        check_buffer(self)
+        check_deadlines(self)
         return self
 
     @model_validator(mode="after")

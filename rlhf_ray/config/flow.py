@@ -1,0 +1,81 @@
+"""Would experience flow? Combinations of numbers with which a run would wait for ever, refused before anything starts.
+
+Each check raises ValueError with the fields, their values and what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_ray.config.run import PlacementConfig, PoolConfig
+    from rlhf_ray.config.stages import PPOConfig
+
+BYTES_PER_TOKEN, BYTES_PER_VALUE = 25, 4
+"""Of a token in `records.Experience`: id, mask and five numbers; one number more with a critic."""
+MIB = 2**20
+
+
+def check_chunks(config: PPOConfig) -> None:
+    """Chunks must hold whole prompts, make up whole batches where batches form past stragglers, and be admitted."""
+    loop, chunk, samples = config.coordinator, config.generator.chunk, config.samples_per_step
+    if chunk % loop.samples_per_prompt:
+        raise ValueError(f"generator.chunk={chunk} is not a multiple of coordinator.samples_per_prompt="
+                         f"{loop.samples_per_prompt}; a prompt's samples travel together")
+    if loop.max_staleness and samples % chunk:
+        raise ValueError(
+            f"with coordinator.max_staleness={loop.max_staleness} batches form past stragglers, so the {samples} "
+            f"samples of a step must be a multiple of generator.chunk={chunk}; change one")
+    if config.concurrency < chunk:
+        raise ValueError(f"coordinator.concurrency={config.concurrency} lets no chunk of generator.chunk={chunk} "
+                         "samples start; raise it to at least that (several chunks keep a generator busy)")
+
+
+def check_buffer(config: PPOConfig) -> None:
+    """The buffer must hold what freshness admits, and the bytes of the longest batch there can be."""
+    buffer, samples, ahead = config.buffer, config.samples_per_step, config.coordinator.max_staleness
+    needed = (ahead + 1) * samples
+    if buffer.capacity_samples is not None and buffer.capacity_samples < needed:
+        raise ValueError(
+            f"buffer.capacity_samples={buffer.capacity_samples} cannot hold (max_staleness + 1) x {samples} = {needed} "
+            "samples and the loop would wait for ever; raise it or leave it empty")
+    longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+    per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if config.algorithm.has_critic else 0)
+    batch_mb = -(-samples * longest * per_token // MIB)
+    if config.buffer_capacity_mb is not None and config.buffer_capacity_mb < batch_mb:
+        name = "buffer.capacity_mb" if buffer.capacity_mb else "half of cluster.object_store_mb"
+        raise ValueError(
+            f"{name}={config.buffer_capacity_mb} may not hold one batch: {samples} samples of up to {longest} tokens "
+            f"(prompts.max_tokens + generator.sampling.max_tokens) are {batch_mb} MiB of experience, and a buffer full "
+            "of less than a batch waits for ever; raise it, or lower coordinator.prompts_per_step or a max_tokens")
+
+
+def check_deadlines(config: PPOConfig) -> None:
+    """A lease must outlive the update that it is for."""
+    lease_s, call_s = config.buffer.lease_timeout_s, config.cluster.call_timeout_s
+    if lease_s < call_s:
+        raise ValueError(
+            f"buffer.lease_timeout_s={lease_s:g} is less than cluster.call_timeout_s={call_s:g}: experience would come "
+            "back to be trained again while an update may still be training on it; raise it to at least that")
+
+
+def check_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> None:
+    """Every worker must find a bundle with room for it, largest workers first: sums over a pool do not tell."""
+    for name, pool in pools.items():
+        free = [[pool.cpus, float(pool.gpus)] for _ in range(pool.bundles)]
+        for role, place in _largest_first((r, p) for r, p in placements.items() if p.pool == name):
+            fits = next((b for b in free if b[0] + 1e-6 >= place.cpus and b[1] + 1e-6 >= place.gpus), None)
+            if fits is None:
+                raise ValueError(
+                    f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have room "
+                    f"for all workers together, but not one by one: a worker lives in one bundle, and {role} with "
+                    f"{place.cpus:g} cpus and {place.gpus:g} gpus finds none; make bundles larger or give {role} less")
+            fits[0] -= place.cpus
+            fits[1] -= place.gpus
+
+
+def _largest_first(roles: Iterable[tuple[str, PlacementConfig]]) -> list[tuple[str, PlacementConfig]]:
+    """Each worker with the name of its role."""
+    workers = [(role, place) for role, place in roles for _ in range(place.workers)]
+    return sorted(workers, key=lambda worker: (-worker[1].gpus, -worker[1].cpus))
