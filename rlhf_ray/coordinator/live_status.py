@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.coordinator.pipeline import Station
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 
@@ -53,6 +54,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
         "buffer": {"ready": buffer.samples_ready, "under_way": buffer.samples_reserved,
                    "training": buffer.samples_leased, "mb": buffer.bytes / 2**20},
         "under_way": _by_worker(coordinator.team.clock),
+        "chunks": _by_station(coordinator), "leases": _leases(coordinator),
     }
 
 
@@ -64,3 +66,25 @@ def _by_worker(clock: StepClock) -> list[dict[str, Any]]:
     lines = [{"worker": worker, "phase": phase, "calls": len(found), "seconds": round(max(found), 3)}
              for (worker, phase), found in ages.items()]
     return sorted(lines, key=lambda line: -line["seconds"])
+
+
+def _by_station(coordinator: Coordinator) -> list[dict[str, Any]]:
+    """One line per kind of thing that happens to chunks: how many, the oldest of them, and for how long already."""
+    found: dict[str, list[Station]] = defaultdict(list)
+    for station in coordinator.pipeline.stations.values():
+        found[station.doing].append(station)
+    now, lines = coordinator.team.clock.now(), []
+    for doing, stations in found.items():
+        oldest = min(stations, key=lambda station: station.since)
+        lines.append({"doing": doing, "chunks": len(stations), "samples": sum(s.reservation.samples for s in stations),
+                      "oldest": oldest.reservation.order, "version": oldest.reservation.version,
+                      "seconds": round(now - oldest.since, 3)})
+    return lines
+
+
+def _leases(coordinator: Coordinator) -> list[dict[str, Any]]:
+    """What is lent to the learners, for the update of which version, and when it would come back by itself."""
+    learners = [group.role for group in coordinator.team.learners()]
+    now = coordinator.team.clock.now()
+    return [{"samples": lease.samples, "version": lease.version, "held_by": learners,
+             "comes_back_in_s": round(lease.deadline - now, 1)} for lease in coordinator.buffer.leases()]

@@ -6,7 +6,7 @@ about the result.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import SamplingConfig
@@ -23,6 +23,16 @@ from rlhf_ray.replay.freshness import AdmissionRule
 from rlhf_ray.replay.ledger import Ledger
 
 
+class Station(NamedTuple):
+    """What happens to a chunk under way."""
+
+    reservation: Reservation
+    doing: str
+    """The chunk is being ..."""
+    since: float
+    """In seconds of the step clock."""
+
+
 class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and hands out batches."""
 
@@ -35,6 +45,8 @@ class Pipeline:
         self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._generating = 0
         self._with_texts: set[int] = set()
+        self.stations: dict[int, Station] = {}
+        """Where each chunk under way is, by admission number."""
         self.version = state.step
         """Version of the weights that all generators hold."""
         self.summaries: dict[int, ExperienceSummary] = {}
@@ -56,7 +68,7 @@ class Pipeline:
     async def _progress(self) -> None:
         """Wait until a chunk is over; its failure is raised."""
         task = await self._over.get()
-        del self._running[task]
+        self.stations.pop(self._running.pop(task).order, None)
         task.result()
 
     def start_again(self, reservations: list[Reservation]) -> None:
@@ -81,6 +93,7 @@ class Pipeline:
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
         self._over, self._generating = asyncio.Queue(), 0
+        self.stations.clear()
 
     def admit(self) -> None:
         """Start what freshness, generators and capacity allow, and no more than the remaining steps will train on."""
@@ -121,8 +134,11 @@ class Pipeline:
     async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         """One chunk from prompt to committed experience; made again when it came out too old for the bound."""
         while True:
+            self._note(reservation, "generated")
             rollout, prompts = await self._generate(keys)
+            self._note(reservation, "scored")
             scored = await self.route.rate(rollout, prompts)
+            self._note(reservation, "read by the learners")
             texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
             ref, summary = await self.route.assemble(
                 scored, lambda: self.state.reward_terms(self.config.algorithm.reward_normalisation), texts)
@@ -131,6 +147,7 @@ class Pipeline:
                 self.ledger.scored(keys, summary.min_version)
                 self.summaries[reservation.order] = summary
                 self._with_texts.discard(reservation.order)
+                del self.stations[reservation.order]
                 del self.state.in_flight[reservation.order]
                 return
             self.ledger.give_up(keys, f"{outcome}: made by version {summary.min_version}, finished at version "
@@ -141,6 +158,7 @@ class Pipeline:
             if reservation.order in self._with_texts:
                 self._with_texts = self._with_texts - {reservation.order} | {again.order}
             self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
+            self.stations.pop(reservation.order, None)
             reservation = again
 
     async def _generate(self, keys: list[SampleKey]) -> tuple[Call, Any]:
@@ -152,6 +170,9 @@ class Pipeline:
         self.ledger.generated(keys, rollout.worker)
         self.admit()
         return rollout, prompts
+
+    def _note(self, reservation: Reservation, doing: str) -> None:
+        self.stations[reservation.order] = Station(reservation, doing, self.team.clock.now())
 
     async def score(
         self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None = None

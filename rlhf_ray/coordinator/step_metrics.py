@@ -62,7 +62,6 @@ def step_metrics(
     phases = [p for p in PHASES if "critic_learner" in workers or p not in CRITIC_PHASES]
     busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in phases}})
     metrics.update({f"time/{p}": seconds - busy[f"wait/phase:{p}"] for p in phases})
-    metrics.update({f"idle/{role}": busy[f"idle/{role}"] for role in workers})
     shares = waiting_shares(clock.work(outcome.began, outcome.ended), outcome.began, outcome.ended, workers)
     metrics.update({f"share/{role}/{name}": share for role, its in shares.items() for name, share in its.items()})
     return metrics

@@ -81,7 +81,6 @@ _PREFIXES = {
     "reward/failed_tries/": ("tries without an answer that could be used", "a step"),
     "eval/reward/": ("held-out mean before its weight", "reward units"),
     "eval/pass@": ("solved by one of that many samples", "share of prompts"),
-    "idle/": ("idle share", "share"),
     "share/": ("share of its time", "share"),
     "busy/": ("busy time", "seconds"),
     "wait/": ("waiting time", "seconds"),

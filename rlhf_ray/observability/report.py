@@ -13,6 +13,7 @@ import yaml
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability import report_page as html
+from rlhf_ray.observability.advice import diagnosis
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
@@ -81,7 +82,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
     title = context.title or run.path.resolve().name
     body = [
         html.header(_kind(rows, config), title, context.description or _lead(rows), _facts(config),
-                    (*context.notes, *_endings(summary))),
+                    (*context.notes, *_endings(summary), *_speed(rows, config))),
         html.tiles(_tiles(rows)),
         html.verdict(changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after")))),
         html.texts(evaluation.get("texts", ())),
@@ -104,6 +105,16 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
         said.append(f"Best held-out {value} at step {step}; that model is in best/." if step else
                     f"Best held-out {value} before the first step; no step improved on it.")
     return said
+
+
+def _speed(rows: Rows, config: Mapping[str, Any]) -> list[str]:
+    """Which role was the bottleneck, and what would make the run faster."""
+    steps = [row for row in rows if any(name.startswith("share/") for name in row)]
+    loop = config.get("coordinator")
+    if not steps:
+        return []
+    said = diagnosis(steps, loop.get("max_staleness", 0) if isinstance(loop, Mapping) else 0)
+    return [f"{said.limit[:1].upper()}{said.limit[1:]}. {said.advice[:1].upper()}{said.advice[1:]}."]
 
 
 def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:

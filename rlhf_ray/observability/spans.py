@@ -87,7 +87,6 @@ class StepClock:
 
         Returns, for each role of `workers`:
             busy/<role>: seconds of work, summed over its workers.
-            idle/<role>: 1 - busy / (workers x window), in [0, 1].
             wait/<role>: seconds in which none of its workers was busy.
         and wait/all: seconds in which nobody was busy, the coordinator's own overhead.
 
@@ -97,11 +96,9 @@ class StepClock:
         if end <= start or any(count < 1 for count in workers.values()):
             raise ValueError(f"no time or no workers to sum up: window {start:.6f}..{end:.6f}, workers {dict(workers)}")
         self._spans = [s for s in self._spans if s.end > start]
-        line, window, result = timeline(self._spans, start, end, workers), end - start, {}
-        for role, count in workers.items():
-            busy = float(line.seconds @ line.busy[role])
-            result[f"busy/{role}"] = busy
-            result[f"idle/{role}"] = min(max(1.0 - busy / (count * window), 0.0), 1.0)
+        line, result = timeline(self._spans, start, end, workers), {}
+        for role in workers:
+            result[f"busy/{role}"] = float(line.seconds @ line.busy[role])
             result[f"wait/{role}"] = float(line.seconds[line.busy[role] == 0].sum())
         result["wait/all"] = float(line.seconds[sum(line.busy.values()) == 0].sum())
         return result

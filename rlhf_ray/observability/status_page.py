@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_ray.errors import DataError
-from rlhf_ray.observability.advice import recommend
+from rlhf_ray.observability.advice import diagnosis
 from rlhf_ray.observability.catalogue import readable
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.progress import duration
@@ -44,9 +44,8 @@ def status_page(path: Path) -> RenderableType:
     shares = mean_shares(steps)
     parts: list[RenderableType] = [Text(_headline(path, live, rows)), Text(_pace(steps, live))]
     if shares:
-        parts += [Text(""), _roles_table(shares, len(steps))]
-        publishing = _weighted(steps, "time/publish") / max(_weighted(steps, "time/step"), 1e-9)
-        parts += [Text(""), Text(f"what to change: {recommend(shares, live.get('max_staleness', 0), publishing)}")]
+        said = diagnosis(steps, live.get("max_staleness", 0))
+        parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(said.limit), Text(said.advice)]
     if live and not live.get("ended"):
         parts += [Text(""), _held(live)]
     return Group(*parts)
@@ -120,6 +119,13 @@ def _held(live: Mapping[str, Any]) -> Table:
     for line in live["under_way"][:12]:
         calls = f" ({line['calls']} calls)" if line["calls"] > 1 else ""
         table.add_row(line["worker"], readable(line["phase"]).lower() + calls, f"{line['seconds']:.1f} s")
+    for chunks in live.get("chunks", ()):
+        table.add_row("chunks", f"{chunks['chunks']} of {chunks['samples']} samples being {chunks['doing']}, the "
+                      f"oldest is {chunks['oldest']}, admitted at version {chunks['version']}", f"{chunks['seconds']:.1f} s")
+    for lease in live.get("leases", ()):
+        table.add_row("lease", f"{lease['samples']} samples for the update of version {lease['version']}, held by "
+                      + ", ".join(readable(role).lower() for role in lease["held_by"]),
+                      f"{lease['comes_back_in_s']:.0f} s left")
     table.add_row("buffer", f"{buffer['ready']} samples ready, {buffer['under_way']} being made, "
                   f"{buffer['training']} in training", f"{buffer['mb']:.1f} MiB")
     return table

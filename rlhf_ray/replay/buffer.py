@@ -237,6 +237,10 @@ class ReplayBuffer:
         """The ready entries in admission order: what a checkpoint has to save the bytes of."""
         return self._places.ready_entries()
 
+    def leases(self) -> list[Lease]:
+        """The leases that are out, oldest first."""
+        return list(self._places.leases.values())
+
     def restore(self, entries: Iterable[Entry]) -> None:
         """Take entries of `ready_entries` back, with references to bytes that exist in this process.
 

@@ -42,6 +42,28 @@ def test_it_says_who_works_on_what_and_how_the_run_ended(run, tmp_path):
     assert status(tmp_path)["ended"] == "finished"
 
 
+def test_it_says_what_happens_to_chunks_and_who_holds_a_lease(ppo_config, summary):
+    """The status of each moment of a run, told when the policy begins its update."""
+    run, seen = Run(ppo_config(prompts=4, chunk=2, staleness=1, steps=3), summary), []
+    learn = run.coordinator.team.policy._behaviour
+
+    async def look(rank, method, *args):
+        if method == "update" and rank == 0:
+            seen.append(live_status.snapshot(run.coordinator))
+        return await learn(rank, method, *args)
+
+    run.coordinator.team.policy._behaviour = look
+    run.go()
+    for step, now in enumerate(seen):
+        ((lease),) = now["leases"]
+        assert (lease["samples"], lease["version"], lease["held_by"]) == (4, step, ["policy", "critic"])
+        assert 50 < lease["comes_back_in_s"] <= 60
+        assert sum(line["samples"] for line in now["chunks"]) == now["buffer"]["under_way"]
+        assert all(0 <= line["version"] <= step and line["seconds"] >= 0 for line in now["chunks"])
+    assert {line["doing"] for now in seen for line in now["chunks"]} <= {"generated", "scored", "read by the learners"}
+    assert live_status.snapshot(run.coordinator)["leases"] == []
+
+
 def test_a_run_that_failed_does_not_look_like_one_that_ended_well(run, tmp_path):
     async def work():
         async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):

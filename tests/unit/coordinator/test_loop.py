@@ -152,9 +152,10 @@ def test_the_policy_rests_while_the_critic_warms_up(ppo_config, summary):
 def test_without_a_critic_the_policy_learns_alone(ppo_config, summary):
     run = Run(ppo_config(prompts=4, steps=2), summary, critic=False)
     assert run.go()[1:] == ["policy 0", "publish 1", "policy 1", "publish 2", "save 2"]
-    about = ("critic/", "idle/critic", "time/critic_update", "time/values")
+    about = ("critic/", "share/critic", "time/critic_update", "time/values")
     assert not [name for name in run.rows[2] if name.startswith(about)]
-    assert run.rows[2]["policy/loss"] == 1.0 and "idle/policy" in run.rows[2] and "time/logprobs" in run.rows[2]
+    assert run.rows[2]["policy/loss"] == 1.0 and "time/logprobs" in run.rows[2]
+    assert [name for name in run.rows[2] if name.startswith("share/policy")]
 
 
 def test_a_policy_that_is_its_own_critic_speaks_for_both(ppo_config, summary):
@@ -162,7 +163,7 @@ def test_a_policy_that_is_its_own_critic_speaks_for_both(ppo_config, summary):
     assert run.go()[1:] == ["policy 0", "publish 1", "policy 1", "publish 2", "save 2"]
     row = run.rows[2]
     assert (row["policy/loss"], row["critic/loss"]) == (1.0, 2.0)
-    assert not [name for name in row if name.startswith(("idle/critic", "time/critic_update", "time/values"))]
+    assert not [name for name in row if name.startswith(("share/critic", "time/critic_update", "time/values"))]
 
 
 def test_learners_get_the_step_the_policy_its_coefficient_and_both_the_experience(ppo_config, summary):

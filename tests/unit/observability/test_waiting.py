@@ -63,7 +63,12 @@ def test_the_bottleneck_is_the_busiest_role():
         ({"generator": {BUSY: 0.5, "policy_learner": 0.45}, "policy_learner": {BUSY: 0.45, "generator": 0.5}}, 0, 0,
          r"take turns \(50% and 45% of the time\): coordinator.max_staleness=1 .* up to 1.9 times"),
         ({"generator": {BUSY: 0.97}, "policy_learner": {BUSY: 0.45, "generator": 0.5}}, 1, 0,
-         r"generator limits the run \(busy 97%, others wait for it up to 50%\): more generators"),
+         r"generator limits the run \(busy 97%, others wait for it up to 50%\): more generators .*"
+         r"; learners are idle for 55% of the time, so fewer of them \(policy.workers, critic.workers\) would do"),
+        ({"generator": {BUSY: 0.3, "policy_learner": 0.7}, "policy_learner": {BUSY: 0.97, "generator": 0.03}}, 1, 0,
+         r"policy_learner limits the run .*; generators are idle for 70% of the time"),
+        ({"generator": {BUSY: 0.7, "policy_learner": 0.3}, "policy_learner": {BUSY: 0.5, "generator": 0.5}}, 1, 0,
+         r"neither side is always busy \(generators 70%, learners 50% of the time\): coordinator.max_staleness=2"),
         ({"generator": {BUSY: 0.95}, "policy_learner": {BUSY: 0.93, "generator": 0.05}}, 1, 0, "in balance"),
         ({"generator": {BUSY: 0.5}, "policy_learner": {BUSY: 0.4}}, 0, 0.2, "publishing weights takes 20%"),
         ({"generator": {BUSY: 0.4, COORDINATOR: 0.3}, "policy_learner": {BUSY: 0.3, COORDINATOR: 0.3}}, 0, 0,
