@@ -21,6 +21,7 @@ NAMES = (
     "learner_vs_torch",
     "learner_vs_padded",
     "publish_vs_copies_100mb",
+    "async_speedup",
     "coordinator_scale",
     "vs_trl",
     "first_token",

@@ -1,18 +1,17 @@
-"""A real PPO run on one team of workers, in turns: some steps synchronous, then some overlapped, of the same samples.
+"""A real run on one team of workers, in turns: some steps synchronous, then some overlapped, of the same samples.
 
 The generator and the frozen scorers share one core, the learner has the other. Every turn begins with the same prompts
 and seeds, and the learning rate is too small to change what is sampled, so all turns do the same work.
 """
 
-import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -29,14 +28,19 @@ from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.reviews import make_openings
-from rlhf_ray.observability.waiting import mean_shares
+from rlhf_ray.observability.spans import Span, StepClock, timeline
 from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.stages.ppo_team import spawn_team, start_team
 from rlhf_ray.stages.workplace import workplace
 
 PROMPTS = 1024
-GENERATION_SIDE = ("Generator", "ReferenceScorer", "RewardScorer", "Assembler")
-LEARNING_SIDE = ("PolicyLearner",)
+SIDES = {
+    "generation": ("generator", "reference_scorer", "reward_scorer", "assembler"),
+    "learning": ("policy_learner",),
+}
+"""Roles by the side whose core they have."""
 
 
 def run_config(directory: Path, **sections: Any) -> PPOConfig:
@@ -64,26 +68,52 @@ def run_config(directory: Path, **sections: Any) -> PPOConfig:
 
 @dataclass(frozen=True)
 class Steps:
-    """Some steps in the middle of a turn: what came before the first and after the last is another matter."""
+    """Some steps in the middle of a turn; the first of a turn has nothing to overlap with, and so has the last."""
 
     rows: Sequence[Mapping[str, Any]]
     """Their metrics."""
+    idle: Mapping[str, float]
+    """Share of the time in which a side had nothing to do, by the side."""
     samples_each: int
 
     @property
     def samples_per_second(self) -> float:
         """Of all of them."""
-        return self.samples_each * len(self.rows) / sum(row["time/step"] for row in self.rows)
+        return self.samples_each * len(self.rows) / self.seconds("time/step")
 
     @property
     def tokens(self) -> int:
         """Prompt and response tokens of all their samples."""
         return round(sum(row["throughput/tokens_per_second"] * row["time/step"] for row in self.rows))
 
-    @property
-    def shares(self) -> dict[str, dict[str, float]]:
-        """What each role did, as shares of the time."""
-        return mean_shares(self.rows)
+    def seconds(self, metric: str) -> float:
+        """Of all steps together."""
+        return float(sum(row[metric] for row in self.rows))
+
+
+class Watch:
+    """Takes the rows of a run's metrics, and notes what the sides did in each step while the clock still knows."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self.rows: list[Mapping[str, Any]] = []
+        self.idle: list[dict[str, float]] = []
+        """Seconds by side, a step."""
+
+    def write(self, _: int, row: Mapping[str, Any]) -> None:
+        """A step is over."""
+        end = self._clock.now()
+        spans = self._clock.work(end - row["time/step"], end)
+        named = [Span(side, 0, s.start, s.end) for s in spans for side, roles in SIDES.items() if s.role in roles]
+        line = timeline(named, end - row["time/step"], end, SIDES)
+        self.idle.append({side: float(line.seconds[line.busy[side] == 0].sum()) for side in SIDES})
+        self.rows.append(row)
+
+    def middle(self, samples: int) -> Steps:
+        """All steps but the first and the last."""
+        rows, idle = self.rows[1:-1], self.idle[1:-1]
+        seconds = sum(row["time/step"] for row in rows)
+        return Steps(rows, {side: sum(step[side] for step in idle) / seconds for side in SIDES}, samples)
 
 
 class OverlapRun:
@@ -91,6 +121,7 @@ class OverlapRun:
 
     def __init__(self, config: PPOConfig, team: Team, prompts: PromptSource) -> None:
         self.config, self._team, self._prompts = config, team, prompts
+        self._weights = WeightSync(config.weights, team)
         self._step, self._places = 0, ReplayBuffer(1, None, 0, 1.0).state_dict()
 
     async def turn(self, max_staleness: int, steps: int) -> Steps:
@@ -100,47 +131,73 @@ class OverlapRun:
                          PromptCursor(self._prompts.sizes, SEED, shuffle=True), step=self._step)
         buffer = ReplayBuffer((max_staleness + 1) * config.samples_per_step, None, max_staleness, 3600.0)
         buffer.load_state_dict(self._places, {})
-        pipeline, rows = Pipeline(config, self._team, state, buffer, self._prompts), []
-        quiet: Any = SimpleNamespace(write=lambda step, row: rows.append(row), update=lambda *_, **__: None,
-                                     save=_nothing)
-        silent: Any = SimpleNamespace(write=lambda *_: None)
-        coordinator = Coordinator(
-            config, self._team, state, buffer, pipeline, WeightSync(config.weights, self._team), recovery=quiet,
-            evaluator=None, best=quiet, metrics=quiet, samples=silent, progress=quiet, stop=StopRequest(lambda _: None),
-            on_evaluation=lambda *_: None)
-        await coordinator.run()
+        watch, silent = Watch(self._team.clock), _Silent()
+        with self._ledger(config) as ledger:
+            pipeline = Pipeline(config, self._team, state, buffer, self._prompts, ledger)
+            await Coordinator(
+                config, self._team, state, buffer, pipeline, self._weights, recovery=cast(Any, silent),
+                evaluator=None, best=cast(Any, silent), metrics=cast(Any, watch), samples=cast(Any, silent),
+                progress=cast(Any, silent), stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None,
+            ).run()
         self._step, self._places = state.step, buffer.state_dict()
-        return Steps(rows[1:-1], config.samples_per_step)
+        return watch.middle(config.samples_per_step)
 
     def _config_of(self, max_staleness: int, steps: int) -> PPOConfig:
         run = self.config.run.model_copy(update={"steps": self._step + steps})
         loop = self.config.coordinator.model_copy(update={"max_staleness": max_staleness})
         return self.config.model_copy(update={"run": run, "coordinator": loop})
 
+    @contextmanager
+    def _ledger(self, config: PPOConfig) -> Iterator[Ledger]:
+        """The books of one turn, on disk as a run's are."""
+        facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
+                            config.coordinator.max_staleness, tuple(self._prompts.sizes))
+        ledger = Ledger.create(Path(config.run.dir) / f"ledger_{self._step}.sqlite", facts)
+        try:
+            yield ledger
+        finally:
+            ledger.close()
+
+
+class _Silent:
+    """Checkpoints, samples and progress of a turn: none."""
+
+    async def save(self) -> None:
+        """Nothing is kept."""
+
+    def write(self, *_: Any) -> None:
+        """Nothing is written."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        """Nothing is shown."""
+
+    def note(self, _: str) -> None:
+        """Nothing is said."""
+
+    def warn(self, text: str) -> None:
+        """But a warning is."""
+        print(text, file=sys.stderr, flush=True)
+
 
 @asynccontextmanager
 async def overlap_run(config: PPOConfig) -> AsyncIterator[OverlapRun]:
     """The team of `config`, started, each side on a core of its own."""
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-    progress: Any = SimpleNamespace(note=lambda _: None)
     async with workplace(config) as place:
         team = spawn_team(config, place)
-        prompts, _ = await start_team(config, place, team, progress)
-        pin(GENERATION_SIDE, 0)
-        pin(LEARNING_SIDE, 1)
+        prompts, _ = await start_team(config, place, team, cast(Any, _Silent()))
+        give_cores()
         yield OverlapRun(config, team, prompts)
 
 
-def pin(roles: Sequence[str], core: int) -> None:
-    """Give all threads of these roles' workers one of this process's cores, if it has two."""
+def give_cores() -> None:
+    """Bind all threads of each side's workers to one of this process's cores, if there are two."""
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
+    titles = {"ray::" + role.title().replace("_", ""): core
+              for core, roles in zip(cores, SIDES.values(), strict=False) for role in roles}
+    if len(cores) < len(SIDES):
         return
     for process in psutil.Process().children(recursive=True):
-        if process.name().removeprefix("ray::").split(".")[0].split("/")[0] in roles:
-            for thread in process.threads():
-                os.sched_setaffinity(thread.id, {cores[core]})
-
-
-async def _nothing() -> None:
-    await asyncio.sleep(0)
+        core = titles.get(process.name().split(".")[0])
+        for thread in process.threads() if core is not None else []:
+            os.sched_setaffinity(thread.id, {core})

@@ -120,8 +120,9 @@ def _held(live: Mapping[str, Any]) -> Table:
         calls = f" ({line['calls']} calls)" if line["calls"] > 1 else ""
         table.add_row(line["worker"], readable(line["phase"]).lower() + calls, f"{line['seconds']:.1f} s")
     for chunks in live.get("chunks", ()):
-        table.add_row("chunks", f"{chunks['chunks']} of {chunks['samples']} samples being {chunks['doing']}, the "
-                      f"oldest is {chunks['oldest']}, admitted at version {chunks['version']}", f"{chunks['seconds']:.1f} s")
+        what = (f"{chunks['chunks']} of {chunks['samples']} samples being {chunks['doing']}, the oldest is "
+                f"{chunks['oldest']}, admitted at version {chunks['version']}")
+        table.add_row("chunks", what, f"{chunks['seconds']:.1f} s")
     for lease in live.get("leases", ()):
         table.add_row("lease", f"{lease['samples']} samples for the update of version {lease['version']}, held by "
                       + ", ".join(readable(role).lower() for role in lease["held_by"]),
