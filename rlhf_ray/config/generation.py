@@ -63,5 +63,9 @@ class WeightsConfig(Section):
     """"object_store": buckets through Ray's object store, for any hardware."""
     bucket_mb: int = Field(256, ge=1)
     """Largest bucket, in MiB; a tensor larger than this gets a bucket of its own."""
+    in_flight: Literal["keep", "abort"] = "keep"
+    """Responses that new weights meet: kept, and continued token by token; or aborted, and continued by a new request
+    whose prompt includes what they had (frees a GPU's key-value memory for the update). Tokens carry versions in
+    either case."""
     logprob_gap_alarm: float = Field(0.1, gt=0)
     """Warn when generator and learner of the same version differ by more than this mean absolute log-probability."""

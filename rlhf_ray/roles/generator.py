@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import DataError, ModelError, WorkerError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, Rollout, SampleKey, TokenScores, WeightBucket, offsets_of
+from rlhf_ray.roles.engines.continuing import AbortableEngine, ContinuingEngine
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.settings import engine_kind, generator_environment
 from rlhf_ray.weights.receiver import Receiver
@@ -36,16 +37,18 @@ class Generator:
         model: weights to start from; they count as version 0.
         seed: seed of the engine itself. Samples do not depend on it: each has its own, from the run's seed and its key.
         max_context: longest prompt and response together, in tokens.
+        in_flight: what happens to responses that new weights meet, see `WeightsConfig`.
     """
 
     def __init__(
-        self, model: ModelConfig, generation: GenerationConfig, seed: int, max_context: int, name: str = "generator/0"
+        self, model: ModelConfig, generation: GenerationConfig, seed: int, max_context: int, name: str = "generator/0",
+        in_flight: Literal["keep", "abort"] = "keep",
     ) -> None:
         self._model = model
         self._generation = generation
         self._seed = seed
         self._max_context = max_context
-        self.name = name
+        self.name, self._in_flight = name, in_flight
         self._engine: SamplingEngine | None = None
         self._receiver: Receiver[Any] | None = None
         self._publishing = asyncio.Lock()
@@ -68,7 +71,7 @@ class Generator:
         self._stop_tokens = stop_tokens(tokenizer.eos_token_id, config.eos_token_id, self._model)
         self._engine = build_engine(EngineSettings(
             self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or []
-        ))
+        ), self._in_flight)
         await self._engine.start()
         await self._try_out(self._engine)
         shapes = parameter_shapes(config, self._model.trust_remote_code)
@@ -185,15 +188,18 @@ class Generator:
         return SampleRequest(prompt, sampling, min(sampling.max_tokens, room), seed, self._stop_tokens)
 
 
-def build_engine(settings: EngineSettings) -> SamplingEngine:
+def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] = "keep") -> SamplingEngine:
     """The engine that the configuration asks for; vLLM is imported when it starts."""
+    engine: AbortableEngine
     if engine_kind(settings.generation) == "async":
         from rlhf_ray.roles.engines.asynchronous import AsynchronousEngine
 
-        return AsynchronousEngine(settings)
-    from rlhf_ray.roles.engines.in_process import InProcessEngine
+        engine = AsynchronousEngine(settings)
+    else:
+        from rlhf_ray.roles.engines.in_process import InProcessEngine
 
-    return InProcessEngine(settings)
+        engine = InProcessEngine(settings)
+    return engine if in_flight == "keep" else cast(SamplingEngine, ContinuingEngine(engine))
 
 
 def stop_tokens(tokenizer_eos: int, config_eos: int | list[int] | None, model: ModelConfig) -> list[int]:

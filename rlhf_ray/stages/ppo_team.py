@@ -32,7 +32,7 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
             "generator", Generator, generation,
             lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
                           "max_context": config.prompts.max_tokens + config.longest_response[0],
-                          "name": f"generator/{rank}"},
+                          "name": f"generator/{rank}", "in_flight": config.weights.in_flight},
             generator_environment(generation), goodbye="stop",
         ),
         reference=place.spawn(

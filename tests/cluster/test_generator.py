@@ -15,6 +15,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import DataError, WeightsError, WorkerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
+from rlhf_ray.roles.engines.continuing import ContinuingEngine
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.weights.manifest import plan_buckets
 from rlhf_ray.weights.publisher import Publication
@@ -43,10 +44,10 @@ def make_prompts():
 PROMPTS = make_prompts()
 
 
-def make_generator(directory, engine="in_process"):
+def make_generator(directory, engine="in_process", in_flight="keep"):
     """A generator, not started."""
     settings = GenerationConfig(engine=engine, max_sequences=8, kv_cache_mb=16, sampling=SHORT)
-    return Generator(ModelConfig(path=str(directory)), settings, seed=0, max_context=CONTEXT)
+    return Generator(ModelConfig(path=str(directory)), settings, seed=0, max_context=CONTEXT, in_flight=in_flight)
 
 
 def load_model(directory):
@@ -282,6 +283,24 @@ def test_weights_published_in_flight_take_effect_from_one_token_to_the_next(loop
     assert_each_token_matches_its_weights(rollout, old, new_models[kind])
 
 
+def aborted_and_continued(loop, generator, model):
+    """A rollout as `publish_in_flight` makes it, of a generator that aborts what new weights meet."""
+    kept = generator._engine
+    generator._engine = ContinuingEngine(kept)
+    try:
+        return loop.run_until_complete(publish_in_flight(generator, model))
+    finally:
+        generator._engine = kept
+
+
+def test_responses_that_new_weights_abort_are_continued_with_what_they_had(loop, running, new_models):
+    kind, generator, old = running
+    rollout = aborted_and_continued(loop, generator, new_models[kind])
+    assert_each_token_matches_its_weights(rollout, old, new_models[kind])
+    assert set(rollout.finish_reasons) <= {"stop", "length"}
+    assert max(rollout.row(i, "response_mask").sum() for i in range(len(rollout))) <= LONG.max_tokens
+
+
 def test_a_damaged_publication_is_refused_and_nothing_is_generated_until_a_whole_one_arrives(loop, running, new_models):
     kind, generator, _ = running
     buckets = buckets_of(new_models[kind], 1)
@@ -348,20 +367,20 @@ def test_a_stopped_generator_says_so(loop, directories):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_the_asynchronous_engine_passes_the_same_checks_and_leaves_no_process(loop, directories, new_models, kind):
+@pytest.mark.parametrize(("kind", "in_flight"), [("tied", "keep"), ("untied", "abort")])
+def test_the_asynchronous_engine_passes_the_same_checks_and_leaves_no_process(
+        loop, directories, new_models, kind, in_flight):
     old, new = load_model(directories[kind]), new_models[kind]
 
     async def check():
-        generator = make_generator(directories[kind], engine="async")
+        generator = make_generator(directories[kind], engine="async", in_flight=in_flight)
         info = await generator.start()
         try:
             assert info["engine"] == "async" and len(info["pids"]) >= 2
             before = await generator.generate(PROMPTS, KEYS, 1)
             assert gap(old, before) < 1e-4
             assert_same(before, await generator.generate(PROMPTS, KEYS, 1))
-            in_flight = await publish_in_flight(generator, new)
-            assert_each_token_matches_its_weights(in_flight, old, new)
+            assert_each_token_matches_its_weights(await publish_in_flight(generator, new), old, new)
             after = await generator.generate(PROMPTS, KEYS, 1)
             assert gap(new, after) < 1e-4 and set(after.versions[after.response_mask]) == {1}
         finally:

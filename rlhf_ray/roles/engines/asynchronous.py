@@ -47,6 +47,8 @@ class AsynchronousEngine:
         self._settings = settings
         self._engine: Any = None
         self._numbers = count()
+        self._sampling: set[str] = set()
+        """Requests in flight whose responses are drawn, not scored."""
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
 
@@ -101,6 +103,10 @@ class AsynchronousEngine:
             await self.stop()
             raise self._dead from error
 
+    async def abort_samples(self) -> None:
+        """See `continuing.AbortableEngine`."""
+        await self._living().abort(list(self._sampling))
+
     def tokens_made(self) -> int:
         """See `SamplingEngine.tokens_made`."""
         return self._finished_tokens + unfinished_tokens(self._engine)
@@ -129,13 +135,17 @@ class AsynchronousEngine:
     async def _finish(self, prompt: list[int], parameters: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        engine, last = self._living(), None
+        engine, last, request_id = self._living(), None, str(next(self._numbers))
+        if parameters.prompt_logprobs is None:
+            self._sampling.add(request_id)
         try:
-            async for output in engine.generate(prompt_of(prompt), parameters, str(next(self._numbers))):
+            async for output in engine.generate(prompt_of(prompt), parameters, request_id):
                 last = output
         except EngineDeadError as error:
             self._dead = self._dead or WorkerError(f"{self._settings.name}: vLLM's engine process died")
             raise self._dead from error
+        finally:
+            self._sampling.discard(request_id)
         if last is None:
             raise WorkerError(f"{self._settings.name}: vLLM ended a request without an output")
         self._finished_tokens += len(last.outputs[0].token_ids)

@@ -76,6 +76,10 @@ class InProcessEngine:
         """See `SamplingEngine.apply`."""
         await self._on_thread(lambda: self._apply(staged, version))
 
+    async def abort_samples(self) -> None:
+        """See `continuing.AbortableEngine`."""
+        await self._on_thread(self._end_samples)
+
     def tokens_made(self) -> int:
         """See `SamplingEngine.tokens_made`."""
         return self._finished_tokens + unfinished_tokens(self._engine)
@@ -136,10 +140,14 @@ class InProcessEngine:
             self._die(WorkerError(f"{self._settings.name}: vLLM failed in a step: {type(error).__name__}: {error}"))
             return
         for output in outputs:
-            self._finished_tokens += len(output.outputs[0].token_ids)
-            waiting = self._waiting.pop(output.request_id, None)
-            if waiting is not None and waiting.set_running_or_notify_cancel():
-                waiting.set_result(output)
+            self._hand_over(output)
+
+    def _hand_over(self, output: Any) -> None:
+        """A request is over: give its caller the output."""
+        self._finished_tokens += len(output.outputs[0].token_ids)
+        waiting = self._waiting.pop(output.request_id, None)
+        if waiting is not None and waiting.set_running_or_notify_cancel():
+            waiting.set_result(output)
 
     def _build(self) -> None:
         with quiet_start(), thread_count(self._settings.generation.threads):
@@ -163,6 +171,21 @@ class InProcessEngine:
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
         self._engine.abort_request(request_ids)
+
+    def _end_samples(self) -> None:
+        """Give every waiting caller what its response has, then forget the requests. Scores go on."""
+        from vllm.v1.engine import FinishReason
+
+        processor, ended = self._engine.output_processor, []
+        for request_id in list(self._waiting):
+            (inner,) = processor.external_req_ids[request_id]
+            state = processor.request_states[inner]
+            if state.logprobs_processor.prompt_logprobs is not None:
+                continue
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            self._hand_over(output)
+            ended.append(request_id)
+        self._engine.abort_request(ended)
 
     def _apply(self, staged: Sequence[WeightBucket], version: int) -> None:
         from rlhf_ray.weights.vllm_backend import bucket_info
