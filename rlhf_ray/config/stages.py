@@ -388,9 +388,11 @@ class PPOConfig(StageConfig):
                 f"{samples} does not divide into algorithm.mini_batches={self.algorithm.mini_batches}; "
                 "change one so that it does"
             )
-        check_chunks(self)
-        check_buffer(self)
-        check_deadlines(self)
+        check_chunks(c, samples, self.generator.chunk, self.concurrency)
+        check_buffer(self.buffer, samples, c.max_staleness,
+                     self.prompts.max_tokens + self.generator.sampling.max_tokens, self.buffer_capacity_mb,
+                     self.algorithm.has_critic)
+        check_deadlines(self.buffer, self.cluster)
         return self
 
     @model_validator(mode="after")

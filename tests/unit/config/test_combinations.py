@@ -1,9 +1,12 @@
 """Combinations that cannot work are refused before anything starts, with the numbers and the fix."""
 
+import numpy as np
 import pytest
 
+from rlhf_ray.config.flow import BYTES_PER_TOKEN, BYTES_PER_VALUE
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.records import Experience, SampleKey
 
 
 @pytest.mark.parametrize(
@@ -90,3 +93,15 @@ def test_a_policy_with_adapters_needs_no_room_for_a_reference(write):
     config = load(STAGES["ppo"], write("ppo"), [*room, "--policy.lora={}"])
     assert config.policy.lora.rank == 16 and "reference" not in config.placements()
     assert "reference" in load(STAGES["ppo"], write("ppo"), ["--critic.lora={}"]).placements()
+
+
+@pytest.mark.parametrize("critic", [True, False])
+def test_the_bytes_of_a_batch_are_those_of_its_experience(critic):
+    """What `check_buffer` reckons with, beside a real record."""
+    tokens, zeros = 12, np.zeros(12, np.float32)
+    experience = Experience(
+        offsets=np.array([0, tokens]), tokens=np.zeros(tokens, np.int32), response_mask=np.zeros(tokens, bool),
+        behaviour_logprobs=zeros, old_logprobs=zeros, reference_logprobs=zeros, values=zeros if critic else None,
+        advantages=zeros, returns=zeros, keys=[SampleKey(0, 0, 0)])
+    per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if critic else 0)
+    assert experience.nbytes - experience.offsets.nbytes == tokens * per_token
