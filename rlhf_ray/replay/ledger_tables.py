@@ -11,6 +11,8 @@ from typing import Any, Self
 
 SCHEMA = 1
 
+# Samples lie in the order of their admission (a rowid table), for that is how they change. By key, in the shuffled
+# order of the data, each would lie on another page, and each change of a chunk would write as many pages as samples.
 CREATE = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value);
 CREATE TABLE samples (
@@ -22,7 +24,7 @@ CREATE TABLE samples (
     step INTEGER,              -- the update that consumed it, from 1
     reason TEXT,               -- of a quarantine
     PRIMARY KEY (epoch, row, sample)
-) WITHOUT ROWID;
+);
 CREATE INDEX by_step ON samples (step);
 CREATE TABLE attempts (        -- that came to nothing
     epoch INTEGER, row INTEGER, sample INTEGER, attempt INTEGER,

@@ -29,7 +29,7 @@ def whole_and_resumed(configure, sections, tmp_path_factory):
 def samples(directory):
     """What the ledger says of every sample, but for who drew it and at which attempt."""
     with closing(open_for_reading(directory / "ledger.sqlite")) as db:
-        return db.execute("SELECT epoch, row, sample, state, version, step FROM samples").fetchall()
+        return db.execute("SELECT epoch, row, sample, state, version, step FROM samples ORDER BY 1, 2, 3").fetchall()
 
 
 def steps(directory):

@@ -33,7 +33,7 @@ def trained(ledger, chosen, step, version=None):
 
 def table(path, name="samples"):
     with closing(open_for_reading(path)) as db:
-        return db.execute(f"SELECT * FROM {name}").fetchall()
+        return db.execute(f"SELECT * FROM {name} ORDER BY 1, 2, 3").fetchall()
 
 
 def wrong(path, ended=False):
