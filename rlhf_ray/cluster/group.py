@@ -46,6 +46,7 @@ class WorkerGroup:
                 num_cpus=placement.cpus,
                 num_gpus=placement.gpus,
                 max_concurrency=1000 if _is_async(cls) else 1,
+                enable_task_events=False,  # a quarter of the driver's bytes; `under_way` of the step clock says as much
                 scheduling_strategy=PlacementGroupSchedulingStrategy(pools.group(placement.pool)),
                 runtime_env={"env_vars": _environment(placement, environment)},
             )

@@ -12,6 +12,10 @@ import ray
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
 
+INLINE_BYTES = 4096
+"""Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's own bound of
+100 KiB lets whole chunks of tokens through the driver, to it and on to each of their readers."""
+
 
 @dataclass(frozen=True)
 class Session:
@@ -64,6 +68,7 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str)
         log_to_driver=False,
         logging_level=logging.ERROR,
         _metrics_export_port=config.metrics_port,
+        _system_config={"max_direct_call_object_size": INLINE_BYTES},
     )
 
 
