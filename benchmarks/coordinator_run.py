@@ -39,7 +39,7 @@ from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.ppo import close_books, wire
 from rlhf_ray.stages.workplace import workplace
 
-BATCH, STALENESS = 4_000, 8
+BATCH, STALENESS = 10_000, 4
 """Samples of a step, and η: so large that no batch waits for a generator's slowest chunk and the one behind it."""
 SCORERS, HOSTS = 16, 2
 TCPI_BYTES_ACKED = 120
@@ -107,7 +107,7 @@ def configuration(directory: Path, generators: int, samples: int, batch: int, lo
         "generator": {"workers": generators, "chunk": CHUNK, "max_sequences": CHUNK, "cpus": 0},
         "algorithm": {"mini_batches": 1},
         "coordinator": {"prompts_per_step": batch, "max_staleness": STALENESS}, "logging": logging,
-        "pools": {"default": {"cpus": HOSTS}}, "cluster": {"dashboard": False},
+        "pools": {"default": {"cpus": HOSTS}}, "cluster": {"dashboard": False, "object_store_mb": 1536},
     }))
 
 

@@ -61,8 +61,9 @@ def figures(found: Mapping[str, Any], repeats: int, more: dict[str, Any]) -> dic
             [of_samples(part, "cpu_seconds", 1e3) for part in parts], "lower", 0.3,
             "CPU time of the coordinator's process, all threads", unit="ms"),
         "coordinator_bytes_per_sample": figure(
-            [of_samples(part, "received_bytes") for part in parts], "lower", 1000,
-            "what its calls bring into the coordinator", unit="bytes"),
+            [of_samples(part, "carried_bytes") for part in parts], "lower", 1000,
+            "what the coordinator's connections carry, both ways", unit="bytes",
+            more={"fetched": of_samples(found["marks"], "received_bytes")}),
     }
 
 
