@@ -42,9 +42,12 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
 
 def prepare(workload: Path, home: Path) -> None:
     """A reward model with a random head on the workload's model, and its prompts as a file."""
+    from transformers.utils.logging import disable_progress_bar
+
     from benchmarks.workload import prompts
     from rlhf_ray.models.loading import load_scalar_model, load_tokenizer
 
+    disable_progress_bar()
     home.mkdir()
     model = ModelConfig(path=str(workload))
     load_scalar_model(model, new_head=True).save_pretrained(home / "reward_model")

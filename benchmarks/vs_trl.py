@@ -41,12 +41,14 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
     config = our_config(home, directory / "ours", 1 + turns * UPDATES_A_TURN)
     ours, theirs = our_run(config, directory), their_run(python, config, home, directory)
     rates: list[tuple[float, float]] = []
+    shares: list[float] = []
     with ours, theirs:
         for number in range(turns):
             order = (ours, theirs) if number % 2 else (theirs, ours)
             seconds = {run.name: median(run.turn(UPDATES_A_TURN)[1:]) for run in order}
             mine, other = (config.samples_per_step / seconds[run.name] for run in (ours, theirs))
             rates.append((mine, other))
+            shares.append(theirs.cpus / THREADS)
             print(f"turn {number + 1}: {mine:.1f} and {other:.1f} samples/s", file=sys.stderr, flush=True)
         ours.finish()
         theirs.finish()
@@ -54,6 +56,7 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
     return {"vs_trl_samples_per_second": Figure(
         value=median(ratios), repeats=ratios, better="higher", goal=GOAL, ours_is=OURS_IS, theirs_is=THEIRS_IS,
         ours=median(mine for mine, _ in rates), theirs=median(other for _, other in rates), unit="samples/s",
+        cpu_share=median(shares),
         more={
             "updates": config.run.steps, "samples_an_update": config.samples_per_step,
             "seconds_to_first_update": {run.name: run.seconds_to_first_update for run in (ours, theirs)},

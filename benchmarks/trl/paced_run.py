@@ -10,6 +10,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from benchmarks.side_process import QUOTED_LOG, SideFailed
 
 TURN_TIMEOUT_S, FINISH_TIMEOUT_S = 240.0, 120.0
@@ -31,6 +33,8 @@ class PacedRun:
         self.name, self._command, self._environment = name, command, environment
         self._directory, self._freeze = directory, freeze
         self.seconds_to_first_update = 0.0
+        self.cpus = 0.0
+        """Cores that the process itself kept busy during its last turn, on average."""
 
     def __enter__(self) -> Self:
         """Start it, and wait until its first update is over."""
@@ -39,7 +43,7 @@ class PacedRun:
         with self._log.open("wb") as log, theirs:
             self._process = subprocess.Popen(
                 [*map(str, self._command), str(theirs.fileno())], env={**os.environ, **self._environment},
-                stdout=log, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()], start_new_session=True)
+                stdout=log, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()])
         try:
             self._times()
         except BaseException:
@@ -57,8 +61,10 @@ class PacedRun:
         """
         if self._freeze:
             self._process.send_signal(signal.SIGCONT)
+        began, cpu_began = time.monotonic(), self._cpu_seconds()
         self._line.send(updates)
         times = self._times()
+        self.cpus = (self._cpu_seconds() - cpu_began) / (time.monotonic() - began)
         self._rest()
         return [after - before for before, after in pairwise(times)]
 
@@ -101,6 +107,10 @@ class PacedRun:
         except (EOFError, ConnectionResetError):
             raise SideFailed(f"{self.name} ended with {self._process.wait(10)};{self._printed()}") from None
         return times
+
+    def _cpu_seconds(self) -> float:
+        spent = psutil.Process(self._process.pid).cpu_times()
+        return float(spent.user + spent.system)
 
     def _rest(self) -> None:
         if self._freeze:

@@ -1,16 +1,15 @@
-"""Models by path or Hub name, new ones from a shape, and clear words when that fails."""
+"""Models by path or Hub name, new ones from a shape, and clear words when that fails.
+
+Who loads a tokenizer alone does without torch, whose import is a second of each process's start.
+"""
 
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.attention import register
 from rlhf_ray.models.hub import check_on_hub
-from rlhf_ray.models.linear import use_onednn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,6 +93,7 @@ def load_scalar_model(config: ModelConfig, new_head: bool, packed: bool = True) 
     Raises:
         ModelError: no such model, or it carries no one-label head although `new_head` is False.
     """
+    import torch
     from transformers import AutoModelForSequenceClassification
 
     if not new_head:
@@ -138,7 +138,11 @@ def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
 
 def new_causal_lm(config: NewModelConfig) -> "PreTrainedModel":
     """A Llama-style model of the given shape with random weights (from torch's current seed)."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlhf_ray.models.attention import register
+    from rlhf_ray.models.linear import use_onednn
 
     tokenizer, shape = load_tokenizer(config), config.architecture
     model = LlamaForCausalLM(LlamaConfig(**_llama_arguments(shape), vocab_size=len(tokenizer),
@@ -161,6 +165,11 @@ def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
 
 
 def _load(auto: Any, config: ModelConfig, packed: bool = True, **more: Any) -> "PreTrainedModel":
+    import torch
+
+    from rlhf_ray.models.attention import register
+    from rlhf_ray.models.linear import use_onednn
+
     attention = {"attn_implementation": register()} if packed else {}
     try:
         return use_onednn(auto.from_pretrained(

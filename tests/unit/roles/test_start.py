@@ -1,4 +1,4 @@
-"""What a learner's start loads: each import is paid by every worker of every run."""
+"""What a worker loads as it starts: each import is paid by every worker of every run."""
 
 import subprocess
 import sys
@@ -17,4 +17,11 @@ assert compiler.compile.__module__ == "deepspeed.runtime.compiler", "DeepSpeed's
 
 def test_a_learner_starts_without_the_compiler():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_data_reader_starts_without_torch():
+    program = ("import sys, rlhf_ray.roles.prompt_reader, rlhf_ray.roles.data_reader\n"
+               "assert 'torch' not in sys.modules, 'torch was imported'")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
