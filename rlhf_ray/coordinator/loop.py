@@ -1,6 +1,7 @@
 """PPO's loop on one page: get a batch, learn from it, publish the new policy, keep the books."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ class Coordinator:
             RunInterrupted: asked to stop; everything done so far is in a checkpoint.
         """
         self.stop.can_save = True
+        gc.freeze()  # modules and configuration stay to the end: no use in looking through them for garbage
         try:
             if self.state.unmeasured and await self._evaluate():
                 await self._keep_best()
