@@ -20,7 +20,7 @@ NAMES = (
     "rollout_vs_raw_vllm",
     "learner_vs_torch",
     "learner_vs_padded",
-    "publish_vs_copies_100mb",
+    "publish",
     "async_speedup",
     "coordinator_scale",
     "vs_trl",

@@ -18,11 +18,14 @@ from rlhf_ray.records import (
     Experience,
     ExperienceSummary,
     Prompts,
+    PublicationSize,
     RewardScores,
     Rollout,
     SampleKey,
     TokenScores,
     UpdateStats,
+    WeightsConfirmed,
+    WeightsPlan,
     offsets_of,
 )
 
@@ -108,11 +111,15 @@ class StubRoles:
         await self._wait(UPDATE_S)
         return UpdateStats(step, 1, 0, UPDATE_S, 1, {"loss": 0.0, "grad_norm": 1.0, "learning_rate": 1e-6})
 
-    async def weight_buckets(self, rank: int, bucket_bytes: int) -> int:
-        """Weights travel in one bucket."""
-        return 1
+    async def weights_together(self, rank: int) -> list[list[str]]:
+        """No weights share a layer."""
+        return []
 
-    async def weight_bucket(self, rank: int, version: int, index: int) -> bytes:
+    async def plan_weights(self, rank: int, bucket_bytes: int, together: list[list[str]]) -> WeightsPlan:
+        """Weights travel in one bucket."""
+        return WeightsPlan(PublicationSize(1, 0), PublicationSize(1, 0))
+
+    async def weight_bucket(self, rank: int, version: int, index: int, whole: bool) -> bytes:
         """The bucket."""
         await self._wait(CONTROL_S)
         return b""
@@ -124,10 +131,10 @@ class StubRoles:
         """A bucket arrives at a generator."""
         await self._wait(CONTROL_S)
 
-    async def finish_weights(self, rank: int, version: int) -> int:
+    async def finish_weights(self, rank: int, version: int) -> WeightsConfirmed:
         """The generator holds the version now."""
         self._versions[rank] = version
-        return version
+        return WeightsConfirmed(version, 0.0)
 
     async def save(self, rank: int, *args: Any) -> None:
         """The end of the run."""

@@ -299,25 +299,54 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies inside a weight bucket."""
+    """One tensor of a weight bucket."""
 
     name: str
     dtype: str
     """torch dtype name, e.g. "float32"."""
     shape: tuple[int, ...]
-    offset: int
     nbytes: int
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """A slice of a model's weights as one flat buffer, with what is needed to trust it."""
+    """A slice of a model's weights, with what is needed to trust it."""
 
     version: int
     index: int
     count: int
     """Buckets in this publication."""
     entries: list[TensorEntry]
-    data: NDArray[np.uint8]
+    arrays: list[NDArray[np.uint8]]
+    """Each tensor's bytes. In the process that sends they may be the model's own memory: what is to outlive the next
+    update has to be copied, which the object store does."""
+    digests: list[str]
+    """Hex digest of each tensor (see weights.manifest.digest_of)."""
     checksum: str
-    """Hex digest of `data` and `entries` (see weights.manifest.checksum)."""
+    """Hex digest of everything but the bytes, which `digests` stand for (see weights.manifest.checksum)."""
+
+
+@dataclass(frozen=True)
+class PublicationSize:
+    """What one publication sends."""
+
+    buckets: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WeightsPlan:
+    """Sizes of a learner's publications."""
+
+    whole: PublicationSize
+    changing: PublicationSize
+    """Without the tensors that training leaves as they are. Equal to `whole` where there are none."""
+
+
+@dataclass(frozen=True)
+class WeightsConfirmed:
+    """A generator computes with these weights now."""
+
+    version: int
+    pause_seconds: float
+    """For how long no token could be made."""

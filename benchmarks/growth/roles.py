@@ -32,7 +32,7 @@ class GeneratorRole(Role):
         from safetensors.torch import load_file
 
         from rlhf_ray.roles.generator import Generator
-        from rlhf_ray.weights.manifest import plan_buckets
+        from rlhf_ray.weights.publisher import Publisher
 
         config = GenerationConfig(engine="in_process", threads=1, max_sequences=SEQUENCES, chunk=SEQUENCES,
                                   kv_cache_mb=self.size.kv_cache_mb)
@@ -40,9 +40,10 @@ class GeneratorRole(Role):
         self._generator = Generator(policy_config(self.directory), config, SEED, CONTEXT)
         self._loop.run_until_complete(self._generator.start())
         self._generator._stop_tokens = []  # a random model ends one response in a thousand tokens; these have a length
-        self._weights = load_file(self.directory / POLICY / "model.safetensors")
-        specs = [(name, tuple(tensor.shape), "float32") for name, tensor in self._weights.items()]
-        self._plan = plan_buckets(specs, WeightsConfig().bucket_mb << 20)
+        weights = load_file(self.directory / POLICY / "model.safetensors")
+        specs = [(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
+        self._publisher = Publisher(specs, weights.keys(), WeightsConfig().bucket_mb << 20,
+                                    lambda names: {name: weights[name] for name in names})
 
     def work(self, activity: str, length: int, rows: int) -> Work:
         if activity == "receive weights":
@@ -60,14 +61,12 @@ class GeneratorRole(Role):
         return generate
 
     def _receive(self) -> Work:
-        from rlhf_ray.weights.publisher import Publication
-
         async def receive() -> None:
             self._version += 1
-            sent = Publication(self._version, self._plan, lambda names: {name: self._weights[name] for name in names})
-            buckets = [bucket for i in range(sent.count) if (bucket := sent.bucket(i))]
+            count = self._publisher.plan.whole.buckets
+            buckets = [bucket for i in range(count) if (bucket := self._publisher.bucket(self._version, i))]
             began = time.process_time()
-            await self._generator.begin_weights(self._version, sent.count)
+            await self._generator.begin_weights(self._version, count)
             for bucket in buckets:
                 await self._generator.load_weights(bucket)
             await self._generator.finish_weights(self._version)
@@ -126,7 +125,8 @@ class PolicyRole(Role):
         self._learner = PolicyLearner(config, policy_config(self.directory), rank=0, world=1, seed=SEED,
                                       total_steps=10**6, algorithm=ALGORITHM, temperature=1.0)
         self._learner.start(self._learner.rendezvous("127.0.0.1"), timeout_s=600.0)
-        self._buckets, self._step = self._learner.weight_buckets(WeightsConfig().bucket_mb << 20), 0
+        plan = self._learner.plan_weights(WeightsConfig().bucket_mb << 20, together=[])
+        self._buckets, self._step = plan.whole.buckets, 0
 
     def work(self, activity: str, length: int, rows: int) -> Work:
         if activity == "send weights":

@@ -61,8 +61,9 @@ class WeightsConfig(Section):
 
     transport: Literal["object_store"] = "object_store"
     """"object_store": buckets through Ray's object store, for any hardware."""
-    bucket_mb: int = Field(256, ge=1)
-    """Largest bucket, in MiB; a tensor larger than this gets a bucket of its own."""
+    bucket_mb: int = Field(64, ge=1)
+    """Largest bucket, in MiB; a tensor larger than this gets a bucket of its own. While one is loaded the next is
+    gathered, and each costs some calls: measured in docs/benchmarks.md."""
     in_flight: Literal["keep", "abort"] = "keep"
     """Responses that new weights meet: kept, and continued token by token; or aborted, and continued by a new request
     whose prompt includes what they had (frees a GPU's key-value memory for the update). Tokens carry versions in

@@ -86,11 +86,11 @@ class Coordinator:
         with self.pipeline.route.forward_passes_held():
             policy, critic = await self._learn(lease)
             summaries = self._acknowledge(lease)
-            seconds = await self.weights.publish(self.state.step)
+            published = await self.weights.publish(self.state.step)
         self.pipeline.version = self.state.step
         if not self._pauses:
             self.pipeline.admit()
-        outcome = StepOutcome(summaries, policy, critic, version, coef, seconds, traffic.received - received, began,
+        outcome = StepOutcome(summaries, policy, critic, version, coef, published, traffic.received - received, began,
                               self.team.clock.now())
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.observability.waiting import waiting_shares
 from rlhf_ray.records import ExperienceSummary, UpdateStats
@@ -30,7 +31,7 @@ class StepOutcome:
     """Version the update started from."""
     kl_coef: float
     """Coefficient that the batch's token rewards were made with."""
-    publish_seconds: float
+    published: Published
     bytes_received: int
     """What workers sent to this process during the step."""
     began: float
@@ -47,7 +48,9 @@ def step_metrics(
     metrics = {
         **_experience_metrics(outcome.summaries, outcome.trained_version),
         "kl/coef": outcome.kl_coef,
-        "weights/publish_seconds": outcome.publish_seconds,
+        "weights/publish_seconds": outcome.published.seconds,
+        "weights/pause_seconds": outcome.published.pause_seconds,
+        "weights/published_mb": outcome.published.nbytes / 2**20,
         "weights/version": float(outcome.trained_version + 1),
         "buffer/samples": float(depth.samples_ready + depth.samples_leased),
         "buffer/mb": depth.bytes / 2**20,

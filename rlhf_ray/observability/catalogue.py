@@ -45,6 +45,8 @@ METRICS: dict[str, Metric] = {
     "staleness/max": Metric("Oldest token trained on, maximum", "weight versions"),
     "staleness/mean": Metric("Oldest token trained on, mean", "weight versions"),
     "weights/publish_seconds": Metric("Weight publication", "seconds"),
+    "weights/pause_seconds": Metric("Generation paused for new weights, longest of all generators", "seconds"),
+    "weights/published_mb": Metric("Weights sent by the learner, once a node", "MiB"),
     "weights/version": Metric("Weight version"),
     "buffer/samples": Metric("Samples in the replay buffer", "samples"),
     "buffer/mb": Metric("Experience in the object store", "MiB"),

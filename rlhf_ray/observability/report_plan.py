@@ -162,10 +162,11 @@ CHARTS = (
         names=("Mean", "Maximum"), axis="Oldest token (weight versions)", smooth=False,
     ),
     ChartPlan(
-        "Weight publication", ("weights/publish_seconds",), "System",
-        "Flat and far below the step's time: the generators wait for it.",
-        ("weights",),
-        axis="Time per publication (seconds)",
+        "Weight publication", ("weights/publish_seconds", "weights/pause_seconds"), "System",
+        "Flat, far below the step's time. Generation goes on until the new weights lie beside the old; the pause is "
+        "what it stands still for.",
+        ("weights", "generator"),
+        names=("Whole publication", "Generation paused"), axis="Time per publication (seconds)",
     ),
     ChartPlan(
         "Generator against learner", ("rollout/logprob_gap",), "System",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,12 +18,13 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
-from rlhf_ray.errors import DataError, ModelError, WorkerError
+from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.records import Prompts, Rollout, SampleKey, TokenScores, WeightBucket, offsets_of
+from rlhf_ray.records import Prompts, Rollout, SampleKey, TokenScores, WeightBucket, WeightsConfirmed, offsets_of
 from rlhf_ray.roles.engines.continuing import AbortableEngine, ContinuingEngine
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
-from rlhf_ray.roles.engines.settings import engine_kind, generator_environment
+from rlhf_ray.roles.engines.settings import engine_kind, fused_layers, generator_environment
+from rlhf_ray.weights.fused import fused_groups
 from rlhf_ray.weights.receiver import Receiver
 from rlhf_ray.weights.shapes import parameter_shapes, pretrained_config
 
@@ -53,6 +54,7 @@ class Generator:
         self._receiver: Receiver[Any] | None = None
         self._publishing = asyncio.Lock()
         self._stop_tokens: list[int] = []
+        self._groups: list[list[str]] = []
 
     async def start(self) -> dict[str, Any]:
         """Load tokenizer and model.
@@ -69,13 +71,14 @@ class Generator:
         tokenizer = load_tokenizer(self._model)
         check_vocabulary(tokenizer, config.vocab_size, self._model.path)
         self._stop_tokens = stop_tokens(tokenizer.eos_token_id, config.eos_token_id, self._model)
+        shapes = parameter_shapes(config, self._model.trust_remote_code)
         self._engine = build_engine(EngineSettings(
-            self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or []
+            self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or [], shapes
         ), self._in_flight)
         await self._engine.start()
         await self._try_out(self._engine)
-        shapes = parameter_shapes(config, self._model.trust_remote_code)
-        self._receiver = Receiver(self.name, 0, shapes, self._engine.stage)
+        self._groups = fused_groups(shapes, fused_layers(config.architectures or []))
+        self._receiver = Receiver(self.name, 0, shapes, self._engine.open_stage)
         return {
             "pid": os.getpid(),
             "pids": self._engine.pids(),
@@ -128,11 +131,17 @@ class Generator:
         flat = np.concatenate(await engine.score(rows))
         return TokenScores(rollout.offsets, np.where(rollout.response_mask, flat, np.float32(0)))
 
-    async def begin_weights(self, version: int, count: int, resend: bool = False) -> None:
+    def weights_together(self) -> list[list[str]]:
+        """Names of weights that share a layer here: a publication brings all of a group or none."""
+        return self._groups
+
+    async def begin_weights(
+        self, version: int, count: int, resend: bool = False, unchanged: Mapping[str, str] | None = None
+    ) -> None:
         """Expect a publication; see `Receiver.begin`. Generation goes on with the old weights meanwhile."""
         _, receiver = self._running()
         async with self._publishing:
-            receiver.begin(version, count, resend)
+            await asyncio.to_thread(receiver.begin, version, count, resend, unchanged)
 
     async def load_weights(self, bucket: WeightBucket) -> None:
         """Verify and keep one bucket; see `Receiver.load`."""
@@ -140,7 +149,7 @@ class Generator:
         async with self._publishing:
             await asyncio.to_thread(receiver.load, bucket)
 
-    async def finish_weights(self, version: int) -> int:
+    async def finish_weights(self, version: int) -> WeightsConfirmed:
         """Put the publication in service between two tokens, and confirm its version by returning it.
 
         Responses in flight go on with the new weights; their tokens carry the version that made each.
@@ -151,8 +160,12 @@ class Generator:
         """
         engine, receiver = self._running()
         async with self._publishing:
-            await engine.apply(receiver.finish(version), version)
-            return receiver.confirm()
+            stage = receiver.finish(version)
+            try:
+                pause = await engine.apply(stage, version)
+            except WeightsError as error:
+                receiver.fail(str(error))
+            return WeightsConfirmed(receiver.confirm(), pause)
 
     def version(self) -> int:
         """The confirmed version of the weights."""

@@ -25,11 +25,11 @@ from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
-from rlhf_ray.records import WeightBucket
+from rlhf_ray.records import WeightBucket, WeightsPlan
 from rlhf_ray.roles.adapter_checkpoint import check_description, save_description
 from rlhf_ray.roles.meter import Meter
-from rlhf_ray.weights.manifest import plan_buckets
-from rlhf_ray.weights.publisher import Publication
+from rlhf_ray.weights.fused import with_companions
+from rlhf_ray.weights.publisher import Publisher
 
 if TYPE_CHECKING:
     from torch import nn
@@ -182,15 +182,34 @@ class Learner:
     def load_more(self, path: Path) -> None:
         """Take back what `save_more` wrote."""
 
-    def weight_buckets(self, bucket_bytes: int) -> int:
-        """Plan publications in buckets of at most `bucket_bytes`, in the model's own precision; returns how many."""
-        specs = [(name, shape, self.published_dtype) for name, shape in self._shapes()]
-        self._plan = plan_buckets(specs, bucket_bytes)
-        return len(self._plan)
+    def plan_weights(self, bucket_bytes: int, together: list[list[str]]) -> WeightsPlan:
+        """Plan publications in buckets of at most `bucket_bytes`, in the model's own precision.
 
-    def weight_bucket(self, version: int, index: int) -> WeightBucket | None:
-        """One bucket of the present weights, from rank 0; the others help gather it. A collective call under ZeRO-3."""
-        return Publication(version, self._plan, self._gather).bucket(index)
+        Args:
+            together: names of tensors that a generator can only replace together.
+        """
+        specs = [(name, shape, self.published_dtype) for name, shape in self._shapes()]
+        changing = with_companions(self._changing(), together)
+        self._publisher = Publisher(specs, changing, bucket_bytes, self._gather)
+        return self._publisher.plan
+
+    def weight_bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
+        """One bucket of the present weights, from rank 0; the others help gather it. A collective call under ZeRO-3.
+
+        Args:
+            whole: of a publication that leaves nothing out.
+        """
+        return self._publisher.bucket(version, index, whole)
+
+    def lasting_weights(self) -> dict[str, str] | None:
+        """Digests of the tensors that training leaves as they are, from rank 0; errors as `Publisher.lasting`."""
+        return None if self.rank else self._publisher.lasting()
+
+    def _changing(self) -> list[str]:
+        """Names out of `_shapes` of the parameters that training changes."""
+        trained = {name for name, p in self.engine.module.model.named_parameters() if p.requires_grad}
+        sources = self.adapters.sources if self.adapters else list
+        return [name for name, _ in self._shapes() if trained.intersection(sources([name]))]
 
     def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every parameter as others know the model, without adapters."""

@@ -1,6 +1,4 @@
-"""What a publication of weights consists of: which tensor lies where in which bucket, and the digest that proves it.
-
-A bucket is one flat byte buffer, so that it travels as a single object and is read without a copy at the other end.
+"""What a publication of weights consists of: which tensors in which bucket, and the digests that prove them.
 
 The digest is XXH3 with 128 bits (35 GB/s on one core here, faster than memory is copied; SHA-256 does 2.1 and blake2b
 1.4). It guards against damage and mix-ups, which a 128-bit hash of that quality detects; it does not guard against an
@@ -22,15 +20,8 @@ from numpy.typing import NDArray
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry, WeightBucket
 
-ALIGNMENT = 64
-"""Bytes. Every tensor starts at a multiple of it: enough for any dtype's view, and one cache line."""
-
 TensorSpec = tuple[str, tuple[int, ...], str]
 """Name, shape and torch dtype name ("float32") of one tensor."""
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -57,72 +48,85 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[list[
         raise WeightsError("nothing to publish: the list of tensors is empty")
     buckets: list[list[TensorEntry]] = []
     seen: set[str] = set()
-    end = 0
+    filled = 0
     for name, shape, dtype in tensors:
         if name in seen:
             raise WeightsError(f"tensor {name!r} is listed twice; each is published once")
         seen.add(name)
         nbytes = prod(shape) * torch_dtype(dtype).itemsize
-        if not buckets or end + nbytes > bucket_bytes:
+        if not buckets or filled + nbytes > bucket_bytes:
             buckets.append([])
-            end = 0
-        buckets[-1].append(TensorEntry(name, dtype, tuple(shape), end, nbytes))
-        end = _aligned(end + nbytes)
+            filled = 0
+        buckets[-1].append(TensorEntry(name, dtype, tuple(shape), nbytes))
+        filled += nbytes
     return buckets
 
 
-def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> NDArray[np.uint8]:
-    """Lay out one bucket's tensors (any device) in one flat buffer, converting each to its entry's dtype.
+def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> list[NDArray[np.uint8]]:
+    """One bucket's tensors (any device) as bytes, each in its entry's dtype.
+
+    A tensor that lies in order, in the CPU's memory and in that dtype is not copied: the array is a view of it.
 
     Raises:
         WeightsError: a tensor is missing or has another shape than its entry says.
     """
-    data = np.zeros(entries[-1].offset + entries[-1].nbytes, dtype=np.uint8)
-    flat = torch.from_numpy(data)
+    arrays = []
     for entry in entries:
         tensor = tensors.get(entry.name)
         if tensor is None:
             raise WeightsError(f"tensor {entry.name!r} was not gathered; got {len(tensors)} of {len(entries)} tensors")
         if tuple(tensor.shape) != entry.shape:
             raise WeightsError(f"tensor {entry.name!r} has shape {tuple(tensor.shape)}, the plan says {entry.shape}")
-        _view(flat, entry).copy_(tensor.detach())
-    return data
+        ready = tensor.detach().to("cpu", torch_dtype(entry.dtype)).contiguous()
+        arrays.append(ready.view(-1).view(torch.uint8).numpy())
+    return arrays
 
 
-def _view(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    part = flat[entry.offset : entry.offset + entry.nbytes]
-    return part.view(torch_dtype(entry.dtype)).view(entry.shape)
-
-
-def unpack(entries: Sequence[TensorEntry], data: NDArray[np.uint8]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named views into `data`, without a copy. They must not be written to: `data` may be shared memory."""
+def unpack(
+    entries: Sequence[TensorEntry], arrays: Sequence[NDArray[np.uint8]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named views into `arrays`, without a copy. They must not be written to: the bytes may be shared memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = torch.from_numpy(data)
-    for entry in entries:
-        yield entry.name, _view(flat, entry)
+        flat = [torch.from_numpy(array) for array in arrays]
+    for entry, tensor in zip(entries, flat, strict=True):
+        yield entry.name, tensor.view(torch_dtype(entry.dtype)).view(entry.shape)
 
 
-def checksum(data: NDArray[np.uint8], entries: Sequence[TensorEntry], version: int) -> str:
-    """XXH3-128 hex digest over version, entries and bytes: one changed bit, name, shape or version changes it."""
-    head = [version, [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in entries]]
-    digest = xxhash.xxh3_128(json.dumps(head).encode())
-    digest.update(data.data)
+def digest_of(entry: TensorEntry, array: NDArray[np.uint8]) -> str:
+    """XXH3-128 hex digest over a tensor's name, dtype, shape and bytes, whatever version it belongs to."""
+    digest = xxhash.xxh3_128(json.dumps([entry.name, entry.dtype, list(entry.shape)]).encode())
+    digest.update(array.data)
     return digest.hexdigest()
 
 
+def checksum(entries: Sequence[TensorEntry], digests: Sequence[str], version: int, index: int, count: int) -> str:
+    """XXH3-128 hex digest over a bucket's place in its publication, its entries and their digests."""
+    head = [version, index, count, [[e.name, e.dtype, list(e.shape), e.nbytes] for e in entries], list(digests)]
+    return xxhash.xxh3_128(json.dumps(head).encode()).hexdigest()
+
+
+def seal(version: int, index: int, count: int, entries: list[TensorEntry],
+         arrays: list[NDArray[np.uint8]]) -> WeightBucket:
+    """The bucket of these tensors; its one pass over the bytes is the digests'."""
+    digests = [digest_of(entry, array) for entry, array in zip(entries, arrays, strict=True)]
+    return WeightBucket(version, index, count, entries, arrays, digests,
+                        checksum(entries, digests, version, index, count))
+
+
 def verify(bucket: WeightBucket) -> None:
-    """Recompute a bucket's digest.
+    """Recompute a bucket's digests.
 
     Raises:
-        WeightsError: it differs from the one sent along, or an entry reaches outside the buffer.
+        WeightsError: one differs from the one sent along, or a tensor has more or fewer bytes than its entry says.
     """
     label = f"bucket {bucket.index} of {bucket.count}, weights version {bucket.version}"
-    found = checksum(bucket.data, bucket.entries, bucket.version)
-    if found != bucket.checksum:
+    found = checksum(bucket.entries, bucket.digests, bucket.version, bucket.index, bucket.count)
+    if found != bucket.checksum or not len(bucket.entries) == len(bucket.arrays) == len(bucket.digests):
         raise WeightsError(f"{label}: expected checksum {bucket.checksum}, found {found}; publish this version again")
-    for entry in bucket.entries:
-        if entry.offset + entry.nbytes > bucket.data.nbytes:
-            raise WeightsError(
-                f"{label}: tensor {entry.name!r} ends at byte {entry.offset + entry.nbytes} of {bucket.data.nbytes}"
-            )
+    for entry, array, digest in zip(bucket.entries, bucket.arrays, bucket.digests, strict=True):
+        if array.nbytes != entry.nbytes:
+            raise WeightsError(f"{label}: tensor {entry.name!r} has {array.nbytes} bytes, not {entry.nbytes}")
+        if (found := digest_of(entry, array)) != digest:
+            raise WeightsError(f"{label}: tensor {entry.name!r} has digest {found}, expected {digest}; "
+                               "publish this version again")

@@ -1,50 +1,84 @@
-"""The sending side of a publication: asks the learner for tensors bucket by bucket and seals each bucket.
+"""The sending side of publications: asks the learner for tensors bucket by bucket and seals each bucket.
 
 Only one bucket's tensors exist in full at a time, so a model sharded over many ranks never has to fit on one of them.
+Tensors that training leaves as they are (frozen layers; with adapters all that no adapter touches) go out once, in a
+whole publication. Publications after it may leave them out, and say by digest what the receiver must already have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.records import TensorEntry, WeightBucket
-from rlhf_ray.weights.manifest import checksum, pack
+from rlhf_ray.records import PublicationSize, TensorEntry, WeightBucket, WeightsPlan
+from rlhf_ray.weights.manifest import TensorSpec, pack, plan_buckets, seal
 
 Gather = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
 """Full tensors by name. On sharded models it is a collective: every rank calls it, and ranks that do not send may
 return None."""
 
 
-class Publication:
-    """One version of the weights as a row of sealed buckets.
+class Publisher:
+    """One model's weights as rows of sealed buckets.
 
     Args:
-        version: the version these weights will be known by.
-        plan: from `manifest.plan_buckets`.
+        tensors: all tensors of the model, in the order in which they are sent.
+        changing: names of those that training changes.
+        bucket_bytes: largest bucket; see `manifest.plan_buckets`.
         gather: see `Gather`.
+
+    Raises:
+        WeightsError: as `manifest.plan_buckets`.
     """
 
-    def __init__(self, version: int, plan: Sequence[Sequence[TensorEntry]], gather: Gather) -> None:
-        self.version = version
-        self.count = len(plan)
-        self._plan = plan
+    def __init__(
+        self, tensors: Sequence[TensorSpec], changing: Collection[str], bucket_bytes: int, gather: Gather
+    ) -> None:
+        self._whole = plan_buckets(tensors, bucket_bytes)
+        self._changing = plan_buckets([spec for spec in tensors if spec[0] in changing], bucket_bytes)
+        self._lasting = {name for name, *_ in tensors} - set(changing)
         self._gather = gather
+        self._digests: dict[str, str] = {}
 
-    def bucket(self, index: int) -> WeightBucket | None:
-        """Gather, lay out and seal bucket `index`; None where `gather` returned None.
+    @property
+    def plan(self) -> WeightsPlan:
+        """How much each kind of publication sends."""
+        return WeightsPlan(_size(self._whole), _size(self._changing))
+
+    def bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
+        """Gather and seal bucket `index` of a publication; None where `gather` returned None.
+
+        Args:
+            whole: with the tensors that training leaves as they are.
 
         Raises:
             WeightsError: no such bucket, or the gathered tensors do not fit the plan.
         """
-        if not 0 <= index < self.count:
-            raise WeightsError(f"weights version {self.version} has buckets 0 to {self.count - 1}, asked for {index}")
-        entries = list(self._plan[index])
+        plan = self._whole if whole else self._changing
+        if not 0 <= index < len(plan):
+            raise WeightsError(f"weights version {version} has buckets 0 to {len(plan) - 1}, asked for {index}")
+        entries = plan[index]
         tensors = self._gather([entry.name for entry in entries])
         if tensors is None:
             return None
-        data = pack(entries, tensors)
-        digest = checksum(data, entries, self.version)
-        return WeightBucket(self.version, index, self.count, entries, data, digest)
+        bucket = seal(version, index, len(plan), entries, pack(entries, tensors))
+        self._digests |= {entry.name: digest for entry, digest in zip(entries, bucket.digests, strict=True)
+                          if entry.name in self._lasting}
+        return bucket
+
+    def lasting(self) -> dict[str, str]:
+        """Digests of the tensors that publications of what changes leave out, as the last whole one sent them.
+
+        Raises:
+            WeightsError: there was no whole one.
+        """
+        if self._digests.keys() != self._lasting:
+            raise WeightsError(f"{len(self._lasting - self._digests.keys())} tensors were never published; "
+                               "publish the weights whole first")
+        return self._digests
+
+
+def _size(plan: list[list[TensorEntry]]) -> PublicationSize:
+    return PublicationSize(len(plan), sum(entry.nbytes for bucket in plan for entry in bucket))

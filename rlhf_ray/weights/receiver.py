@@ -4,6 +4,10 @@ Buckets are verified and *staged* as they come; the model is touched once, when 
 generation goes on with the old version, and a publication that breaks off leaves the old weights whole. After such a
 break the receiver is not ready: the sender has moved on, and what this version would generate is not wanted.
 
+A publication may leave out tensors that have not changed. It names them by digest, and a receiver that did not get
+exactly these in a publication that it confirmed refuses it: what it was built with, or had before a break, does not
+count.
+
     idle --begin--> receiving --finish--> applying --confirm--> idle (ready, new version)
                         |                     |
                         +-------- fail -------+--> idle (not ready) --begin--> ...
@@ -12,36 +16,48 @@ break the receiver is not ready: the sender has moved on, and what this version 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import WeightBucket
 from rlhf_ray.weights.manifest import verify
 
-Staged = TypeVar("Staged")
+
+class Stage(Protocol):
+    """Where one publication's verified buckets wait to be applied."""
+
+    def add(self, bucket: WeightBucket) -> None:
+        """Take in one bucket."""
+        ...
 
 
-class Receiver(Generic[Staged]):
+StageT = TypeVar("StageT", bound=Stage)
+
+
+class Receiver(Generic[StageT]):
     """Gate in front of a model's weights.
 
     Args:
         name: whose weights they are, for messages.
         version: version of the weights that the model starts with.
         shapes: shape of every tensor that a publication has to bring, by name.
-        stage: turns a verified bucket into what will be applied later (the bucket itself, a file, ...).
+        open_stage: makes an empty stage, for each publication one.
     """
 
     def __init__(
-        self, name: str, version: int, shapes: Mapping[str, tuple[int, ...]], stage: Callable[[WeightBucket], Staged]
+        self, name: str, version: int, shapes: Mapping[str, tuple[int, ...]], open_stage: Callable[[], StageT]
     ) -> None:
         self.name = name
         self.version = version
         """The confirmed version: what the model computes with."""
         self._shapes = shapes
-        self._stage = stage
-        self._coming: tuple[int, int] | None = None
-        self._staged: dict[int, Staged] = {}
+        self._open_stage = open_stage
+        self._coming: tuple[int, int, StageT] | None = None
+        self._buckets: set[int] = set()
         self._tensors: dict[str, int] = {}
+        self._left_out: frozenset[str] = frozenset()
+        self._digests: dict[str, str] = {}
+        self._held: dict[str, str] = {}
         self._broken: str | None = None
 
     @property
@@ -61,15 +77,19 @@ class Receiver(Generic[Staged]):
                 "publish the weights again from the first bucket"
             )
 
-    def begin(self, version: int, count: int, resend: bool = False) -> None:
+    def begin(
+        self, version: int, count: int, resend: bool = False, unchanged: Mapping[str, str] | None = None
+    ) -> None:
         """Expect `count` buckets of `version`. An unfinished publication is dropped and begun anew.
 
         Args:
             resend: take `version` although it is not newer than the confirmed one, as after a learner went back to a
                 checkpoint.
+            unchanged: digests of the tensors that no bucket will bring, by name.
 
         Raises:
-            WeightsError: `version` is not newer and this is no `resend`, or `count` is not positive.
+            WeightsError: `version` is not newer and this is no `resend`, `count` is not positive, or a tensor that is
+                not to be sent is not here. Breaks nothing.
         """
         if version <= self.version and not resend:
             raise WeightsError(
@@ -78,8 +98,16 @@ class Receiver(Generic[Staged]):
             )
         if count < 1:
             raise WeightsError(f"{self.name}: weights version {version} was announced with {count} buckets")
+        known = unchanged or {}
+        absent = [name for name, digest in known.items() if self._held.get(name) != digest]
+        if absent:
+            raise WeightsError(
+                f"{self.name} does not have {len(absent)} of {len(known)} tensors that weights version {version} "
+                f"leaves out, {absent[0]!r} among them; publish the weights whole"
+            )
         self._forget()
-        self._coming = (version, count)
+        self._left_out = frozenset(known)
+        self._coming = (version, count, self._open_stage())
 
     def load(self, bucket: WeightBucket) -> None:
         """Verify and stage one bucket; any order.
@@ -88,42 +116,44 @@ class Receiver(Generic[Staged]):
             WeightsError: wrong version, number or checksum; a bucket or tensor that came before; a tensor that the
                 model does not have, or has in another shape. Fails the publication.
         """
-        version, count = self._expected("a bucket")
+        version, count, stage = self._expected("a bucket")
         if (bucket.version, bucket.count) != (version, count):
             self.fail(f"bucket {bucket.index} is of version {bucket.version} in {bucket.count} buckets, "
                       f"expected version {version} in {count}")
-        if not 0 <= bucket.index < count or bucket.index in self._staged:
+        if not 0 <= bucket.index < count or bucket.index in self._buckets:
             self.fail(f"bucket {bucket.index} of version {version} came twice or is not one of {count}")
         try:
             verify(bucket)
         except WeightsError as error:
             self.fail(str(error))
         self._check_tensors(bucket)
-        self._staged[bucket.index] = self._stage(bucket)
+        stage.add(bucket)
+        self._buckets.add(bucket.index)
 
-    def finish(self, version: int) -> list[Staged]:
-        """All staged buckets in order, to be applied now; then call `confirm`, or `fail` if applying failed.
+    def finish(self, version: int) -> StageT:
+        """The whole publication, to be applied now; then call `confirm`, or `fail` if applying failed.
 
         Raises:
             WeightsError: `version` is not the one being received, or buckets or tensors are missing. Fails the
                 publication.
         """
-        coming, count = self._expected("finish")
+        coming, count, stage = self._expected("finish")
         if version != coming:
             self.fail(f"finish of version {version} while version {coming} was coming")
-        missing = [i for i in range(count) if i not in self._staged]
+        missing = [i for i in range(count) if i not in self._buckets]
         if missing:
             self.fail(f"version {version} ended without bucket(s) {missing} of {count}")
-        absent = sorted(self._shapes.keys() - self._tensors.keys())
+        absent = sorted(self._shapes.keys() - self._tensors.keys() - self._left_out)
         if absent:
-            self.fail(f"version {version} brought {len(self._tensors)} of {len(self._shapes)} tensors; "
-                      f"missing are {', '.join(absent[:4])}{' ...' if len(absent) > 4 else ''}")
-        return [self._staged[i] for i in range(count)]
+            self.fail(f"version {version} brought {len(self._tensors)} of {len(self._shapes) - len(self._left_out)} "
+                      f"tensors; missing are {', '.join(absent[:4])}{' ...' if len(absent) > 4 else ''}")
+        return stage
 
     def confirm(self) -> int:
         """The staged buckets are in the model: their version is the model's from here on. Returns it."""
-        self.version, _ = self._expected("confirm")
+        self.version, *_ = self._expected("confirm")
         self._broken = None
+        self._held |= self._digests
         self._forget()
         return self.version
 
@@ -134,11 +164,14 @@ class Receiver(Generic[Staged]):
             WeightsError: always, with `reason`.
         """
         self._broken = reason
+        self._held.clear()
         self._forget()
         raise WeightsError(f"{self.name} refuses the weights: {reason}")
 
     def _check_tensors(self, bucket: WeightBucket) -> None:
-        for entry in bucket.entries:
+        for entry, digest in zip(bucket.entries, bucket.digests, strict=True):
+            if entry.name in self._left_out:
+                self.fail(f"tensor {entry.name!r} came in bucket {bucket.index} and was to be left out")
             if entry.name in self._tensors:
                 self.fail(f"tensor {entry.name!r} is in buckets {self._tensors[entry.name]} and {bucket.index}")
             if entry.name not in self._shapes:
@@ -146,8 +179,9 @@ class Receiver(Generic[Staged]):
             if entry.shape != self._shapes[entry.name]:
                 self.fail(f"tensor {entry.name!r} has shape {entry.shape}, the model's is {self._shapes[entry.name]}")
             self._tensors[entry.name] = bucket.index
+            self._digests[entry.name] = digest
 
-    def _expected(self, what: str) -> tuple[int, int]:
+    def _expected(self, what: str) -> tuple[int, int, StageT]:
         if self._coming is None:
             raise WeightsError(
                 f"{self.name} got {what} while no publication was under way"
@@ -157,5 +191,7 @@ class Receiver(Generic[Staged]):
 
     def _forget(self) -> None:
         self._coming = None
-        self._staged.clear()
+        self._left_out = frozenset()
+        self._buckets.clear()
         self._tensors.clear()
+        self._digests.clear()

@@ -2,13 +2,13 @@
 
 Naming this module in `worker_extension_cls` makes every process that holds a part of the model import it before the
 model is built, and importing it registers the back-end. (The one module of the project that acts on import; only vLLM
-imports it.) Buckets arrive as an array in the same process, or as the path of a file that all workers of the engine
+imports it.) Buckets arrive as arrays in the same process, or as the path of a file that all workers of the engine
 can map, so that no bytes are serialised on the way. See https://docs.vllm.ai/en/latest/training/weight_transfer/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
 
 BACKEND = "object_store"
+ALIGNMENT = 64
+"""Bytes. Every tensor in a file starts at a multiple of it: enough for any dtype's view, and one cache line."""
 
 
 @dataclass
@@ -37,18 +39,26 @@ class NoInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """One bucket: its entries as plain tuples, and its bytes as an array or as a file's path."""
+    """One bucket: its entries as plain tuples, and its bytes as arrays or as a file's path (see `file_offsets`)."""
 
     entries: list[Any]
-    data: NDArray[np.uint8] | None = None
+    arrays: list[NDArray[np.uint8]] | None = None
     path: str | None = None
 
 
 def bucket_info(
-    entries: Sequence[TensorEntry], data: NDArray[np.uint8] | None = None, path: str | None = None
+    entries: Sequence[TensorEntry], arrays: list[NDArray[np.uint8]] | None = None, path: str | None = None
 ) -> dict[str, Any]:
-    """The message that vLLM's `update_weights` carries to the workers; give `data` or `path`."""
-    return asdict(BucketInfo([list(astuple(e)) for e in entries], None, path)) | {"data": data}
+    """The message that vLLM's `update_weights` carries to the workers; give `arrays` or `path`."""
+    return asdict(BucketInfo([list(astuple(e)) for e in entries], None, path)) | {"arrays": arrays}
+
+
+def file_offsets(entries: Sequence[TensorEntry]) -> Iterator[int]:
+    """Where each tensor of a bucket begins in its file, in bytes."""
+    offset = 0
+    for entry in entries:
+        yield offset
+        offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
@@ -72,11 +82,12 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Hand a bucket's tensors to the model's own loader. Layers hold on to them until they are complete."""
-        data = update_info.data
-        if data is None:
-            data = np.memmap(str(update_info.path), dtype=np.uint8, mode="r")
-        entries = [TensorEntry(name, dtype, tuple(shape), *at) for name, dtype, shape, *at in update_info.entries]
-        self.model.load_weights(unpack(entries, data))
+        entries = [TensorEntry(name, dtype, tuple(shape), size) for name, dtype, shape, size in update_info.entries]
+        arrays = update_info.arrays
+        if arrays is None:
+            data: NDArray[np.uint8] = np.memmap(str(update_info.path), dtype=np.uint8, mode="r")
+            arrays = [data[at : at + e.nbytes] for e, at in zip(entries, file_offsets(entries), strict=True)]
+        self.model.load_weights(unpack(entries, arrays))
 
     def finish_weight_update(self) -> None:
         """Put the loaded layers in service.

@@ -1,6 +1,7 @@
 """The generator on the real vLLM, compared with Hugging Face's forward pass of the same weights (float32)."""
 
 import asyncio
+import copy
 import json
 import time
 from contextlib import suppress
@@ -17,11 +18,12 @@ from rlhf_ray.errors import DataError, WeightsError, WorkerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.engines.continuing import ContinuingEngine
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.manifest import plan_buckets
-from rlhf_ray.weights.publisher import Publication
+from rlhf_ray.weights.fused import with_companions
+from rlhf_ray.weights.publisher import Publisher
 from tests.models import make_tiny_llama
 
 VOCAB = 512
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 EOS = 1
 TURN_END = 9
 """A second token that ends responses: the model names this one, the tokenizer EOS, as with some chat models."""
@@ -60,10 +62,16 @@ def load_model(directory):
 def buckets_of(model, version, bucket_bytes=100_000):
     """A whole publication of the model's weights, in several buckets."""
     named = dict(model.named_parameters())
-    plan = plan_buckets([(n, tuple(p.shape), "float32") for n, p in named.items()], bucket_bytes)
-    publication = Publication(version, plan, lambda names: {n: named[n] for n in names})
-    assert publication.count > 2
-    return [publication.bucket(i) for i in range(publication.count)]
+    publisher = publisher_of(model, named, bucket_bytes)
+    assert publisher.plan.whole.buckets > 2
+    return [publisher.bucket(version, i) for i in range(publisher.plan.whole.buckets)]
+
+
+def publisher_of(model, changing, bucket_bytes=100_000):
+    """Publishes the model's weights; `changing` are the names of those that change."""
+    named = dict(model.named_parameters())
+    specs = [(n, tuple(p.shape), "float32") for n, p in named.items()]
+    return Publisher(specs, changing, bucket_bytes, lambda names: {n: named[n] for n in names})
 
 
 async def publish(generator, model, version, **options):
@@ -72,7 +80,8 @@ async def publish(generator, model, version, **options):
     await generator.begin_weights(version, len(buckets), **options)
     for bucket in buckets:
         await generator.load_weights(bucket)
-    assert await generator.finish_weights(version) == version
+    confirmed = await generator.finish_weights(version)
+    assert confirmed.version == version and confirmed.pause_seconds > 0
 
 
 @torch.no_grad()
@@ -304,15 +313,15 @@ def test_responses_that_new_weights_abort_are_continued_with_what_they_had(loop,
 def test_a_damaged_publication_is_refused_and_nothing_is_generated_until_a_whole_one_arrives(loop, running, new_models):
     kind, generator, _ = running
     buckets = buckets_of(new_models[kind], 1)
-    damaged = buckets[1].data.copy()
-    damaged[100] ^= 1
+    damaged = [array.copy() for array in buckets[1].arrays]
+    damaged[-1][100] ^= 1
 
     async def damaged_publication():
         await generator.begin_weights(1, len(buckets))
         await generator.load_weights(buckets[0])
-        await generator.load_weights(replace(buckets[1], data=damaged))
+        await generator.load_weights(replace(buckets[1], arrays=damaged))
 
-    with pytest.raises(WeightsError, match=r"bucket 1 of \d+, weights version 1: expected checksum"):
+    with pytest.raises(WeightsError, match=r"bucket 1 of \d+, weights version 1: tensor .* has digest"):
         loop.run_until_complete(damaged_publication())
     assert generator.version() == 0 and not generator.ready()
     with pytest.raises(WeightsError, match="stays at weights version 0 and does not generate"):
@@ -338,6 +347,56 @@ def test_a_publication_under_way_leaves_generation_on_the_old_weights(loop, runn
     assert gap(old, rollout) < 1e-4 and set(rollout.versions[rollout.response_mask]) == {0}
     with pytest.raises(WeightsError, match="ended without bucket"):
         loop.run_until_complete(generator.finish_weights(1))
+
+
+async def publish_changing(generator, publisher, version):
+    """A publication without what does not change."""
+    count = publisher.plan.changing.buckets
+    await generator.begin_weights(version, count, False, publisher.lasting())
+    for index in range(count):
+        await generator.load_weights(publisher.bucket(version, index, whole=False))
+    await generator.finish_weights(version)
+
+
+def changed_after_a_whole_publication(loop, generator, model, changing):
+    """A publisher of a copy of `model`, published whole as version 1, after which tensors named `changing` changed."""
+    model = copy.deepcopy(model)
+    publisher = publisher_of(model, changing)
+
+    async def publish_whole():
+        await generator.begin_weights(1, publisher.plan.whole.buckets)
+        for index in range(publisher.plan.whole.buckets):
+            await generator.load_weights(publisher.bucket(1, index))
+        await generator.finish_weights(1)
+
+    loop.run_until_complete(publish_whole())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in changing:
+                parameter.mul_(-1.5)
+    return publisher, model
+
+
+def test_what_did_not_change_is_left_out_and_the_rest_takes_effect(loop, running, new_models):
+    kind, generator, _ = running
+    changing = with_companions({Q_PROJ, "model.norm.weight", "model.embed_tokens.weight"}, generator.weights_together())
+    publisher, changed = changed_after_a_whole_publication(loop, generator, new_models[kind], changing)
+    assert publisher.plan.changing.nbytes < publisher.plan.whole.nbytes
+    loop.run_until_complete(publish_changing(generator, publisher, 2))
+    rollout = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
+    assert gap(changed, rollout) < 1e-4 and set(rollout.versions[rollout.response_mask]) == {2}
+    assert gap(new_models[kind], rollout) > 1.0, "the change must show for this test to say anything"
+
+
+def test_a_part_of_a_fused_layer_is_refused_and_the_old_weights_stay_whole(loop, running, new_models):
+    kind, generator, _ = running
+    publisher, _ = changed_after_a_whole_publication(loop, generator, new_models[kind], {Q_PROJ})
+    with pytest.raises(WeightsError, match=r"'model.layers.0.self_attn.qkv_proj' was to change without .*k_proj"):
+        loop.run_until_complete(publish_changing(generator, publisher, 2))
+    assert generator.version() == 1 and not generator.ready()
+    loop.run_until_complete(publish(generator, new_models[kind], 2))
+    rollout = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
+    assert gap(new_models[kind], rollout) < 1e-4
 
 
 def test_a_cancelled_call_stops_its_requests(loop, running):

@@ -165,13 +165,13 @@ def test_what_is_published_is_the_merged_model_under_the_base_s_names(ranks, fil
     learners = ranks.make(2, "PolicyLearner", policy_arguments(path, zero, SMALL))
     learners.do("update", 0, 0.0, *experiences)
     before = learners.weights()
-    count = learners.do("weight_buckets", 1 << 14)[0]
+    count = learners.do("plan_weights", 1 << 14, [])[0].whole.buckets
     assert count > 2
     found = {}
     for index in range(count):
         bucket = learners.do("weight_bucket", 1, index)[0]
         verify(bucket)
-        found.update({name: t.clone() for name, t in unpack(bucket.entries, bucket.data)})
+        found.update({name: t.clone() for name, t in unpack(bucket.entries, bucket.arrays)})
     base = dict(load_policy(path).named_parameters())
     assert list(found) == list(base)
     merged = peft_s_merge(adapted(load_policy(path), before))
@@ -245,7 +245,7 @@ def test_a_base_in_bfloat16_stays_so_and_adapters_learn_in_float32(ranks, files,
         assert np.isfinite(after[name]).all()
         assert np.array_equal(after[name], before[name]) == (name not in trained(before)), name
     assert any(not np.array_equal(w, bfloat16(w)) for w in trained(after).values())
-    learners.do("weight_buckets", 1 << 20)
+    learners.do("plan_weights", 1 << 20, [])
     assert {entry.dtype for entry in learners.do("weight_bucket", 1, 0)[0].entries} == {"bfloat16"}
 
 

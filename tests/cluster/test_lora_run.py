@@ -13,12 +13,14 @@ from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, without
 
 pytestmark = pytest.mark.cluster
 LORA = {"rank": 4, "alpha": 16, "dropout": 0.1}
+ATTENTION = ["q_proj", "v_proj"]
 KINDS = {
     # Two ranks of the policy, everything sharded; adapters in the critic too.
     "tied": {"policy": {"workers": 2, "zero_stage": 3, "lora": LORA}, "critic": {"workers": 1, "lora": LORA},
              "algorithm": {"kl": {"coef": 0.1}}},
     # One model for policy, critic, reference and average; the reference's log-probabilities enter the gradient.
-    "policy": {"policy": {"workers": 1, "lora": LORA, "ema_decay": 0.5}, "critic": {"backbone": "policy"},
+    "policy": {"policy": {"workers": 1, "lora": {**LORA, "targets": ATTENTION}, "ema_decay": 0.5},
+               "critic": {"backbone": "policy"},
                "algorithm": {"kl": {"coef": 0.1, "placement": "loss", "estimator": "k3"}}},
 }
 
@@ -59,6 +61,13 @@ def test_generators_hold_the_merged_weights(run):
     assert rows[-1]["kl/sequence"] > 0.01, "weights that never changed would fit too"
 
 
+@pytest.mark.parametrize("whole", ["policy"], indirect=True)
+def test_only_the_layers_with_adapters_are_published_after_the_first_time(run):
+    sizes = {name: tensor.nbytes / 2**20 for name, tensor in load_file(run / "model/model.safetensors").items()}
+    together = sum(size for name, size in sizes.items() if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"))
+    assert [row["weights/published_mb"] for row in steps(run)] == [sum(sizes.values()), together, together]
+
+
 def test_the_frozen_base_is_the_reference(run):
     rows, evaluation = steps(run), json.loads((run / "evaluation.json").read_text())
     assert abs(rows[0]["kl/sequence"]) < 1e-4
@@ -77,6 +86,8 @@ def test_the_resumed_run_is_the_same_run_bit_for_bit(run, resumed):
 
 def test_the_adapters_stand_beside_the_merged_model(run):
     adapter = load_file(run / "adapter/adapter_model.safetensors")
-    assert all(".lora_" in name for name in adapter) and len(adapter) == 2 * 2 * 7
+    targets = json.loads((run / "adapter/adapter_config.json").read_text())["target_modules"]
+    layers = len(ATTENTION) if set(targets) == set(ATTENTION) else 7
+    assert all(".lora_" in name for name in adapter) and len(adapter) == 2 * 2 * layers
     assert json.loads((run / "adapter/adapter_config.json").read_text())["r"] == 4
     assert not [name for name in load_file(run / "model/model.safetensors") if "lora" in name]

@@ -331,7 +331,7 @@ def test_the_head_is_exported_beside_the_model_and_never_published(ranks, files,
     from safetensors.numpy import load_file
 
     learners = ranks.make(2, "ActorCriticLearner", shared(files, zero))
-    assert learners.do("weight_buckets", 2**20)[0] == 1
+    assert learners.do("plan_weights", 2**20, [])[0].whole.buckets == 1
     bucket = learners.do("weight_bucket", 1, 0)[0]
     assert {entry.name for entry in bucket.entries} == set(learners.weights())
     learners.do("export", str(tmp_path / "model"), ModelCardInfo("ppo", 1, "base", "rows"))

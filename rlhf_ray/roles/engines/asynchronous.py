@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -36,6 +37,26 @@ class StagedFile:
     entries: list[TensorEntry]
     file: IO[bytes]
     path: str
+
+
+class StagedFiles:
+    """One publication's buckets in memory that vLLM's processes can map (the object store's is Ray's own affair)."""
+
+    def __init__(self) -> None:
+        self.buckets: list[StagedFile] = []
+
+    def add(self, bucket: WeightBucket) -> None:
+        """Copy the bucket."""
+        from rlhf_ray.weights.vllm_backend import file_offsets
+
+        descriptor = os.memfd_create(f"weights-{bucket.version}-{bucket.index}")
+        file = os.fdopen(descriptor, "wb", buffering=0)
+        for offset, array in zip(file_offsets(bucket.entries), bucket.arrays, strict=True):
+            file.seek(offset)
+            rest = array.data
+            while rest:
+                rest = rest[file.write(rest) :]
+        self.buckets.append(StagedFile(bucket.entries, file, f"/proc/{os.getpid()}/fd/{descriptor}"))
 
 
 class AsynchronousEngine:
@@ -71,30 +92,28 @@ class AsynchronousEngine:
         outputs = await asyncio.gather(*(self._finish(row, scoring_parameters()) for row in rows))
         return [prompt_logprobs_of(output) for output in outputs]
 
-    def stage(self, bucket: WeightBucket) -> StagedFile:
-        """Copy the bucket to memory that vLLM's processes can map (the object store's is Ray's own affair)."""
-        descriptor = os.memfd_create(f"weights-{bucket.version}-{bucket.index}")
-        file = os.fdopen(descriptor, "wb", buffering=0)
-        rest = bucket.data.data
-        while rest:
-            rest = rest[file.write(rest) :]
-        return StagedFile(bucket.entries, file, f"/proc/{os.getpid()}/fd/{descriptor}")
+    def open_stage(self) -> StagedFiles:
+        """See `SamplingEngine.open_stage`. vLLM's processes load the buckets in the pause: GPUs seldom have room for
+        weights twice."""
+        return StagedFiles()
 
-    async def apply(self, staged: Sequence[StagedFile], version: int) -> None:
+    async def apply(self, stage: StagedFiles, version: int) -> float:
         """See `SamplingEngine.apply`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from rlhf_ray.weights.vllm_backend import bucket_info
 
         engine = self._living()
+        began = time.perf_counter()
         try:
             await engine.pause_generation(mode="keep", clear_cache=True)
             await engine.start_weight_update()
-            for bucket in staged:
+            for bucket in stage.buckets:
                 info = bucket_info(bucket.entries, path=bucket.path)
                 await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
             await engine.finish_weight_update(weight_version=str(version))
             await engine.resume_generation()
+            return time.perf_counter() - began
         except Exception as error:
             self._dead = WorkerError(
                 f"{self._settings.name}: vLLM broke while taking weights version {version} and must be restarted: "

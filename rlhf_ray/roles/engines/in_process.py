@@ -11,13 +11,14 @@ import asyncio
 import gc
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +36,22 @@ from rlhf_ray.roles.engines.messages import (
 )
 from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
 
+if TYPE_CHECKING:
+    from rlhf_ray.weights.routes import Routes
+    from rlhf_ray.weights.shadow import Shadow
+
 T = TypeVar("T")
+
+
+class KeptBuckets:
+    """One publication's buckets, left where they are: in the object store."""
+
+    def __init__(self) -> None:
+        self.buckets: list[WeightBucket] = []
+
+    def add(self, bucket: WeightBucket) -> None:
+        """Keep the bucket."""
+        self.buckets.append(bucket)
 
 
 class InProcessEngine:
@@ -51,6 +67,8 @@ class InProcessEngine:
         self._numbers = count()
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
+        self._model: Any = None
+        self._routes: Routes | None = None
         self._thread = threading.Thread(target=self._run, name=f"{settings.name} vLLM", daemon=True)
 
     async def start(self) -> None:
@@ -68,13 +86,20 @@ class InProcessEngine:
         outputs = await self._finish([(row, scoring_parameters()) for row in rows])
         return [prompt_logprobs_of(output) for output in outputs]
 
-    def stage(self, bucket: WeightBucket) -> WeightBucket:
-        """The bucket itself; its bytes stay where they are, in the object store."""
-        return bucket
+    def open_stage(self) -> Shadow | KeptBuckets:
+        """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded beside the running model."""
+        if self._settings.generation.gpus > 0:
+            return KeptBuckets()
+        from rlhf_ray.weights.routes import Routes
+        from rlhf_ray.weights.shadow import Shadow
 
-    async def apply(self, staged: Sequence[WeightBucket], version: int) -> None:
+        if self._routes is None:
+            self._routes = Routes(self._model, self._settings.shapes)
+        return Shadow(self._routes)
+
+    async def apply(self, stage: Shadow | KeptBuckets, version: int) -> float:
         """See `SamplingEngine.apply`."""
-        await self._on_thread(lambda: self._apply(staged, version))
+        return await self._on_thread(lambda: self._apply(stage, version))
 
     async def abort_samples(self) -> None:
         """See `continuing.AbortableEngine`."""
@@ -161,6 +186,7 @@ class InProcessEngine:
                 config, Executor.get_class(config), log_stats=False, multiprocess_mode=False
             )
             self._engine.set_weight_version("0")
+            [self._model] = self._engine.apply_model(lambda model: model)
 
     def _add(self, results: dict[str, Future[Any]], requests: list[tuple[list[int], Any]]) -> None:
         for (request_id, result), (prompt, parameters) in zip(results.items(), requests, strict=True):
@@ -187,17 +213,18 @@ class InProcessEngine:
             ended.append(request_id)
         self._engine.abort_request(ended)
 
-    def _apply(self, staged: Sequence[WeightBucket], version: int) -> None:
-        from rlhf_ray.weights.vllm_backend import bucket_info
-
+    def _apply(self, stage: Shadow | KeptBuckets, version: int) -> float:
+        began = time.perf_counter()
+        if not isinstance(stage, KeptBuckets):
+            stage.require_whole_layers()
         try:
-            self._engine.collective_rpc("start_weight_update")
-            for bucket in staged:
-                info = bucket_info(bucket.entries, data=bucket.data)
-                self._engine.collective_rpc("update_weights", kwargs={"update_info": info})
-            self._engine.collective_rpc("finish_weight_update")
+            if isinstance(stage, KeptBuckets):
+                self._load(stage.buckets)
+            else:
+                stage.exchange()
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._engine.set_weight_version(str(version))
+            return time.perf_counter() - began
         except Exception as error:
             broken = WorkerError(
                 f"{self._settings.name}: vLLM broke while taking weights version {version} and must be restarted: "
@@ -206,13 +233,22 @@ class InProcessEngine:
             self._die(broken)
             raise broken from error
 
+    def _load(self, buckets: Sequence[WeightBucket]) -> None:
+        from rlhf_ray.weights.vllm_backend import bucket_info
+
+        self._engine.collective_rpc("start_weight_update")
+        for bucket in buckets:
+            info = bucket_info(bucket.entries, bucket.arrays)
+            self._engine.collective_rpc("update_weights", kwargs={"update_info": info})
+        self._engine.collective_rpc("finish_weight_update")
+
     def _shut_down(self) -> None:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self._die(WorkerError(f"{self._settings.name} was stopped"))
         if self._engine is not None:
             self._engine.engine_core.shutdown()
-            self._engine = None
+            self._engine = self._model = self._routes = None
             cleanup_dist_env_and_memory()
 
     def _die(self, error: RLHFError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.records import WeightBucket
+from rlhf_ray.weights.receiver import Stage
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class EngineSettings:
     """The generator's name, for messages."""
     architectures: Sequence[str]
     """Model classes named in the model's config.json."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor of the model's checkpoint, by name."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,21 @@ class SamplingEngine(Protocol):
         """Per row `[L]`: log-probability of each token given those before it, at temperature 1; 0 for the first."""
         ...
 
-    def stage(self, bucket: WeightBucket) -> Any:
-        """Keep a bucket for `apply`, in whatever form reaches the model fastest."""
+    def open_stage(self) -> Stage:
+        """A place for one publication's buckets, where they come as near to the model as is possible without pausing
+        it. Buckets may be added from another thread."""
         ...
 
-    async def apply(self, staged: Sequence[Any], version: int) -> None:
+    async def apply(self, stage: Any, version: int) -> float:
         """Put staged weights in service between two tokens.
 
         Requests in flight go on with the new weights: their keys and values are computed again, cached ones dropped.
 
+        Returns:
+            Seconds for which no token could be made.
+
         Raises:
+            WeightsError: they do not fit together; the old ones are in service.
             WorkerError: the model did not take them; this engine must not be used any more.
         """
         ...

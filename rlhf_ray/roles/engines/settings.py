@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.generation import GenerationConfig
@@ -11,6 +12,9 @@ from rlhf_ray.roles.engines.interface import EngineSettings
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""The C library keeps what is freed. Weights are replaced by as many new ones at every publication, and to have the
+kernel take and give the pages each time costs several times as much as the copying. (glibc's mallopt(3))"""
 WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"
 
 
@@ -39,6 +43,7 @@ def generator_environment(config: GenerationConfig) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put every generator of a node on the same cores
         "OMP_WAIT_POLICY": "passive",  # idle threads must not spin: roles share the cores
         "TORCH_COMPILE_DISABLE": "1",  # compiling one helper for sampled log-probabilities takes 20 s, once a start
+        **KEEP_MEMORY,
     }
 
 
@@ -87,6 +92,14 @@ def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
     if generation.tensor_parallel > 1:
         return {"tensor_parallel_size": generation.tensor_parallel, "distributed_executor_backend": "mp"}
     return {}
+
+
+def fused_layers(architectures: Sequence[str]) -> dict[str, list[str]]:
+    """What vLLM's model fuses, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
+    return dict(getattr(known[0].load_model_cls(), "packed_modules_mapping", {})) if known else {}
 
 
 def inspect_architectures(settings: EngineSettings) -> None:

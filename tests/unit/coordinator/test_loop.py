@@ -10,6 +10,7 @@ from rlhf_ray.config.loop import EarlyStopConfig, EvaluationConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.errors import RunInterrupted, TrainingError
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.entries import Reservation
@@ -62,7 +63,7 @@ class Run:
         self.world.version = version
         if version == self.stop_after:
             self.stop.ask("SIGTERM")
-        return 0.1
+        return Published(0.1, 0.01, 2**20)
 
     async def _save(self):
         self.events.append(f"save {self.world.state.step}")

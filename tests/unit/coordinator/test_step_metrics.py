@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 from rlhf_ray.coordinator.step_metrics import PHASES, StepOutcome, step_metrics
+from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.observability.spans import StepClock, Task
 from rlhf_ray.records import SampleKey, UpdateStats
 from rlhf_ray.replay.entries import BufferStats
 
 BUFFER = BufferStats(samples_ready=6, samples_reserved=0, samples_leased=0, bytes=3 * 2**20, oldest_version=4,
                      staleness_mean=0.0, staleness_max=0)
+PUBLISHED = Published(seconds=0.4, pause_seconds=0.1, nbytes=5 * 2**19)
 WORKERS = {"generator": 2, "critic_learner": 1}
 
 
@@ -39,7 +41,8 @@ def row(summary, clock):
                          kl=np.array([2.0], dtype=np.float32), response_lengths=np.array([10], dtype=np.int32),
                          finished=np.array([False]), behaviour_gap=0.75, tokens=12,
                          gold=columns.get("gold") if "gold" not in columns else columns["gold"][:1])
-        outcome = StepOutcome([first, second], policy, stats(loss=2.0, explained_variance=0.5), 5, 0.07, 0.4, 1500,
+        critic = stats(loss=2.0, explained_variance=0.5)
+        outcome = StepOutcome([first, second], policy, critic, 5, 0.07, PUBLISHED, 1500,
                               began=100.0, ended=110.0)
         return step_metrics(outcome, BUFFER, clock, WORKERS)
 
@@ -66,6 +69,7 @@ def test_numbers_about_the_step(row):
     found = row()
     assert found["coordinator/bytes_per_sample"] == 500.0  # 1500 bytes for three samples
     assert (found["kl/coef"], found["weights/publish_seconds"], found["weights/version"]) == (0.07, 0.4, 6.0)
+    assert (found["weights/pause_seconds"], found["weights/published_mb"]) == (0.1, 2.5)
     assert (found["buffer/samples"], found["buffer/mb"]) == (6.0, 3.0)
     assert found["throughput/samples_per_second"] == pytest.approx(0.3)
     assert found["throughput/tokens_per_second"] == pytest.approx(2.4)  # 12 + 12 tokens in 10 s
@@ -108,7 +112,7 @@ def test_components_of_the_reward_one_by_one(summary, clock):
         }, failures={"quality": 0, "length": failures})
 
     chunks = [chunk(0, [1, 3], [0, 0], 1), chunk(1, [5, 7], [2, 2], 0)]
-    outcome = StepOutcome(chunks, None, stats(loss=2.0), 0, 0.07, 0.4, 1500, began=100.0, ended=110.0)
+    outcome = StepOutcome(chunks, None, stats(loss=2.0), 0, 0.07, PUBLISHED, 1500, began=100.0, ended=110.0)
     found = step_metrics(outcome, BUFFER, clock, WORKERS)
     assert (found["reward/component/quality"], found["reward/component/length"]) == (4.0, 1.0)
     assert (found["reward/component/quality/std"], found["reward/component/length/std"]) == (pytest.approx(5**0.5), 1.0)

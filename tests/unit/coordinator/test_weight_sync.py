@@ -7,44 +7,66 @@ import pytest
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.weight_sync import AHEAD, WeightSync
 from rlhf_ray.errors import WeightsError
+from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 from tests.unit.coordinator.stand_ins import StandInGroup, team_of
 
 
 class Publication:
     """Stand-ins of a policy with `buckets` buckets on two ranks and of two generators; `events` in their order."""
 
-    def __init__(self, buckets=5, confirm=lambda rank, version: version, refuse=None):
-        self.buckets, self._confirm, self._refuse = buckets, confirm, refuse
+    def __init__(self, buckets=5, changing=None, confirm=lambda rank, version: version, refuse=None, lacks=()):
+        """`lacks`: ranks and versions for which a generator refuses what leaves tensors out."""
+        self.buckets, self._confirm, self._refuse, self.lacks = buckets, confirm, refuse, set(lacks)
+        self.changing = buckets if changing is None else changing
         self.events, self.gathered, self.loaded, self.most_ahead = [], 0, 0, 0
         self.policy = StandInGroup("policy", self._policy, workers=2)
         self.generators = StandInGroup("generators", self._generator, workers=2)
         self.sync = WeightSync(WeightsConfig(bucket_mb=3), team_of(policy=self.policy, generators=self.generators))
 
     async def _policy(self, rank, method, *args):
-        if method == "weight_buckets":
+        if method == "plan_weights":
             self.events.append(("plan", *args))
-            return self.buckets
+            return WeightsPlan(PublicationSize(self.buckets, 100 * self.buckets),
+                               PublicationSize(self.changing, 100 * self.changing))
+        if method == "lasting_weights":
+            return {"frozen": "digest"}
         assert method == "weight_bucket"
         self.gathered += rank == 0
         self.most_ahead = max(self.most_ahead, self.gathered - self.loaded // 2)
         await asyncio.sleep(0.001)
-        return args if rank == 0 else None
+        return args[:2] if rank == 0 else None
 
     async def _generator(self, rank, method, *args):
+        if method == "weights_together":
+            return [["q", "k"]]
         self.events.append((method, rank, *args))
         await asyncio.sleep(0.002 * rank)
+        if method == "begin_weights" and len(args) > 2 and (rank, args[0]) in self.lacks:
+            raise WeightsError("does not have what is left out")
         if method == "load_weights":
             if (rank, args[0][1]) == self._refuse:
                 raise WeightsError("bucket 1 is damaged")
             self.loaded += 1
         self.events.append((f"{method} done", rank, *args))
-        return self._confirm(rank, args[0]) if method == "finish_weights" else None
+        return WeightsConfirmed(self._confirm(rank, args[0]), 0.1 + rank) if method == "finish_weights" else None
+
+    def begun(self):
+        """What each generator was told to expect."""
+        return [event[1:] for event in self.events if event[0] == "begin_weights"]
+
+    def publish(self, *versions):
+        """Publish one version after the other."""
+        async def each():
+            return [await self.sync.publish(version) for version in versions]
+
+        return asyncio.run(each())
 
 
 def test_every_generator_begins_loads_every_bucket_in_order_and_finishes():
     it = Publication()
-    seconds = asyncio.run(it.sync.publish(7))
-    assert seconds > 0
+    (published,) = it.publish(7)
+    assert published.seconds > 0 and published.nbytes == 500
+    assert published.pause_seconds == 1.1, "the longest of all"
     for rank in (0, 1):
         mine = [event for event in it.events if event[1] == rank and not event[0].endswith("done")]
         assert mine == [("begin_weights", rank, 7, 5), *(("load_weights", rank, (7, i)) for i in range(5)),
@@ -62,7 +84,7 @@ def test_nothing_is_loaded_before_all_began_and_nothing_finished_before_all_is_l
 def test_all_policy_ranks_join_in_gathering():
     it = Publication(buckets=2)
     asyncio.run(it.sync.publish(1))
-    assert it.policy.log == [("weight_buckets", 0), ("weight_buckets", 1), *[("weight_bucket", r) for r in (0, 1)] * 2]
+    assert it.policy.log == [("plan_weights", 0), ("plan_weights", 1), *[("weight_bucket", r) for r in (0, 1)] * 2]
 
 
 def test_only_some_buckets_are_on_their_way_at_a_time():
@@ -71,16 +93,40 @@ def test_only_some_buckets_are_on_their_way_at_a_time():
     assert it.gathered == 9 and it.most_ahead == AHEAD
 
 
-def test_buckets_are_planned_once_with_the_configured_size():
+def test_buckets_are_planned_once_with_the_configured_size_and_what_goes_together():
     it = Publication()
+    it.publish(1, 2)
+    assert [e for e in it.events if e[0] == "plan"] == [("plan", 3 * 2**20, [["q", "k"]])] * 2  # once on each rank
+    assert it.begun() == [(0, 1, 5), (1, 1, 5), (0, 2, 5), (1, 2, 5)]
 
-    async def twice():
+
+def test_what_does_not_change_is_sent_once():
+    it = Publication(buckets=5, changing=2)
+    sizes = [published.nbytes for published in it.publish(1, 2, 3)]
+    assert sizes == [500, 200, 200] and it.gathered == 9
+    assert [args for rank, *args in it.begun() if rank == 0] == [
+        [1, 5], [2, 2, False, {"frozen": "digest"}], [3, 2, False, {"frozen": "digest"}]]
+
+
+def test_a_generator_that_lacks_what_is_left_out_is_sent_everything():
+    it = Publication(buckets=5, changing=2, lacks=[(1, 2)])
+    assert [published.nbytes for published in it.publish(1, 2, 3)] == [500, 500, 200]
+    assert [args for rank, *args in it.begun() if rank == 1] == [
+        [1, 5], [2, 2, False, {"frozen": "digest"}], [2, 5], [3, 2, False, {"frozen": "digest"}]]
+
+
+def test_after_a_failed_publication_everything_is_sent():
+    it = Publication(buckets=5, changing=2)
+
+    async def with_a_failure():
         await it.sync.publish(1)
-        await it.sync.publish(2)
+        it._refuse = (0, 1)
+        with pytest.raises(WeightsError):
+            await it.sync.publish(2)
+        it._refuse = None
+        return await it.sync.publish(3)
 
-    asyncio.run(twice())
-    assert [e for e in it.events if e[0] == "plan"] == [("plan", 3 * 2**20)] * 2  # once on each of two ranks
-    assert [e[1:] for e in it.events if e[0] == "begin_weights"] == [(0, 1, 5), (1, 1, 5), (0, 2, 5), (1, 2, 5)]
+    assert asyncio.run(with_a_failure()).nbytes == 500
 
 
 def test_a_generator_that_confirms_another_version_fails_the_publication():

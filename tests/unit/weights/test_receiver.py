@@ -6,24 +6,40 @@ import pytest
 import torch
 
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.weights.manifest import checksum, plan_buckets
-from rlhf_ray.weights.publisher import Publication
+from rlhf_ray.weights.manifest import seal
+from rlhf_ray.weights.publisher import Publisher
 from rlhf_ray.weights.receiver import Receiver
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5), "c": torch.zeros(2, 2)}
 SHAPES = {name: tuple(t.shape) for name, t in TENSORS.items()}
 
 
-def buckets_of(version, tensors=TENSORS, bucket_bytes=64):
-    """All buckets of a publication; 64 bytes give one tensor each."""
-    plan = plan_buckets([(n, tuple(t.shape), "float32") for n, t in tensors.items()], bucket_bytes)
-    publication = Publication(version, plan, lambda names: {n: tensors[n] for n in names})
-    return [publication.bucket(i) for i in range(publication.count)]
+class Numbers:
+    """A stage that keeps the buckets' numbers in their order of arrival."""
+
+    def __init__(self):
+        self.indices = []
+
+    def add(self, bucket):
+        self.indices.append(bucket.index)
+
+
+def publisher_of(tensors=TENSORS, changing=None, bucket_bytes=20):
+    """Publishes `tensors`; 20 bytes give one of them a bucket."""
+    specs = [(n, tuple(t.shape), "float32") for n, t in tensors.items()]
+    changing = tensors if changing is None else changing
+    return Publisher(specs, changing, bucket_bytes, lambda names: {n: tensors[n] for n in names})
+
+
+def buckets_of(version, tensors=TENSORS):
+    """All buckets of a whole publication, one tensor each."""
+    publisher = publisher_of(tensors)
+    return [publisher.bucket(version, i) for i in range(publisher.plan.whole.buckets)]
 
 
 def make_receiver(version=4):
-    """A receiver whose staged form is the bucket's index."""
-    return Receiver("generator/7", version, SHAPES, lambda bucket: bucket.index)
+    """A receiver that stages numbers."""
+    return Receiver("generator/7", version, SHAPES, Numbers)
 
 
 def publish(receiver, version, **options):
@@ -43,13 +59,13 @@ def assert_not_ready(receiver, version):
         receiver.require_ready()
 
 
-def test_a_whole_publication_is_staged_in_order_whatever_order_it_came_in():
+def test_a_whole_publication_is_accepted_whatever_order_it_came_in():
     receiver = make_receiver()
     receiver.begin(5, 3)
     for bucket in reversed(buckets_of(5)):
         receiver.load(bucket)
         assert receiver.version == 4 and receiver.ready
-    assert receiver.finish(5) == [0, 1, 2]
+    assert receiver.finish(5).indices == [2, 1, 0]
     assert receiver.version == 4, "not confirmed before it is applied"
     assert receiver.confirm() == 5 == receiver.version
     receiver.require_ready()
@@ -69,10 +85,10 @@ def test_a_damaged_bucket_breaks_the_publication_until_a_whole_one_is_confirmed(
     first, second, _ = buckets_of(5)
     receiver.begin(5, 3)
     receiver.load(first)
-    damaged = second.data.copy()
+    damaged = second.arrays[0].copy()
     damaged[0] ^= 255
-    with pytest.raises(WeightsError, match="bucket 1 of 3, weights version 5: expected checksum"):
-        receiver.load(replace(second, data=damaged))
+    with pytest.raises(WeightsError, match="bucket 1 of 3, weights version 5: tensor 'b' has digest"):
+        receiver.load(replace(second, arrays=[damaged]))
     assert_not_ready(receiver, 4)
     with pytest.raises(WeightsError, match="no publication was under way"):
         receiver.load(second)
@@ -142,7 +158,7 @@ def test_a_tensor_in_two_buckets_is_refused():
     receiver.begin(5, 3)
     receiver.load(first)
     with pytest.raises(WeightsError, match="'a' is in buckets 0 and 1"):
-        receiver.load(replace(first, index=1, checksum=checksum(first.data, first.entries, 5)))
+        receiver.load(seal(5, 1, 3, first.entries, first.arrays))
     assert_not_ready(receiver, 4)
 
 
@@ -164,11 +180,64 @@ def test_a_failure_while_applying_keeps_the_old_version_unready():
     assert_not_ready(receiver, 4)
 
 
-def test_a_publication_gathers_one_bucket_at_a_time_and_yields_nothing_on_ranks_that_do_not_send():
-    plan = plan_buckets([(n, shape, "float32") for n, shape in SHAPES.items()], 64)
-    asked = []
-    silent = Publication(5, plan, lambda names: asked.append(names))
-    assert [silent.bucket(i) for i in range(silent.count)] == [None, None, None]
-    assert asked == [["a"], ["b"], ["c"]]
-    with pytest.raises(WeightsError, match="has buckets 0 to 2, asked for 3"):
-        silent.bucket(3)
+def publish_changing(receiver, publisher, version):
+    """A publication without what does not change, confirmed."""
+    count = publisher.plan.changing.buckets
+    receiver.begin(version, count, unchanged=publisher.lasting())
+    for index in range(count):
+        receiver.load(publisher.bucket(version, index, whole=False))
+    receiver.finish(version)
+    return receiver.confirm()
+
+
+def publish_whole(receiver, publisher, version):
+    """A whole publication of `publisher`, confirmed."""
+    receiver.begin(version, publisher.plan.whole.buckets)
+    for index in range(publisher.plan.whole.buckets):
+        receiver.load(publisher.bucket(version, index))
+    receiver.finish(version)
+    return receiver.confirm()
+
+
+def test_after_a_whole_publication_others_may_leave_out_what_did_not_change():
+    receiver, publisher = make_receiver(), publisher_of(changing={"b"})
+    publish_whole(receiver, publisher, 5)
+    assert [publish_changing(receiver, publisher, version) for version in (6, 7)] == [6, 7]
+    assert receiver.ready
+
+
+def test_what_the_receiver_was_built_with_is_never_taken_for_granted():
+    receiver, publisher = make_receiver(), publisher_of(changing={"b"})
+    publish_whole(make_receiver(), publisher, 5)
+    with pytest.raises(WeightsError, match="does not have 2 of 2 tensors that weights version 6 leaves out"):
+        publish_changing(receiver, publisher, 6)
+    assert receiver.ready, "a refused announcement breaks nothing"
+    assert publish_whole(receiver, publisher, 6) == 6
+
+
+def test_other_bytes_under_the_same_name_are_not_what_was_left_out():
+    receiver = make_receiver()
+    publish_whole(receiver, publisher_of({**TENSORS, "c": TENSORS["c"] + 1}, changing={"b"}), 5)
+    ours = publisher_of(changing={"b"})
+    publish_whole(make_receiver(), ours, 5)
+    with pytest.raises(WeightsError, match="does not have 1 of 2 tensors .*, 'c' among them"):
+        publish_changing(receiver, ours, 6)
+
+
+def test_after_a_break_nothing_counts_as_held():
+    receiver, publisher = make_receiver(), publisher_of(changing={"b"})
+    publish_whole(receiver, publisher, 5)
+    receiver.begin(6, 1, unchanged=publisher.lasting())
+    with pytest.raises(WeightsError, match="without bucket"):
+        receiver.finish(6)
+    with pytest.raises(WeightsError, match="does not have 2 of 2"):
+        receiver.begin(7, 1, unchanged=publisher.lasting())
+    assert publish_whole(receiver, publisher, 7) == 7
+
+
+def test_a_tensor_that_was_to_be_left_out_is_refused():
+    receiver, publisher = make_receiver(), publisher_of(changing={"b"})
+    publish_whole(receiver, publisher, 5)
+    receiver.begin(6, 3, unchanged=publisher.lasting())
+    with pytest.raises(WeightsError, match="'a' came in bucket 0 and was to be left out"):
+        receiver.load(publisher.bucket(6, 0))

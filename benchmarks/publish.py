@@ -1,0 +1,157 @@
+"""Publishing weights to two generators on one node: the whole way, beside the copies that it cannot do without.
+
+A real policy learner, `WeightSync`, Ray's object store, two real generators with vLLM: what a run does between an
+update and the next token. The weights go from the learner into the store (one copy) and from there to each of two
+generators (two copies, at the same time): `benchmarks.copies` times just these, alternating with publications. A
+publication is over when both generators have confirmed its version. Nothing is generated meanwhile, as in synchronous
+PPO; then each size is published again while both generators make tokens, which gives the share of a publication in
+which they stand still.
+
+The generators start with other weights than the learner's. Afterwards both must give the learner's log-probabilities.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.comparison import DifferentWork
+from benchmarks.copies import Copies
+from benchmarks.figure import Figure
+from benchmarks.publish_profile import profile
+from benchmarks.publish_team import Sizes, make_models, publishing_team
+from benchmarks.workload import SEED, prompts
+from rlhf_ray.config.generation import SamplingConfig, WeightsConfig
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.records import Rollout, SampleKey
+
+SIZES = {
+    "100mb": Sizes(hidden=512, intermediate=1408, layers=8),
+    "400mb": Sizes(hidden=1024, intermediate=2816, layers=8),
+}
+WARM_UP = 3
+"""Publications, beside those that fill the object store, before the first that counts. The store hands out its memory
+from one end to the other before it uses any again, and the kernel clears each page when it is first touched."""
+SAMPLES, LONGEST = 8, 24
+"""Responses that each generator makes during a publication, and their length in tokens."""
+TOLERANCE = 1e-3
+"""Largest difference of two log-probabilities of the same weights: other kernels, other orders of sums."""
+GOAL, PAUSE_GOAL = 2.5, 1 / 3
+"""Publication / copies; pause / publication."""
+
+
+@dataclass
+class Measured:
+    """Seconds of one size's turns."""
+
+    nbytes: int = 0
+    published: list[float] = field(default_factory=list)
+    copied: list[float] = field(default_factory=list)
+    copied_fresh: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    """Publications while tokens are made."""
+    pauses: list[float] = field(default_factory=list)
+    """Of `busy`, the longer of the two generators'."""
+    profile: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def pause_shares(self) -> list[float]:
+        """Pause / publication."""
+        return [pause / seconds for pause, seconds in zip(self.pauses, self.busy, strict=True)]
+
+
+def measure(directory: Path, repeats: int) -> dict[str, Figure]:
+    """The figures `publish_vs_copies_100mb`, `publish_vs_copies_400mb` and `publish_pause_share`.
+
+    Raises:
+        DifferentWork: a generator does not compute with the weights that were published.
+    """
+    measured = {name: asyncio.run(_measure(directory, name, repeats)) for name in SIZES}
+    figures = {f"publish_vs_copies_{name}": _ratio(its) for name, its in measured.items()}
+    return figures | {"publish_pause_share": _pause_share(measured)}
+
+
+async def _measure(directory: Path, name: str, repeats: int) -> Measured:
+    models = make_models(directory, name, SIZES[name])
+    table = prompts(directory, SAMPLES)
+    its = Measured()
+    async with publishing_team(*models) as team:
+        sync, rollout = WeightSync(WeightsConfig(), team), (await _draw(team, table, 0))[0]
+        await _require(team, rollout, same=False)
+        its.nbytes = (await sync.publish(version := 1)).nbytes
+        for _ in range(WARM_UP + (ClusterConfig().object_store_mb << 20) // its.nbytes):
+            await sync.publish(version := version + 1)
+        await _require(team, rollout, same=True)
+        with Copies(its.nbytes) as copies:
+            copies.seconds()
+            for _ in range(repeats):
+                its.copied.append(copies.seconds())
+                its.published.append((await sync.publish(version := version + 1)).seconds)
+                its.copied_fresh.append(copies.seconds(fresh=True))
+        for _ in range(repeats):
+            await _publish_in_flight(its, team, sync, table, version := version + 1)
+        its.profile = await profile(team, version + 1, repeats)
+        await _require(team, rollout, same=True)
+    return its
+
+
+async def _draw(team: Team, table: Any, epoch: int) -> list[Rollout]:
+    sampling = SamplingConfig(max_tokens=LONGEST)
+    keys = [SampleKey(epoch, row, 0) for row in range(SAMPLES)]
+    rollouts: list[Rollout] = await team.generators.values("generate", table, keys, SEED, sampling)
+    return rollouts
+
+
+async def _publish_in_flight(its: Measured, team: Team, sync: WeightSync, table: Any, version: int) -> None:
+    """Publish while both generators are making tokens, which the versions in their responses prove."""
+    before = await team.generators.values("tokens_made")
+    drawing = asyncio.create_task(_draw(team, table, version))
+    while any(now == then for now, then in zip(await team.generators.values("tokens_made"), before, strict=True)):
+        await asyncio.sleep(0.005)
+    published = await sync.publish(version)
+    for rollout in await drawing:
+        if not {version - 1, version} <= set(rollout.versions.tolist()):
+            raise DifferentWork("publish: responses ended before the publication did; raise LONGEST")
+    its.busy.append(published.seconds)
+    its.pauses.append(published.pause_seconds)
+
+
+async def _require(team: Team, rollout: Rollout, same: bool) -> None:
+    """Compare log-probabilities of generators and learner; before the first publication they must differ.
+
+    Raises:
+        DifferentWork: they do not differ, or do.
+    """
+    ours = (await team.policy.values("logprobs", rollout))[0].values
+    for rank, theirs in enumerate(await team.generators.values("score", rollout)):
+        gap = float(np.abs(ours - theirs.values)[rollout.response_mask].max())
+        if (gap < TOLERANCE) != same:
+            raise DifferentWork(f"publish: log-probabilities of generator {rank} and learner differ by {gap:.2g}")
+
+
+def _ratio(its: Measured) -> Figure:
+    ratios = [mine / copies for mine, copies in zip(its.published, its.copied, strict=True)]
+    return Figure(
+        value=median(ratios), repeats=ratios, better="lower", goal=GOAL,
+        ours_is=f"publication of {its.nbytes / 1e6:.0f} MB", theirs_is="copy into shared memory, two copies out of it",
+        unit="s", ours=median(its.published), theirs=median(its.copied),
+        more={"seconds_with_fresh_pages": median(its.copied_fresh), "seconds_while_generating": median(its.busy),
+              "pause_seconds": median(its.pauses), "gb_per_second": its.nbytes / median(its.published) / 1e9,
+              "seconds_one_after_the_other": its.profile},
+    )
+
+
+def _pause_share(measured: dict[str, Measured]) -> Figure:
+    """Of the size with the larger share."""
+    name, its = max(measured.items(), key=lambda item: median(item[1].pause_shares))
+    return Figure(
+        value=median(its.pause_shares), repeats=its.pause_shares, better="lower", goal=PAUSE_GOAL,
+        ours_is=f"generation paused, {name}", theirs_is="publication while generating", unit="s",
+        ours=median(its.pauses), theirs=median(its.busy),
+        more={other: median(shares.pause_shares) for other, shares in measured.items()},
+    )

@@ -1,0 +1,84 @@
+"""A learner and two generators with different models of one shape, on a private Ray cluster."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copy
+
+import torch
+
+from benchmarks.workload import MAX_CONTEXT, SEED
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.learner import PolicyConfig
+from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
+from rlhf_ray.config.run import ClusterConfig, PoolConfig
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.engine.distributed import accelerator_environment
+from rlhf_ray.models.loading import new_causal_lm
+from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.roles.generator import Generator, generator_environment
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.stages.workplace import start_learners
+
+TIMEOUT_S = 240.0
+HEAD_WIDTH = 64
+GENERATION = GenerationConfig(workers=2, engine="in_process", chunk=8, max_sequences=16, threads=1)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shape of a Llama-style model with the workload's small vocabulary, so that nearly all bytes are in its layers."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+
+
+def make_models(directory: Path, name: str, sizes: Sizes) -> tuple[ModelConfig, ModelConfig]:
+    """Random float32 models for the learner and the generators, saved beside the workload's tokenizer."""
+    architecture = ArchitectureConfig(
+        hidden_size=sizes.hidden, layers=sizes.layers, heads=sizes.hidden // HEAD_WIDTH,
+        intermediate_size=sizes.intermediate, max_positions=MAX_CONTEXT)
+    paths = [directory / f"publish-{name}-{role}" for role in ("learner", "generator")]
+    for seed, path in enumerate(paths):
+        torch.manual_seed(SEED + seed)
+        new_causal_lm(NewModelConfig(architecture=architecture, tokenizer=str(directory))).save_pretrained(path)
+        for file in directory.glob("*token*.json"):
+            copy(file, path)
+    learner, generator = (ModelConfig(path=str(path)) for path in paths)
+    return learner, generator
+
+
+@asynccontextmanager
+async def publishing_team(learner: ModelConfig, generator: ModelConfig) -> AsyncIterator[Team]:
+    """Both roles started. `WeightSync` asks nothing of the team's other members, who are the generators again."""
+    configs = {"default": PoolConfig(bundles=1, cpus=2)}
+    with ray_session(ClusterConfig(dashboard=False), configs, "publish"):
+        pools = Pools(configs)
+        await pools.open(TIMEOUT_S)
+        policy = PolicyConfig()
+        groups = (
+            WorkerGroup("generator", Generator, GENERATION, pools, lambda rank: {
+                "model": generator, "generation": GENERATION, "seed": SEED, "max_context": MAX_CONTEXT,
+                "name": f"generator/{rank}"}, {**accelerator_environment(0), **generator_environment(GENERATION)},
+                TIMEOUT_S),
+            WorkerGroup("policy_learner", PolicyLearner, policy, pools, lambda rank: {
+                "config": policy, "model": learner, "rank": rank, "world": 1, "seed": SEED, "total_steps": 1,
+                "algorithm": AlgorithmConfig(), "temperature": 1.0}, accelerator_environment(0), TIMEOUT_S),
+        )
+        generators, learners = groups
+        try:
+            await asyncio.gather(generators.values("start"), start_learners(learners, TIMEOUT_S))
+            yield Team(generators=generators, reference=None, reward=generators, assembler=generators,
+                       policy=learners, critic=None, clock=StepClock())
+            await asyncio.gather(generators.values("stop"), learners.values("leave"))
+        finally:
+            for group in groups:
+                group.kill()
+            pools.close()

@@ -1,0 +1,121 @@
+"""Where a model's own loader puts each tensor of a checkpoint, learned by letting it load tensors without bytes.
+
+vLLM's models fuse and rename what a checkpoint holds (`q_proj`, `k_proj` and `v_proj` become one `qkv_proj`), and only
+their `load_weights` knows how. Asking it takes a good part of a millisecond a tensor, so it is asked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Route:
+    """One call of a parameter's weight loader: `loader(parameter, tensor, *arguments, **keywords)`."""
+
+    layer: str
+    """Path of the module that holds the parameter."""
+    parameter: str
+    tensor: Tensor = field(compare=False)
+    """What is loaded: the checkpoint's tensor, or what the model made of it."""
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that another layer has too, such as an embedding that is the output head's weight."""
+
+    name: str
+    """In the layer that tensors are routed to."""
+    other: str
+    """Path of the other layer."""
+    name_there: str
+
+
+class Routes:
+    """The routes of all tensors with these names and shapes into `model`, whose weights are not touched."""
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._model = model
+        self.layers = dict(model.named_modules())
+        """All layers of the model by path."""
+        self.ties = _ties(self.layers)
+        """By the path of the layer that tensors are routed to."""
+        self._known: dict[str, list[Route]] = {}
+        self._sources: dict[str, set[str]] = {}
+        with recorded(model) as calls:
+            for name, shape in shapes.items():
+                tensor = torch.empty(shape, device="meta")
+                found = _asked(model, calls, name, tensor)
+                for route in found:
+                    self._sources.setdefault(route.layer, set()).add(name)
+                if all(route.tensor is tensor for route in found):
+                    self._known[name] = found
+
+    def sources(self, layer: str) -> set[str]:
+        """Names of the checkpoint's tensors that a layer is made of."""
+        return self._sources[layer]
+
+    def of(self, name: str, tensor: Tensor) -> Iterator[Route]:
+        """The calls that load `tensor`. One that the model transforms first goes through its `load_weights` again."""
+        if name in self._known:
+            for route in self._known[name]:
+                yield Route(route.layer, route.parameter, tensor, route.arguments, route.keywords)
+            return
+        with recorded(self._model) as calls:
+            yield from _asked(self._model, calls, name, tensor)
+
+
+def _ties(layers: Mapping[str, nn.Module]) -> dict[str, list[Tie]]:
+    first: dict[int, tuple[str, str]] = {}
+    ties: dict[str, list[Tie]] = {}
+    for path, layer in layers.items():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                owner, own_name = first.setdefault(id(parameter), (path, name))
+                if owner != path:
+                    ties.setdefault(owner, []).append(Tie(own_name, path, name))
+    return ties
+
+
+def _asked(model: nn.Module, calls: list[Route], name: str, tensor: Tensor) -> list[Route]:
+    calls.clear()
+    model.load_weights([(name, tensor)])  # type: ignore[operator]
+    return list(calls)
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[Route]]:
+    """Inside, weight loaders of `model` note how they are called, and load nothing."""
+    calls: list[Route] = []
+    before: list[tuple[nn.Parameter, Any]] = []
+    seen: set[int] = set()
+    for path, layer in model.named_modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                before.append((parameter, getattr(parameter, "weight_loader", None)))
+                parameter.weight_loader = _recorder(calls, path, name)
+    try:
+        yield calls
+    finally:
+        for parameter, loader in before:
+            if loader is None:
+                del parameter.weight_loader
+            else:
+                parameter.weight_loader = loader
+
+
+def _recorder(calls: list[Route], layer: str, parameter: str) -> Callable[..., bool]:
+    def note(_: nn.Parameter, tensor: Tensor, *arguments: Any, **keywords: Any) -> bool:
+        calls.append(Route(layer, parameter, tensor, arguments, keywords))
+        return True  # loaders of experts say whether they took the tensor
+
+    return note

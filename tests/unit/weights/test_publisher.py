@@ -1,0 +1,50 @@
+"""What the sending side plans, gathers and leaves out."""
+
+import pytest
+import torch
+
+from rlhf_ray.errors import WeightsError
+from rlhf_ray.records import PublicationSize
+from rlhf_ray.weights.fused import fused_groups, with_companions
+from rlhf_ray.weights.publisher import Publisher
+
+SPECS = [("a", (3, 4), "float32"), ("b", (5,), "float32"), ("c", (2, 2), "float32")]
+LAYER = "model.layers.0.self_attn"
+
+
+def test_one_bucket_is_gathered_at_a_time_and_ranks_that_do_not_send_give_nothing():
+    asked = []
+    silent = Publisher(SPECS, {"a", "b", "c"}, 20, lambda names: asked.append(names))
+    assert [silent.bucket(5, i) for i in range(3)] == [None, None, None]
+    assert asked == [["a"], ["b"], ["c"]]
+    with pytest.raises(WeightsError, match="has buckets 0 to 2, asked for 3"):
+        silent.bucket(5, 3)
+
+
+def test_what_does_not_change_is_neither_gathered_nor_counted():
+    asked, tensors = [], {name: torch.ones(shape) for name, shape, _ in SPECS}
+
+    def gather(names):
+        asked.extend(names)
+        return tensors
+
+    publisher = Publisher(SPECS, {"a", "c"}, 1000, gather)
+    assert publisher.plan.whole == PublicationSize(1, 84) and publisher.plan.changing == PublicationSize(1, 64)
+    with pytest.raises(WeightsError, match="1 tensors were never published"):
+        publisher.lasting()
+    whole = publisher.bucket(5, 0)
+    asked.clear()
+    assert [entry.name for entry in publisher.bucket(6, 0, whole=False).entries] == ["a", "c"] == asked
+    assert publisher.lasting() == {"b": whole.digests[1]}
+
+
+def test_tensors_of_one_fused_layer_go_together():
+    names = [f"{LAYER}.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")]
+    groups = fused_groups([*names, "model.norm.weight"], {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+    assert groups == [names[:6], names[6:]]
+    assert with_companions({f"{LAYER}.v_proj.weight", "model.norm.weight"}, groups) == {*names[:6], "model.norm.weight"}
+
+
+def test_experts_of_one_layer_go_together():
+    names = [f"model.layers.{layer}.mlp.experts.{i}.w{j}.weight" for layer in (0, 1) for i in (0, 1) for j in (1, 2)]
+    assert fused_groups(names, {}) == [names[:4], names[4:]]
