@@ -18,6 +18,7 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
@@ -99,7 +100,7 @@ class DelayedRun:
 
         await asyncio.gather(*(take(rank) for rank in range(len(self.versions))))
         self.events.append("published")
-        return 0.1
+        return Published(0.1, 0.01, 2**20)
 
 
 def _nothing(*_):
