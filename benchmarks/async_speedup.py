@@ -71,7 +71,7 @@ def balance(config: PPOConfig, steps: Steps) -> dict[str, Any]:
     if max(generation, learning) <= BALANCED * min(generation, learning):
         return {}
     epochs = max(1, round((generation - forward) / epoch))
-    if epochs > 1 or generation >= learning:
+    if epochs > 1 or generation >= epoch + forward:
         return {"algorithm": {"epochs": epochs}}
     fewer = max(4, round(config.generator.max_sequences * generation / (epoch + forward)))
     return {"algorithm": {"epochs": 1}, "generator": {"max_sequences": fewer}}

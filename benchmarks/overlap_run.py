@@ -152,7 +152,9 @@ class OverlapRun:
         """The books of one turn, on disk as a run's are."""
         facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
                             config.coordinator.max_staleness, tuple(self._prompts.sizes))
-        ledger = Ledger.create(Path(config.run.dir) / f"ledger_{self._step}.sqlite", facts)
+        path = Path(config.run.dir) / "ledger.sqlite"
+        path.unlink(missing_ok=True)
+        ledger = Ledger.create(path, facts)
         try:
             yield ledger
         finally:

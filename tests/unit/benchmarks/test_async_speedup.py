@@ -24,7 +24,7 @@ def config(tmp_path):
     (steps(step=2.2, update=1.0, forward=0.2), {}),  # 1.2 s of generation, 1.2 s of learning
     (steps(step=4.0, update=1.0, forward=0.2), {"algorithm": {"epochs": 6}}),  # 3.0 s beside 0.5 s an epoch and 0.2 s
     (steps(step=3.0, update=2.0, forward=0.2), {"algorithm": {"epochs": 1}, "generator": {"max_sequences": 53}}),
-    (steps(step=5.0, update=3.0, forward=0.5), {"algorithm": {"epochs": 1}, "generator": {"max_sequences": 64}}),
+    (steps(step=5.0, update=3.0, forward=0.5), {"algorithm": {"epochs": 1}}),  # 2.0 s beside 1.5 s and 0.5 s
 ])
 def test_epochs_or_else_the_generator_s_batch_balance_the_sides(config, measured, settings):
     assert balance(config, measured) == settings
