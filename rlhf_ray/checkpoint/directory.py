@@ -92,6 +92,10 @@ class CheckpointStore:
             yield tmp
         self.commit(tmp, step, extra)
 
+    def newest_name(self) -> tuple[int, Path] | None:
+        """Step and path of what is named as the newest checkpoint, without a look at its bytes; None without any."""
+        return next(iter(self._steps()), None)
+
     def latest(self) -> tuple[int, Path, Manifest] | None:
         """Step, path and manifest of the newest checkpoint whose every byte is as written; None without any.
 

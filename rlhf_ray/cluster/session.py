@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import ray
 
+from rlhf_ray.cluster.shield import process_group_of_their_own
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
 
@@ -58,18 +59,19 @@ def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) -> None:
     # Logical CPUs are what the pools ask for: on a laptop many light workers share few cores.
     cpus = max(1, int(sum(p.cpus * p.bundles for p in pools.values()) + 0.999))
-    ray.init(
-        address="local",  # else RAY_ADDRESS, or a cluster that happens to run here, would be joined
-        num_cpus=max(cpus, os.cpu_count() or 1),
-        object_store_memory=config.object_store_mb * 2**20,
-        include_dashboard=config.dashboard,
-        dashboard_host="127.0.0.1",
-        namespace=name,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _metrics_export_port=config.metrics_port,
-        _system_config={"max_direct_call_object_size": INLINE_BYTES},
-    )
+    with process_group_of_their_own():
+        ray.init(
+            address="local",  # else RAY_ADDRESS, or a cluster that happens to run here, would be joined
+            num_cpus=max(cpus, os.cpu_count() or 1),
+            object_store_memory=config.object_store_mb * 2**20,
+            include_dashboard=config.dashboard,
+            dashboard_host="127.0.0.1",
+            namespace=name,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _metrics_export_port=config.metrics_port,
+            _system_config={"max_direct_call_object_size": INLINE_BYTES},
+        )
 
 
 def _describe() -> Session:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Station
+from rlhf_ray.errors import RLHFError, RunInterrupted
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 
@@ -25,14 +26,23 @@ async def live_status(coordinator: Coordinator, directory: RunDirectory) -> Asyn
     ended = "failed"
     try:
         yield
-        ended = "finished"
+        given_up = coordinator.stopped_early
+        ended = f"stopped early: {given_up}" if given_up else "finished"
     except BaseException as error:
-        ended = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        ended = how_it_ended(error)
         raise
     finally:
         over.set()  # not cancelled: a thread that is still writing would have the last word
         await asyncio.gather(task, return_exceptions=True)
         directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
+
+
+def how_it_ended(error: BaseException) -> str:
+    """An error that ended a run, in words for a person who looks from outside."""
+    if isinstance(error, RunInterrupted):
+        return str(error)
+    said = str(error) if isinstance(error, RLHFError) else ": ".join(filter(None, (type(error).__name__, str(error))))
+    return f"failed: {said}"
 
 
 async def _keep_writing(coordinator: Coordinator, directory: RunDirectory, over: asyncio.Event) -> None:

@@ -65,7 +65,7 @@ class Recovery:
         """
         saved = load_state(directory / "coordinator.json")
         check_complete(saved, ("geometry", "run", "buffer", "summaries"), str(directory))
-        self._check_geometry(directory, saved["geometry"])
+        check_geometry(directory, self.geometry, saved["geometry"])
         await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
                                for group in self.team.learners()))
         self.state.load_state_dict(saved["run"])
@@ -78,10 +78,15 @@ class Recovery:
         self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
         return self.buffer.load_state_dict(saved["buffer"], refs)
 
-    def _check_geometry(self, directory: Path, saved: Mapping[str, int | str]) -> None:
-        """Places in the buffer, shards of learners and waiting advantages mean something only for what made them."""
-        other = [f"{name} was {saved.get(name)} and is {value}" for name, value in self.geometry.items()
-                 if saved.get(name) != value]
-        if other:
-            raise CheckpointError(f"{directory} cannot go on with another configuration: {'; '.join(other)}. Set these "
-                                  "back, or begin a new run.")
+
+def check_geometry(directory: Path, wanted: Mapping[str, int | str], saved: Mapping[str, int | str]) -> None:
+    """Places in the buffer, shards of learners and waiting advantages mean something only for what made them.
+
+    Raises:
+        CheckpointError: names the fields of the configuration that differ.
+    """
+    other = [f"{name} was {saved.get(name)} and is {value}" for name, value in wanted.items()
+             if saved.get(name) != value]
+    if other:
+        raise CheckpointError(f"{directory} cannot go on with another configuration: {'; '.join(other)}. Set these "
+                              "back, or begin a new run.")

@@ -5,12 +5,14 @@ What the files contain belongs to those who write them (metrics, checkpoints, re
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,33 @@ class RunDirectory:
         _check_writable(run.path)
         _check_space(run.path, need_mb)
         return run
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other runs out of the directory meanwhile; where the file system knows no locks, nothing is kept out.
+
+        Raises:
+            ConfigError: a run is writing there.
+        """
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(f"run.dir={str(self.path)!r} is being written by another run{self._writer()}: "
+                                      "wait for its end or stop it, or choose another run.dir") from None
+            yield
+        finally:
+            os.close(handle)
+
+    def _writer(self) -> str:
+        """Who wrote the status last, in words."""
+        try:
+            status = json.loads(self.status.read_text())
+            return f", process {status['pid']} on {status['host']}"
+        except (OSError, ValueError, KeyError):
+            return ""
 
     def traces(self) -> list[str]:
         """Names of what an earlier run left here and a new one would overwrite."""

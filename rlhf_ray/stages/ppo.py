@@ -41,6 +41,7 @@ from rlhf_ray.stages.preflight import (
     check_window,
 )
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
+from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.reward_preflight import check_rewards
 from rlhf_ray.stages.supervised import newest_step
 from rlhf_ray.stages.workplace import run_stage, workplace
@@ -54,6 +55,8 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     """
     config = resolve(config)
     preflight(config)
+    if resume:
+        check_resume(config, config.run.steps, _geometry(config))
     return run_stage(config, resume, lambda directory, session: _run(config, directory, session, resume))
 
 

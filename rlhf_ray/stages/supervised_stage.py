@@ -17,6 +17,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_reader import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
+from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_step
 from rlhf_ray.stages.workplace import Workplace, run_stage, sizes_note, start_learners, workplace
 
@@ -43,6 +44,8 @@ class SupervisedStage:
 
 def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     """Run a supervised stage to its end; returns its summary."""
+    if resume:
+        check_resume(stage.config, stage.config.run.steps)
     return run_stage(stage.config, resume, lambda directory, session: _run(stage, directory, session, resume))
 
 

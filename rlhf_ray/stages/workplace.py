@@ -95,12 +95,13 @@ def run_stage(
         StoppedEarly: the run ended itself before its last step; summary and report are written then, too.
     """
     directory = RunDirectory.create(config.run.dir, resume)
-    save_config(config, directory.config)
-    with ray_session(config.cluster, config.pools, directory.path.name) as session:
-        summary = run_async(main(directory, session))
-    directory.write_json("summary.json", summary)
-    if directory.metrics.is_file():
-        write_report(directory.path)
+    with directory.alone():
+        save_config(config, directory.config)
+        with ray_session(config.cluster, config.pools, directory.path.name) as session:
+            summary = run_async(main(directory, session))
+        directory.write_json("summary.json", summary)
+        if directory.metrics.is_file():
+            write_report(directory.path)
     if "stopped_early" in summary:
         raise StoppedEarly(f"stopped early after step {summary['steps']} of {config.run.steps}: "
                            f"{summary['stopped_early']}. Checkpoint, model and report are in {directory.path}; with "

@@ -1,4 +1,4 @@
-"""A run as its own process: watched through Ray's metrics endpoint, stopped by Ctrl-C, gone on with."""
+"""A run as its own process: watched through Ray's metrics endpoint, stopped by a signal, gone on with."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def command_line(*arguments):
     """A `rlhf-ray` process."""
     return subprocess.Popen(
         [sys.executable, "-m", "rlhf_ray.cli.main", *arguments], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "RAY_metrics_report_interval_ms": "1000"},
+        stderr=subprocess.PIPE, env={**os.environ, "RAY_metrics_report_interval_ms": "1000"}, process_group=0,
     )
 
 
@@ -75,7 +75,8 @@ def wrong_in(ledger):
 
 @pytest.fixture(scope="module")
 def interrupted(configure, tmp_path_factory):
-    """A long run, stopped by one SIGINT after its gauges were seen."""
+    """A long run, stopped by one SIGTERM to all of its process group, as schedulers send it, after its gauges were
+    seen."""
     directory = tmp_path_factory.mktemp("interrupted") / "run"
     port = free_port()
     file = configure(directory, **SMALL, run={"steps": 100_000}, checkpoint={"every": 0},
@@ -84,7 +85,7 @@ def interrupted(configure, tmp_path_factory):
     try:
         text = wait_for(lambda: shown(port), run)
         family = psutil.Process(run.pid).children(recursive=True)
-        run.send_signal(signal.SIGINT)
+        os.killpg(run.pid, signal.SIGTERM)
         output, errors = run.communicate(timeout=90)
     finally:
         if run.poll() is None:
@@ -106,9 +107,9 @@ def test_the_run_s_numbers_are_on_ray_s_metrics_endpoint(interrupted):
         assert gauge(interrupted["gauges"], f"ray_rlhf_{name}") is not None, name
 
 
-def test_ctrl_c_ends_with_the_code_for_try_again_and_says_how(interrupted):
+def test_a_signal_ends_it_with_the_code_for_try_again_and_says_how(interrupted):
     assert interrupted["code"] == RESUMABLE, interrupted["errors"]
-    assert "stopped by SIGINT after step" in interrupted["errors"] and "--resume" in interrupted["errors"]
+    assert "stopped by SIGTERM after step" in interrupted["errors"] and "--resume" in interrupted["errors"]
     assert "Traceback" not in interrupted["errors"] + interrupted["output"]
 
 

@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from rlhf_ray.config.loop import EarlyStopConfig
 from rlhf_ray.coordinator import live_status
-from rlhf_ray.errors import TrainingError
+from rlhf_ray.coordinator.early_stop import EarlyStop
+from rlhf_ray.errors import RunInterrupted, TrainingError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Task
 from tests.unit.coordinator.test_loop import Run
@@ -71,7 +73,28 @@ def test_a_run_that_failed_does_not_look_like_one_that_ended_well(run, tmp_path)
 
     with pytest.raises(TrainingError):
         asyncio.run(work())
-    assert status(tmp_path)["ended"] == "TrainingError: not finite"
+    assert status(tmp_path)["ended"] == "failed: not finite"
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (RunInterrupted("stopped by SIGTERM after step 2"), "stopped by SIGTERM after step 2"),
+    (KeyError("x"), "failed: KeyError: 'x'"), (asyncio.CancelledError(), "failed: CancelledError"),
+])
+def test_what_ended_a_run_is_said_in_words(error, said):
+    assert live_status.how_it_ended(error) == said
+
+
+def test_a_run_that_gave_up_early_says_so(run, tmp_path):
+    early = run.coordinator.state.early_stop = EarlyStop(EarlyStopConfig(kl_above=1.0, patience=1))
+    run.coordinator.state.step = 1
+    early.observe(1, 5.0, 0.0)
+
+    async def work():
+        async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):
+            pass
+
+    asyncio.run(work())
+    assert status(tmp_path)["ended"].startswith("stopped early: ") and "5" in status(tmp_path)["ended"]
 
 
 def test_a_slow_write_does_not_have_the_last_word(run, tmp_path, monkeypatch):

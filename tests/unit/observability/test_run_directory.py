@@ -38,6 +38,16 @@ def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path):
     RunDirectory.create(tmp_path)
 
 
+def test_two_runs_do_not_write_into_one_directory_and_the_second_is_told_who_does(tmp_path):
+    first, second = RunDirectory.create(tmp_path), RunDirectory(tmp_path)
+    first.write_json("status.json", {"pid": 4711, "host": "here"})
+    said = "being written by another run, process 4711 on here"
+    with first.alone(), pytest.raises(ConfigError, match=said), second.alone():
+        pass
+    with second.alone():
+        pass
+
+
 def test_says_how_much_is_free_when_the_disk_is_too_full(tmp_path):
     with pytest.raises(ConfigError, match=r"with \d+ MiB free, and the run needs at least 1000000000 MiB"):
         RunDirectory.create(tmp_path, need_mb=10**9)
