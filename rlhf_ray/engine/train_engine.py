@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.engine.distributed import all_finite
+from rlhf_ray.engine.safe_checkpoint import read_safely
 from rlhf_ray.engine.schedule import learning_rate
 from rlhf_ray.errors import CheckpointError, TrainingError
 
@@ -48,6 +49,7 @@ class TrainEngine:
             model=module, optimizer=_adamw(module, config), config=_deepspeed_config(config, stage),
             dist_init_required=False,
         )
+        read_safely(self.engine)
         self._norm: float | None = None
         if stage == 0:
             self.engine.optimizer.register_step_pre_hook(self._clip)
@@ -128,7 +130,7 @@ class TrainEngine:
         """Take back what `save` wrote, for the same number of ranks.
 
         Raises:
-            CheckpointError: there is nothing of this engine in `directory`.
+            CheckpointError: there is nothing of this engine in `directory`, or more than a checkpoint may hold.
         """
         # DeepSpeed answers a missing folder with an assertion of its own.
         found = (directory / "engine").is_dir()

@@ -59,6 +59,36 @@ def failing_step(spoil: Any, zero_stage: int = 1) -> dict[str, Any]:
     return {"said": said, "before": before, "after": weights(it), "steps": it.optimizer_steps}
 
 
+class Sentinel:
+    """Unpickling it makes a file: what a poisoned checkpoint would do, but harmless."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def poisoned(folder: Path, zero_stage: int) -> dict[str, str]:
+    """What loading says for each file of a saved engine that somebody has put a call into; "fired" if it ran."""
+    it, told = engine(zero_stage), {}
+    it.step([it.forward(X).sum()])
+    it.save(folder)
+    for path in sorted((folder / "engine").iterdir()):
+        whole, sentinel = path.read_bytes(), folder / "fired"
+        torch.save({**torch.load(path, weights_only=False), "extra": Sentinel(sentinel)}, path)
+        try:
+            it.load(folder)
+            told[path.name] = "nothing"
+        except RLHFError as error:
+            told[path.name] = f"{type(error).__name__}: {error}"
+        if sentinel.exists():
+            told[path.name] = "fired"
+        path.write_bytes(whole)
+        it.load(folder)  # and whole it is read again
+    return told
+
+
 def main(folder: Path) -> dict[str, Any]:
     distributed.join(distributed.free_address("127.0.0.1"), 0, 1, 60.0)
     whole, parts, unsharded = engine(), engine(), engine(zero_stage=0)
@@ -81,6 +111,7 @@ def main(folder: Path) -> dict[str, Any]:
         "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
         "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
         "nan_loss": failing_step(lambda y: y * float("nan")), "nan_gradient": failing_step(NaNGradient.apply),
+        "poisoned": [poisoned(folder / f"stage_{stage}", stage) for stage in range(4)],
         "nan_gradient_unsharded": failing_step(NaNGradient.apply, zero_stage=0),
     }
 

@@ -48,6 +48,14 @@ def test_an_empty_directory_is_no_state(told):
     assert told["missing"].startswith("CheckpointError: ") and "nowhere holds no learner state" in told["missing"]
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_checkpoint_with_a_call_in_it_is_refused_and_the_call_never_made(told, stage):
+    said = told["poisoned"][stage]
+    assert len(said) == (1 if stage == 0 else 2)
+    for name, what in said.items():
+        assert what.startswith("CheckpointError: ") and name in what and "was not read" in what and "io.open" in what
+
+
 def test_inference_builds_no_graph(told):
     assert told["graph"] is False
 
