@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import ray
 
+from rlhf_ray.cluster.authentication import require_token
 from rlhf_ray.cluster.shield import process_group_of_their_own
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
@@ -35,7 +36,7 @@ def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) 
     A session inside a session joins it, so several stages can share one cluster.
 
     Raises:
-        ClusterError: the cluster cannot be reached or started.
+        ClusterError: the cluster cannot be reached or started, or is open to whoever asks.
     """
     if ray.is_initialized():
         yield _describe()
@@ -51,6 +52,8 @@ def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) 
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
         raise ClusterError(f"cannot {where}: {error}") from error
     try:
+        if config.address and not config.allow_open:
+            require_token(ray.get_runtime_context().gcs_address)
         yield _describe()
     finally:
         ray.shutdown()

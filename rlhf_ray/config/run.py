@@ -39,6 +39,8 @@ class ClusterConfig(Section):
     address: str | None = None
     """Ray address to join ("auto", "host:6379"); when empty, a private local cluster is started, whatever
     RAY_ADDRESS says."""
+    allow_open: bool = False
+    """Join a cluster that others can reach and that asks nobody for a token; only where the network is closed."""
     object_store_mb: int = Field(512, ge=100)
     """Object-store memory of a local cluster, in MiB."""
     dashboard: bool = True
