@@ -102,7 +102,7 @@ def interrupted(configure, tmp_path_factory):
 def test_the_run_s_numbers_are_on_ray_s_metrics_endpoint(interrupted):
     rewards = [row["reward/mean"] for row in read_metrics(interrupted["directory"]) if "reward/mean" in row]
     assert min(abs(gauge(interrupted["gauges"], "ray_rlhf_reward_mean") - r) for r in rewards) < 1e-6
-    for name in ("kl_sequence", "policy_loss", "throughput_tokens_per_second", "idle_generator", "buffer_samples",
+    for name in ("kl_sequence", "policy_loss", "throughput_tokens_per_second", "share_generator_busy", "buffer_samples",
                  "staleness_max", "weights_publish_seconds"):
         assert gauge(interrupted["gauges"], f"ray_rlhf_{name}") is not None, name
 
