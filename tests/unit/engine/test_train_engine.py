@@ -51,7 +51,7 @@ def test_an_empty_directory_is_no_state(told):
 @pytest.mark.parametrize("stage", range(4))
 def test_a_checkpoint_with_a_call_in_it_is_refused_and_the_call_never_made(told, stage):
     said = told["poisoned"][stage]
-    assert len(said) == (1 if stage == 0 else 2)
+    assert len(said) == (2 if stage == 3 else 1)  # one rank has nothing to shard below stage 3
     for name, what in said.items():
         assert what.startswith("CheckpointError: ") and name in what and "was not read" in what and "io.open" in what
 
