@@ -20,7 +20,7 @@ from benchmarks.figure import Figure
 from benchmarks.side_process import SideFailed
 
 PROMPTS, GENERATORS = 100_000, (1, 4, 16, 64, 256)
-TIMEOUT_S = 240.0
+TIMEOUT_S = 400.0
 SETTLED = 0.2
 """Share of the run after which memory must be flat: buffers are full by then."""
 FLAT_BYTES = 32.0

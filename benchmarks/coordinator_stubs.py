@@ -33,9 +33,9 @@ CHUNK = 16
 """Samples of a rollout record, the default of `generator.chunk`."""
 PROMPT, RESPONSE = 64, 256
 """Tokens of every prompt and of every response."""
-GENERATE_S, SCORE_S, UPDATE_S, CONTROL_S = 1.6, 0.05, 0.3, 0.02
-"""Mean latencies: a chunk of rollouts on one generator (2,500 tokens/s), a forward pass over a chunk, an update, and
-everything else that a worker is asked."""
+GENERATE_S, SCORE_S, UPDATE_S, CONTROL_S = 4.8, 0.05, 0.3, 0.02
+"""Mean latencies: a chunk of rollouts on one generator (850 tokens/s), a forward pass over a chunk, an update, and
+everything else that a worker is asked. Stand-ins and Ray need a core too: two cores hold 256 generators no faster."""
 SPREAD, LONGEST = 0.6, 3.0
 """Sigma of the logarithm, and the longest latency as a multiple of the mean: the length of a response is bounded."""
 
