@@ -312,6 +312,17 @@ class PPOConfig(StageConfig):
         return self.algorithm.has_critic and self.critic.backbone == "policy"
 
     @property
+    def trains_on_own_forward(self) -> bool:
+        """Whether an update's forward pass gives the old log-probabilities itself, and none is made before: it is the
+        only one (a single optimizer step a batch), under the weights that made the samples, and no dropout makes it
+        another than that before. Rewards and the adaptive coefficient must not need them; metrics take the generators'.
+        """
+        a, lora = self.algorithm, self.policy.lora
+        only_one = a.epochs * a.mini_batches == 1 and not self.coordinator.max_staleness and not self.shares_backbone
+        needed_before = a.kl.kind == "adaptive" or not (a.kl_in_loss or a.kl.coef == 0) or a.critic_warmup_steps > 0
+        return only_one and not needed_before and not (lora and lora.dropout)
+
+    @property
     def starts_critic(self) -> bool:
         """Whether the critic is a model of its own, and so a role."""
         return self.algorithm.has_critic and self.critic.backbone == "own"

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from rlhf_ray.algorithms.kl import approx_kl
@@ -32,9 +33,10 @@ class PolicyLearner(Learner):
     config: PolicyConfig
 
     def __init__(self, config: PolicyConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
-                 algorithm: AlgorithmConfig, temperature: float) -> None:
+                 algorithm: AlgorithmConfig, temperature: float, own_forward: bool = False) -> None:
+        """`own_forward`: the update's only forward pass gives the old log-probabilities; nobody needs them before."""
         super().__init__(config, model, rank, world, seed, total_steps)
-        self.algorithm, self.temperature = algorithm, temperature
+        self.algorithm, self.temperature, self.own_forward = algorithm, temperature, own_forward
         self.kl_coef = 0.0
         self.average: WeightAverage | None = None
         self.ptx: PretrainingMix | None = None
@@ -55,7 +57,16 @@ class PolicyLearner(Learner):
         return PackedLanguageModel(load_causal_lm(self.model_config), self.temperature, self.chunks)
 
     def logprobs(self, rollout: Rollout) -> TokenScores:
-        """Log-probabilities of this rank's contiguous share of the rows (`inference_plan`), under present weights."""
+        """Log-probabilities of this rank's contiguous share of the rows (`inference_plan`), under present weights.
+
+        With `own_forward` those that the generators told, which no pass has been made for.
+        """
+        if self.own_forward:
+            told = TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs)
+            return share_of(told, self.rank, self.world)
+        return self._scored(rollout)
+
+    def _scored(self, rollout: Rollout) -> TokenScores:
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
         scores = score_tokens(rollout, plan, self.engine.device,
                               lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[0])
@@ -64,7 +75,7 @@ class PolicyLearner(Learner):
     def reference_logprobs(self, rollout: Rollout) -> TokenScores:
         """The same under the frozen base that the adapters stand beside: the model that the policy started from."""
         with self.frozen_base():
-            return self.logprobs(rollout)
+            return self._scored(rollout)
 
     def update(self, step: int, kl_coef: float, *experiences: Experience) -> UpdateStats:
         """Clipped policy updates on one batch of experience; errors as in `updates.run_update`.
@@ -102,13 +113,17 @@ class PolicyLearner(Learner):
             "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": a.importance_cap,
             "importance": a.importance, "importance_level": a.importance_level,
         }
+        new = micro.lay_out(logprobs)
+        old = new.detach() if self.own_forward else micro.grid("old_logprobs")
         loss, stats = policy_loss(
-            micro.lay_out(logprobs), micro.grid("old_logprobs"), micro.grid("advantages"), micro.mask,
-            a.clip_low, a.clip_high, a.dual_clip, aggregate=a.aggregate, ratio=a.ratio, **weighed,
+            new, old, micro.grid("advantages"), micro.mask, a.clip_low, a.clip_high, a.dual_clip,
+            aggregate=a.aggregate, ratio=a.ratio, **weighed,
         )
         stats.pop("ratio_max")  # a largest value has no mean over micro-batches
+        if self.own_forward:
+            stats["logprob_gap"] = masked_mean((old - micro.grid("behaviour_logprobs")).abs(), micro.mask)
         if a.kl_in_loss:
-            kl = approx_kl(micro.lay_out(logprobs), micro.grid("reference_logprobs"), a.kl.estimator)
+            kl = approx_kl(new, micro.grid("reference_logprobs"), a.kl.estimator)
             stats["kl_penalty"] = masked_mean(kl.detach(), micro.mask)
             loss = loss + self.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate)
         if entropy is not None:

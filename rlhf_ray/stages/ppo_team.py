@@ -52,7 +52,8 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
         ),
         policy=place.spawn(
             "policy_learner", ActorCriticLearner if config.shares_backbone else PolicyLearner, config.policy,
-            lambda rank: {**_learner(config, "policy", rank), "temperature": temperature}, goodbye="leave",
+            lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
+                          "own_forward": config.trains_on_own_forward}, goodbye="leave",
         ),
         critic=place.spawn(
             "critic_learner", CriticLearner, config.critic,

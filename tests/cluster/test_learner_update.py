@@ -3,6 +3,7 @@
 However the batch is cut (micro-batches), shared out (ranks) and stored (ZeRO stage), the update is the same.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -315,6 +316,32 @@ def test_old_logprobs_are_hugging_face_s_log_softmax(ranks, files, experiences, 
     assert np.array_equal(found.offsets, rollout.offsets)
     assert np.abs(found.values - expected).max() < 1e-5
     assert (found.values[~rollout.response_mask] == 0).all() and expected.min() < -1
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize("changes", [{}, {"importance": "truncate", "kl": {"placement": "loss"}}], ids=str)
+def test_an_update_of_one_step_can_take_the_old_logprobs_from_its_own_forward(
+    ranks, files, experiences, changes, world, zero
+):
+    """What generators told of their own weights is close to the learner's; the update is the same to rounding."""
+    algo = AlgorithmConfig(epochs=1, mini_batches=1, **changes)
+    arguments = policy_arguments(files, zero, SMALL, algo=algo, optimizer=UNCLIPPED)
+    found, gaps = [], []
+    for own in (False, True):
+        learners = ranks.make(world, "PolicyLearner", arguments | {"own_forward": own})
+        told = [learners.do("logprobs", make_rollout(e)) for e in experiences]
+        known = [replace(e, old_logprobs=TokenScores.concat(t).values)
+                 for e, t in zip(experiences, told, strict=True)]
+        assert all(np.array_equal(k.old_logprobs, e.behaviour_logprobs) is own
+                   for k, e in zip(known, experiences, strict=True))
+        before = learners.weights()
+        gaps.append(learners.do("update", 0, COEF, *known)[0].metrics.get("logprob_gap"))
+        found.append((before, learners.weights()))
+        whole = known[0].concat(known)
+    assert_same_update(found[0], *found[1])
+    mask, exact = whole.response_mask, plain_logprobs(
+        load_policy(files.tied), whole.tokens, whole.offsets, whole.response_mask)
+    assert gaps == [None, pytest.approx(np.abs(exact - whole.behaviour_logprobs)[mask].mean(), rel=1e-3)]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -105,3 +105,17 @@ def test_the_bytes_of_a_batch_are_those_of_its_experience(critic):
         advantages=zeros, returns=zeros, keys=[SampleKey(0, 0, 0)])
     per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if critic else 0)
     assert experience.nbytes - experience.offsets.nbytes == tokens * per_token
+
+
+ONE_STEP = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.kl.placement=loss"]
+
+
+@pytest.mark.parametrize(("changes", "own"), [
+    ([], True), (["--algorithm.kl.placement=reward", "--algorithm.kl.coef=0"], True), (["--policy.lora={}"], True),
+    (["--algorithm.epochs=2"], False), (["--algorithm.mini_batches=2"], False),
+    (["--coordinator.max_staleness=1"], False), (["--algorithm.kl.placement=reward"], False),
+    (["--algorithm.kl.kind=adaptive"], False), (["--algorithm.critic_warmup_steps=1"], False),
+    (["--policy.lora.dropout=0.1"], False), (["--critic.backbone=policy"], False),
+], ids=str)
+def test_no_pass_for_old_logprobs_where_the_update_s_own_gives_them(write, changes, own):
+    assert load(STAGES["ppo"], write("ppo"), [*ONE_STEP, *changes]).trains_on_own_forward is own

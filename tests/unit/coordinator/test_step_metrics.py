@@ -59,6 +59,11 @@ def test_numbers_about_the_samples(row):
     assert (found["staleness/max"], found["staleness/mean"]) == (1.0, 0.5)
 
 
+def test_the_gap_is_the_update_s_where_that_measured_it(row):
+    found = row(stats(logprob_gap=0.125))
+    assert found["rollout/logprob_gap"] == 0.125 and "policy/logprob_gap" not in found
+
+
 def test_failed_tries_are_counted_by_kind(row):
     found = row(failures={"far": 1, "far/timeout": 2, "far/http_503": 1})
     assert {name: n for name, n in found.items() if "failed_tries" in name} == {
