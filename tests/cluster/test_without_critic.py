@@ -5,6 +5,8 @@ import json
 import pytest
 from safetensors.torch import load_file
 
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
 from tests.cluster.conftest import SMALL
 from tests.cluster.resumed import CLOCKS, steps, whole_and_resumed, without
 
@@ -46,3 +48,25 @@ def test_the_resumed_run_is_the_same_run(runs):
     assert all(one[name].equal(two[name]) for name in one)
     states = [json.loads((d / "checkpoints/step_3/coordinator.json").read_text()) for d in runs]
     assert states[0]["run"]["scores"] == states[1]["run"]["scores"] and states[0]["run"]["scores"]["count"] == 48
+
+
+@pytest.mark.slow
+def test_a_run_without_the_pass_for_old_logprobs_is_the_run_with_it(configure, tmp_path_factory, monkeypatch):
+    from rlhf_ray.stages import ppo
+
+    algorithm = {"estimator": "grpo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.1, "kind": "fixed"}}
+    sections = {**SMALL, "run": {"steps": 2}, "algorithm": algorithm}
+    found = []
+    for own in (True, False):
+        directory = tmp_path_factory.mktemp("own" if own else "asked") / "run"
+        config = load(PPOConfig, configure(directory, **sections), [])
+        assert config.trains_on_own_forward
+        if not own:
+            monkeypatch.setattr(PPOConfig, "trains_on_own_forward", False)
+        ppo.run(config)
+        found.append(without(steps(directory), *CLOCKS))
+    skipped, asked = found
+    for ours, theirs in zip(skipped, asked, strict=True):
+        assert set(ours) == set(theirs) and 0 < ours["rollout/logprob_gap"] < 1e-4
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        assert ours["policy/clip_fraction"] == 0 and ours["policy/ratio_mean"] == 1
