@@ -14,8 +14,8 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 LEARNING_RATE = 1e-5
 ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=4, whiten_advantages=False)
 """Four optimizer steps of 32 rows a turn. (Whitening happens once an update and is not what is compared.)"""
-LEARNER = PolicyConfig(micro_batch_tokens=1536, optimizer=OptimizerConfig(learning_rate=LEARNING_RATE))
-"""Micro-batches as in the quickstart."""
+LEARNER = PolicyConfig(micro_batch_tokens=2048, optimizer=OptimizerConfig(learning_rate=LEARNING_RATE))
+"""As in the quickstart: a mini-batch in one pass."""
 
 
 class LearnerSide:
