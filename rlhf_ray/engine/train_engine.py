@@ -63,14 +63,14 @@ class TrainEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with autocast if configured."""
-        self.engine.train()
+        self._train(True)
         with self._autocast():
             return self.engine(*args, **kwargs)
 
     @torch.no_grad()
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward without gradients."""
-        self.engine.eval()
+        self._train(False)
         with self._autocast():
             return self.engine(*args, **kwargs)
 
@@ -155,6 +155,11 @@ class TrainEngine:
 
         with deepspeed.zero.GatheredParameters(chosen):
             return {name: p.detach().to("cpu", copy=True) for name, p in zip(names, chosen, strict=True)}
+
+    def _train(self, mode: bool) -> None:
+        """Tell all layers whether they are being trained; there are many, and mostly they know."""
+        if self.engine.training is not mode:
+            self.engine.train(mode)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type if hasattr(self.device, "type") else "cpu", dtype=torch.bfloat16,
