@@ -55,7 +55,7 @@ def test_a_run_without_the_pass_for_old_logprobs_is_the_run_with_it(configure, t
     from rlhf_ray.stages import ppo
 
     algorithm = {"estimator": "grpo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.1, "kind": "fixed"}}
-    sections = {**SMALL, "run": {"steps": 2}, "algorithm": algorithm}
+    sections = {**SMALL, "run": {"steps": 1}, "algorithm": algorithm}
     found = []
     for own in (True, False):
         directory = tmp_path_factory.mktemp("own" if own else "asked") / "run"
