@@ -38,11 +38,12 @@ def main() -> None:
     work = Workload(**{field.name: getattr(asked, field.name) for field in fields(Workload)})
     found, cells = answers(hardware, work), Study(asked.results).cells
     told = [every_step(found), growing(found)]
-    measured = predictions(cells) if cells else []
-    if measured:
+    measured = []
+    try:
+        measured = predictions(cells)
         told += [error_in_words(measured, fitted_hardware(cells)[0]) + "\n", checked(measured)]
-    else:
-        told.append("Not checked: `python -m benchmarks.growth` has measured nothing yet.\n")
+    except ValueError as error:
+        told.append(f"The formulas were not checked: {error}.\n")
     asked.results.mkdir(parents=True, exist_ok=True)
     tables = asked.results / "cluster_model.md"
     tables.write_text("\n".join(told))

@@ -14,8 +14,9 @@ from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.step import publication
 from rlhf_ray.planning.workload import Workload
 
-SMALLEST, FITTED, LENGTH = "1M", "25M", 128
-"""Size and length of the cells from which constants come; the smallest size gives the cost of a step alone."""
+SMALLEST, FITTED, LENGTH = "1M", ("25M", "5M"), 128
+"""Sizes and length of the cells from which constants come: those of the first size in `FITTED` that was measured
+whole, and one of the smallest, for the cost of a step alone."""
 SCORING = ("reference", "reward", "log-probabilities", "values")
 UNKNOWN = Hardware(
     name="one core", flops=1.0, memory_bytes=1e12, memory_bandwidth=1.0, gpus_per_node=1, link_bandwidth=1.0,
@@ -52,32 +53,41 @@ def fitted_hardware(cells: Sequence[Cell]) -> tuple[Hardware, list[Cell]]:
         ValueError: one of those cells was not measured.
     """
     used: list[Cell] = []
+    fitted = fitted_size(cells)
 
     def seconds(activity: str, size: str, length: int) -> float:
-        asked = (activity, size, length)
-        cell = next((c for c in cells if (c.activity, c.size, c.length) == asked and c.seconds), None)
-        if cell is None:
-            raise ValueError(f"the cell of {activity} at {size} and {length} tokens was not measured; run "
-                             f"`python -m benchmarks.growth --sizes {size}`")
+        cell = next(c for c in cells if (c.activity, c.size, c.length) == (activity, size, length) and c.seconds)
         used.append(cell)
         return median(cell.seconds)
 
-    size = next(s for s in SIZES if s.name == FITTED)
-    shape, work = shape_of(size), workload(size, LENGTH)
-    forward = work.samples * shape.row_flops(work.row) / seconds("reference", FITTED, LENGTH)
-    training = KEPT * work.samples * shape.row_flops(work.row) / seconds("policy update", FITTED, LENGTH)
+    shape, work = shape_of(fitted), workload(fitted, LENGTH)
+    forward = work.samples * shape.row_flops(work.row) / seconds("reference", fitted.name, LENGTH)
+    training = KEPT * work.samples * shape.row_flops(work.row) / seconds("policy update", fitted.name, LENGTH)
     core = replace(UNKNOWN, flops=forward, training_share=training / forward,
-                   network_bandwidth=shape.weight_bytes / seconds("send weights", FITTED, 0),
-                   host_bandwidth=shape.weight_bytes / seconds("receive weights", FITTED, 0))
-    return with_decoding(core, seconds("generation", SMALLEST, LENGTH), seconds("generation", FITTED, LENGTH)), used
+                   network_bandwidth=shape.weight_bytes / seconds("send weights", fitted.name, 0),
+                   host_bandwidth=shape.weight_bytes / seconds("receive weights", fitted.name, 0))
+    smallest_s = seconds("generation", SMALLEST, LENGTH)
+    return with_decoding(core, fitted, smallest_s, seconds("generation", fitted.name, LENGTH)), used
 
 
-def with_decoding(core: Hardware, smallest_s: float, fitted_s: float) -> Hardware:
+def fitted_size(cells: Sequence[Cell]) -> Size:
+    """The size from which constants come; errors as in `fitted_hardware`."""
+    needed = {("reference", LENGTH), ("policy update", LENGTH), ("generation", LENGTH), ("send weights", 0),
+              ("receive weights", 0)}
+    there = {size.name: {(c.activity, c.length) for c in cells if c.size == size.name and c.seconds} for size in SIZES}
+    found = next((size for name in FITTED for size in SIZES if size.name == name and needed <= there[name]), None)
+    if found is None or ("generation", LENGTH) not in there[SMALLEST]:
+        raise ValueError(f"neither {' nor '.join(FITTED)} was measured whole, or {SMALLEST} was not; run "
+                         f"`python -m benchmarks.growth --sizes {SMALLEST} {FITTED[0]}`")
+    return found
+
+
+def with_decoding(core: Hardware, fitted: Size, smallest_s: float, fitted_s: float) -> Hardware:
     """`core` with the bandwidth of decoding and the cost of a step that does not depend on the model, from two sizes:
     step = bytes read / bandwidth + cost, two equations. Where the bandwidth found would leave a step shorter than its
     operations take, it is these that bound it, and reading is taken to be free."""
     drawn = Workload(SEQUENCES, PROMPT, LENGTH, tail=1.0)
-    shapes = [shape_of(next(s for s in SIZES if s.name == name)) for name in (SMALLEST, FITTED)]
+    shapes = [shape_of(next(s for s in SIZES if s.name == SMALLEST)), shape_of(fitted)]
     steps = [(whole - SEQUENCES * Engine(shape, core, 1).prefill_s(PROMPT)) / LENGTH
              for shape, whole in zip(shapes, (smallest_s, fitted_s), strict=True)]
     read = [shape.weight_bytes + SEQUENCES * drawn.held * shape.cache_bytes for shape in shapes]

@@ -20,8 +20,9 @@ class PowerLaw:
 
 
 def power_law(xs: Sequence[float], ys: Sequence[float]) -> PowerLaw | None:
-    """The law with the least squared error of log y; None with fewer than three points, which any line fits."""
-    if len(xs) < 3:
+    """The law with the least squared error of log y; None with fewer than two points. Two fit a line exactly, so that
+    their residual says nothing."""
+    if len(xs) < 2:
         return None
     x, y = np.log(np.asarray(xs, dtype=float)), np.log(np.asarray(ys, dtype=float))
     exponent, constant = np.polyfit(x, y, 1)

@@ -64,8 +64,10 @@ def milliseconds(cell: Cell) -> str:
 
 
 def law(found: PowerLaw | None) -> str:
-    """The exponent, and how far off the law is."""
-    return "" if found is None else f"{found.exponent:.2f} (±{found.residual:.0%})"
+    """The exponent, and how far off the law is, which two points cannot tell."""
+    if found is None:
+        return ""
+    return f"{found.exponent:.2f} (±{found.residual:.0%})" if found.points > 2 else f"{found.exponent:.2f}"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

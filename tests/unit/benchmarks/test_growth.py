@@ -15,7 +15,7 @@ from benchmarks.growth.plot import charts, write_plot
 from benchmarks.growth.role import ANY_LENGTH, Role, repeated
 from benchmarks.growth.roles import ROLES
 from benchmarks.growth.settings import LENGTHS, PROMPT, SIZES, Size
-from benchmarks.growth.table import exponents, markdown
+from benchmarks.growth.table import exponents, law, markdown
 from benchmarks.svg import axis, logarithmic_ticks
 
 CORE = replace(UNKNOWN, flops=60e9, training_share=0.8, memory_bandwidth=8e9, network_bandwidth=3e9,
@@ -51,21 +51,23 @@ class TestFit:
     """Power laws."""
 
     def test_a_law_is_found_again(self) -> None:
-        law = power_law([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)])
-        assert law and (law.exponent, law.factor, law.residual) == pytest.approx((1.5, 3, 0), abs=1e-9)
+        found = power_law([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)])
+        assert found and (found.exponent, found.factor, found.residual) == pytest.approx((1.5, 3, 0), abs=1e-9)
 
     def test_the_residual_says_how_far_off_it_is(self) -> None:
-        law = power_law([1, 10, 100, 1000], [1.1, 10 / 1.1, 100 / 1.1, 1100])
-        assert law and law.exponent == pytest.approx(1.0) and law.residual == pytest.approx(0.1)
+        found = power_law([1, 10, 100, 1000], [1.1, 10 / 1.1, 100 / 1.1, 1100])
+        assert found and found.exponent == pytest.approx(1.0) and found.residual == pytest.approx(0.1)
 
     def test_two_points_fit_any_line(self) -> None:
-        assert power_law([1, 2], [1, 2]) is None
+        assert power_law([1], [2]) is None
+        assert law(power_law([1, 2], [1, 2])) == "1.00"
+        assert law(power_law([1, 2, 4], [1, 2, 4])) == "1.00 (±0%)"
 
     def test_skipped_cells_are_left_out(self) -> None:
         cells = [replace(cell, seconds=[cell.parameters * cell.samples * (cell.length + PROMPT) / 1e9])
                  for cell in every_cell() if cell.activity == "reference"]
-        law = over_parameters(cells, "reference", 128)
-        assert law and law.points == 4 and law.exponent == pytest.approx(1.0)
+        found = over_parameters(cells, "reference", 128)
+        assert found and found.points == 4 and found.exponent == pytest.approx(1.0)
         fewer = [replace(cell, seconds=[]) if cell.size == "100M" else cell for cell in cells]
         assert over_parameters(fewer, "reference", 128).points == 3  # type: ignore[union-attr]
         assert over_length(fewer, "reference", "100M") is None
@@ -171,6 +173,11 @@ class TestCheck:
         row = next(row for row in checked(predictions(slow)).splitlines() if row.startswith("| values | 5M"))
         assert float(row.split("|")[5]) == pytest.approx(0.5, abs=0.02)
 
-    def test_a_missing_cell_is_named(self) -> None:
-        with pytest.raises(ValueError, match="reference at 25M and 128 tokens was not measured"):
-            fitted_hardware([cell for cell in cells_of() if cell.size != "25M"])
+    def test_without_the_middle_size_a_smaller_one_gives_the_constants(self) -> None:
+        core, used = fitted_hardware([cell for cell in cells_of() if cell.size != "25M"])
+        assert {cell.size for cell in used} == {"1M", "5M"}
+        assert core.memory_bandwidth == pytest.approx(CORE.memory_bandwidth, rel=0.01)
+
+    def test_what_has_to_be_measured_is_named(self) -> None:
+        with pytest.raises(ValueError, match="neither 25M nor 5M was measured whole.*--sizes 1M 25M"):
+            fitted_hardware([cell for cell in cells_of() if cell.size not in ("25M", "5M")])
