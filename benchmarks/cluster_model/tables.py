@@ -71,9 +71,10 @@ def error_in_words(found: Sequence[Prediction], core: Hardware) -> str:
     """How far off, and with which constants."""
     others = [p for p in found if not p.fitted]
     worst = max(others, key=lambda p: max(p.ratio, 1 / p.ratio))
+    cell = ", ".join([worst.cell.activity, worst.cell.size, *([f"{n} tokens"] if (n := worst.cell.length) else [])])
     return (f"{len(others)} cells predicted from {len(found) - len(others)}: off by {typical_error(found):.0%} in the "
-            f"median, at worst by a factor of {max(worst.ratio, 1 / worst.ratio):.1f} ({worst.cell.activity}, "
-            f"{worst.cell.size}, {worst.cell.length} tokens). Constants of one core: {core.flops / 1e9:.0f} GFLOP/s "
+            f"median, at worst by a factor of {max(worst.ratio, 1 / worst.ratio):.1f} ({cell}). "
+            f"Constants of one core: {core.flops / 1e9:.0f} GFLOP/s "
             f"forward, {core.flops * core.training_share / 1e9:.0f} in training, "
             f"{core.memory_bandwidth / 1e9:.1f} GB/s while decoding, {core.step_s * 1e3:.1f} ms a decoding step, "
             f"{core.network_bandwidth / 1e9:.1f} GB/s sending and {core.host_bandwidth / 1e9:.1f} GB/s receiving "

@@ -9,7 +9,7 @@ from benchmarks.growth.settings import SIZES
 from benchmarks.growth.table import activities
 from benchmarks.svg import Chart, Line, drawing
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#e08214", "#1b7837")
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#e08214", "#8c564b")
 """Paul Tol's bright scheme, and two more."""
 FILE = "growth.svg"
 LENGTH = 128
@@ -37,9 +37,11 @@ def charts(cells: Sequence[Cell]) -> list[Chart]:
 
 
 def middle_size(cells: Sequence[Cell]) -> str:
-    """The largest size but one, of those measured: large enough not to measure overheads."""
-    sizes = [size.name for size in SIZES if any(cell.size == size.name for cell in cells)]
-    return sizes[max(0, len(sizes) - 2)]
+    """The largest size but one, not to show overheads alone; of those measured whole, if there are some."""
+    names = [size.name for size in SIZES if any(cell.size == size.name for cell in cells)]
+    whole = [name for name in names if all(measured(cells, activity, name) for activity in activities(cells))]
+    there = whole or names
+    return there[-2] if len(there) > 2 else there[-1]
 
 
 def write_plot(cells: Sequence[Cell], directory: Path) -> Path:
