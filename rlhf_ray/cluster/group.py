@@ -5,7 +5,7 @@ import gc
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -104,13 +104,14 @@ def _actor_class(cls: type) -> Any:
 
         async def timed_call(self: Any, method: str, outputs: int, *args: Any) -> tuple[Any, ...]:
             began = time.perf_counter()
-            result = getattr(self, method)(*args)
-            return outcome(await result if inspect.isawaitable(result) else result, outputs, began)
+            with imports_spared(method):
+                result = getattr(self, method)(*args)
+                return outcome(await result if inspect.isawaitable(result) else result, outputs, began)
     else:
 
         def timed_call(self: Any, method: str, outputs: int, *args: Any) -> tuple[Any, ...]:  # type: ignore[misc]
             began = time.perf_counter()
-            with imports_spared() if method == "start" else nullcontext():
+            with imports_spared(method):
                 return outcome(getattr(self, method)(*args), outputs, began)
 
     members = {"timed_call": timed_call, "node_host": _node_host, "__doc__": cls.__doc__}
@@ -118,9 +119,12 @@ def _actor_class(cls: type) -> Any:
 
 
 @contextmanager
-def imports_spared() -> Iterator[None]:
-    """Keep the garbage collector from the libraries that a role imports as it starts (a sixth of the time), and for
-    good from what they leave behind, which is no garbage."""
+def imports_spared(method: str) -> Iterator[None]:
+    """While a role starts, keep the garbage collector from the libraries that it imports (a sixth of the time), and for
+    good from what they leave behind, which is no garbage. Other methods run as they are."""
+    if method != "start":
+        yield
+        return
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -10,7 +10,7 @@ from rlhf_ray.cluster.group import imports_spared
 def test_nothing_is_collected_while_a_role_starts_and_what_it_left_is_frozen():
     frozen = gc.get_freeze_count()
     try:
-        with imports_spared():
+        with imports_spared("start"):
             assert not gc.isenabled()
             left = [[] for _ in range(1000)]
         assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(left)
@@ -20,8 +20,13 @@ def test_nothing_is_collected_while_a_role_starts_and_what_it_left_is_frozen():
 
 def test_the_collector_works_again_after_a_start_that_failed():
     try:
-        with pytest.raises(RuntimeError), imports_spared():
+        with pytest.raises(RuntimeError), imports_spared("start"):
             raise RuntimeError
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+def test_calls_after_the_start_are_left_alone():
+    with imports_spared("update"):
+        assert gc.isenabled()
