@@ -75,10 +75,10 @@ class StubRoles:
         mask = self._rollout.response_mask
         return replace(self._rollout, keys=keys, versions=np.where(mask, version, -1).astype(np.int32))
 
-    async def logprobs(self, rank: int, rollout: Rollout) -> TokenScores:
-        """A number a token, of the policy or the reference."""
+    async def logprobs(self, rank: int, *rollouts: Rollout) -> TokenScores | tuple[TokenScores, ...]:
+        """A number a token, of the policy or the reference; one record a rollout."""
         await self._wait(SCORE_S)
-        return self._per_token
+        return self._per_token if len(rollouts) == 1 else (self._per_token,) * len(rollouts)
 
     values = logprobs
 

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.gathering import Answer, Gathering
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.team import Rotation, Team
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
@@ -19,7 +20,7 @@ class Scored:
     """References to what the roles said about one rollout."""
 
     rollout: Call
-    reference: Call
+    reference: Call | Answer
     reward: Call
 
 
@@ -30,6 +31,9 @@ class Route:
         self.config, self.team = config, team
         self._generators = Rotation(team.generators)
         self._reference = Rotation(team.reference) if team.reference is not None else None
+        self._together = None
+        if team.reference is not None and config.coordinator.max_staleness:
+            self._together = Gathering(team, team.reference, "logprobs", "reference")
         self._reward, self._assembler = Rotation(team.reward), Rotation(team.assembler)
         self._learners_free = asyncio.Event()
         self._learners_free.set()
@@ -109,8 +113,11 @@ class Route:
         await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
         return [call.ref for call in logprobs], [call.ref for call in values]
 
-    async def _ask_reference(self, rollout: Any) -> Call:
-        """The reference's log-probabilities: from its own workers, or from the policy's frozen base, rank by rank."""
+    async def _ask_reference(self, rollout: Any) -> Call | Answer:
+        """The reference's log-probabilities: from its own workers, in company where timing may choose it, or from the
+        policy's frozen base, rank by rank."""
+        if self._together is not None:
+            return await self._together.ask(rollout)
         if self._reference is not None:
             return await self._ask(self._reference, "reference", "logprobs", rollout)
         await self._learners_free.wait()

@@ -115,3 +115,9 @@ def share_of(scores: TokenScores, rank: int, world: int) -> TokenScores:
     return TokenScores(offsets=offsets_of(np.diff(offsets[first : last + 1])),
                        values=scores.values[offsets[first] : offsets[last]])
 
+
+def split_scores(scores: TokenScores, rollouts: Sequence[Rollout]) -> tuple[TokenScores, ...]:
+    """The scores of each rollout, from those of all their rows in a line."""
+    ends = np.cumsum([len(rollout.tokens) for rollout in rollouts])
+    return tuple(TokenScores(offsets=np.asarray(rollout.offsets), values=values)
+                 for rollout, values in zip(rollouts, np.split(scores.values, ends[:-1]), strict=True))

@@ -49,8 +49,10 @@ class StandInCall:
         return self
 
     @property
-    def refs(self) -> "tuple[StandInCall, StandInCall]":
-        return StandInPart(self, 0), StandInPart(self, 1)
+    def refs(self) -> "tuple[StandInCall, ...]":
+        return tuple(StandInPart(self, i) for i in range(self.outputs)) if self.outputs > 1 else (self,)
+
+    outputs = 1
 
     async def done(self) -> Timing:
         await self._task
@@ -80,7 +82,9 @@ class StandInGroup:
 
     def call(self, rank: int, method: str, *args: Any, outputs: int = 1) -> StandInCall:
         self.log.append((method, rank))
-        return StandInCall(self.role, rank, method, self._behaviour, args)
+        call = StandInCall(self.role, rank, method, self._behaviour, args)
+        call.outputs = outputs
+        return call
 
     def call_all(self, method: str, *args: Any) -> list[StandInCall]:
         return [self.call(rank, method, *args) for rank in range(len(self))]

@@ -147,14 +147,14 @@ def test_a_batch_forms_without_a_slow_chunk_which_is_trained_in_a_later_one(dela
     slow = {2: 30.0}  # the chunk of rows 2 and 3, longer than an update and shorter than two
     updates = delayed_run(3, 1, chunk=2, prompts=4, steps=6, slow=slow, generating=0.1, updating=15.0).go()
     rows = [[keys[0].row for keys, _ in chunks] for chunks in updates]
-    assert rows[0] == [0, 4] and 2 in rows[1], rows
+    assert 2 not in rows[0] and len(rows[0]) == 2 and 2 in rows[1], rows
     assert sorted(row for step in rows for row in step) == list(range(0, 24, 2))
 
 
 def test_what_could_not_be_trained_later_is_waited_for_and_never_made_twice(delayed_run):
     run = delayed_run(3, 1, chunk=2, prompts=4, steps=8, slow={2: 500.0}, generating=0.1, updating=5.0)
     rows = [[keys[0].row for keys, _ in chunks] for chunks in run.go()]
-    assert rows[0] == [0, 4] and 2 in rows[1], "one version later is as late as it may be"
+    assert 2 not in rows[0] and 2 in rows[1], "one version later is as late as it may be"
     assert set(run.made.values()) == {1}
 
 

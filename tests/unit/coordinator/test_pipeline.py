@@ -49,9 +49,9 @@ class World:
         await self._wait()
         return made
 
-    async def _tell(self, rank, method, rollout):
+    async def _tell(self, rank, method, *rollouts):
         await self._wait()
-        return (method, rank)
+        return (method, rank) if len(rollouts) == 1 else tuple((method, rank) for _ in rollouts)
 
     async def _score(self, rank, method, rollout, prompts):
         assert prompts == ("prompts", tuple(sorted({key.row for key in rollout["keys"]})))

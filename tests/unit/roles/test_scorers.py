@@ -37,6 +37,17 @@ def scored(rollout, policy, rewards, budget=1000):
     return asyncio.run(ask())
 
 
+def test_rollouts_scored_together_get_what_each_gets_alone(rollout, policy_model):
+    scorer = ReferenceScorer(policy_model, 1000, 1.0)
+    scorer.start()
+    parts = [rollout.select(rows) for rows in np.array_split(np.arange(len(rollout)), 3)]
+    together = scorer.logprobs(*parts)
+    assert len(together) == 3
+    for part, scores in zip(parts, together, strict=True):
+        assert np.array_equal(scores.offsets, part.offsets)
+        assert np.abs(scores.values - scorer.logprobs(part).values).max() < 1e-5
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [6, 1000])
 def test_the_reference_says_what_transformers_says(rollout, policy_model, transformers_model, temperature, budget):
