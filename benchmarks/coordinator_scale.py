@@ -64,7 +64,7 @@ def figures(found: Mapping[str, Any], repeats: int, more: dict[str, Any]) -> dic
 
 def figure(repeats: list[float], better: Literal["higher", "lower"], goal: float, ours_is: str, theirs_is: str = "",
            value: float | None = None, **more: Any) -> Figure:
-    """The median over the parts; or `value`, that of the whole run, where early steps pay for the work of later ones."""
+    """The median over the parts; or `value`, of the whole run, where early steps pay for the work of later ones."""
     return Figure(median(repeats) if value is None else value, repeats, better, goal, ours_is, theirs_is, **more)
 
 
