@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from tests.cluster.conftest import SMALL
-from tests.cluster.resumed import CLOCKS, steps, whole_and_resumed, without
+from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, whole_and_resumed, without
 
 pytestmark = pytest.mark.cluster
 ALGORITHM = {
@@ -64,7 +64,7 @@ def test_a_run_without_the_pass_for_old_logprobs_is_the_run_with_it(configure, t
         if not own:
             monkeypatch.setattr(PPOConfig, "trains_on_own_forward", False)
         ppo.run(config)
-        found.append(without(steps(directory), *CLOCKS))
+        found.append(without(steps(directory), *CLOCKS, TRAFFIC))
     skipped, asked = found
     for ours, theirs in zip(skipped, asked, strict=True):
         assert set(ours) == set(theirs) and 0 < ours["rollout/logprob_gap"] < 1e-4
