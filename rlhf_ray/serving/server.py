@@ -4,10 +4,11 @@ The first SIGTERM or Ctrl-C lets accepted requests finish while new ones are ans
 """
 
 import asyncio
+import errno
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import uvicorn
@@ -21,6 +22,9 @@ from rlhf_ray.serving.scoring import ServedModel
 
 GRACE_S = 30.0
 """Longest wait for accepted requests; orchestrators kill after this long by custom (Kubernetes: 30 s)."""
+
+BACKLOG = 2048
+"""Connections that may wait to be taken (uvicorn's own default)."""
 
 KEEPALIVE_S = 30
 """Idle connections stay open this long."""
@@ -56,12 +60,12 @@ async def _serve(config: ServingConfig, model: ServedModel, listener: socket.soc
         timeout_graceful_shutdown=int(GRACE_S), timeout_keep_alive=KEEPALIVE_S,
         ssl_certfile=config.tls_cert, ssl_keyfile=config.tls_key,
     )
-    server = _Server(settings, gate, service, say)
     host, port = listener.getsockname()[:2]
     address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    say(f"serving {model.path} (digest {model.digest}) at {address}")
-    say(f"schema at {address}/docs; {'a token is required' if config.token else 'open to this machine, no token'}; "
-        "Ctrl-C stops")
+    access = "a token is required" if config.token else "open to this machine, no token"
+    greeting = (f"serving {model.path} (digest {model.digest}) at {address}",
+                f"schema at {address}/docs; {access}; Ctrl-C stops")
+    server = _Server(settings, gate, service, say, greeting)
     await server.serve(sockets=[listener])
     if server.force_exit:
         say(f"stopped at once; {gate.under_way} requests were not answered")
@@ -71,12 +75,20 @@ async def _serve(config: ServingConfig, model: ServedModel, listener: socket.soc
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, stopped in two steps."""
+    """uvicorn, which says when it has begun, and is stopped in two steps."""
 
-    def __init__(self, config: uvicorn.Config, gate: Gate, service: Service, say: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, gate: Gate, service: Service, say: Callable[[str], None],
+                 greeting: Sequence[str]) -> None:
         super().__init__(config)
-        self._gate, self._service, self._say = gate, service, say
+        self._gate, self._service, self._say, self._greeting = gate, service, say, greeting
         self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer, and only then say so."""
+        await super().startup(sockets)
+        if self.started:
+            for line in self._greeting:
+                self._say(line)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
@@ -106,18 +118,21 @@ class _Server(uvicorn.Server):
 
 
 def _listen(config: ServingConfig) -> socket.socket:
-    """A socket bound to the address, before minutes go into loading a model. Until the server listens on it, callers
-    are refused rather than kept waiting."""
+    """A socket that listens on the address, before minutes go into loading a model: bound alone, it would not keep a
+    second service from taking the address meanwhile (`SO_REUSEADDR` lets two bind, and one listen). Callers that come
+    while the model loads wait for it."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
         # The connections of a service that has just ended would keep its address taken for a minute.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
+        listener.listen(BACKLOG)
         return listener
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; give another "
-                          "--host or --port (0 takes a free port)") from None
+        taken = ", another program has it" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}{taken}; give "
+                          "another --host or --port (0 takes a free port)") from None
 
 
 def _check_certificate(config: ServingConfig) -> bool:

@@ -99,6 +99,37 @@ def test_a_port_in_use_and_a_certificate_that_is_none_are_told_before_loading(tm
         serve(ServingConfig(model=model, port=0), print)
 
 
+def test_a_second_service_is_told_that_the_port_is_taken_while_the_first_still_loads():
+    from rlhf_ray.config.serving import ServingConfig
+    from rlhf_ray.serving.server import _listen
+
+    model = ModelConfig(path="m")
+    with _listen(ServingConfig(model=model, port=0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port}: Address already in use, another program has it"):
+            _listen(ServingConfig(model=model, port=port))
+
+
+def test_a_service_says_that_it_serves_once_it_answers(served_model, monkeypatch):
+    from rlhf_ray.config.serving import ServingConfig
+    from rlhf_ray.serving import server
+
+    said: list[str] = []
+    answered: list[bool] = []
+    began = server.uvicorn.Server.startup
+
+    async def startup(self, sockets=None):
+        assert not said  # loaded, but nobody is answered yet
+        await began(self, sockets)
+        answered.append(self.started)
+        self.should_exit = True
+
+    monkeypatch.setattr(server, "ServedModel", lambda *_: served_model)
+    monkeypatch.setattr(server.uvicorn.Server, "startup", startup)
+    server.serve(ServingConfig(model=ModelConfig(path="m"), port=0), said.append)
+    assert answered == [True] and [line.split()[0] for line in said] == ["serving", "schema", "stopped"]
+
+
 def test_the_address_of_a_service_that_has_just_ended_is_free():
     from rlhf_ray.config.serving import ServingConfig
     from rlhf_ray.serving.server import _listen
