@@ -22,7 +22,7 @@ def check_on_hub(name: str, revision: str | None, field: str) -> None:
     except Exception as error:  # unknown, gated, offline, ...: the library raises its own kinds and its client's
         said = str(error).strip().splitlines() or [""]
         raise ModelError(
-            f"{field}.path={name!r} is no directory here, not in the local cache, and could not be found on the Hub"
+            f"{field}={name!r} is no directory here, not in the local cache, and could not be found on the Hub"
             f"{f' at revision {revision!r}' if revision else ''}: {type(error).__name__}: {said[0]}. Correct the path, "
             "or go online (and `hf auth login` for a gated model)."
         ) from error

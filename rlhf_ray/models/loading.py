@@ -15,26 +15,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def check_model_directory(config: ModelConfig, field: str) -> None:
+def check_model_directory(config: ModelConfig, field: str, *, argument: bool = False) -> None:
     """Refuse a local path that is no model directory, before anything expensive starts.
 
     A name that does not begin with a slash or dot and has one slash is taken for a Hub name, and the Hub is asked.
 
+    Args:
+        argument: `field` is an argument or option of a command, and no section of a configuration.
+
     Raises:
         ModelError: naming the configuration field, the path and what is missing.
     """
-    path = Path(config.path)
+    path, named = Path(config.path), field if argument else f"{field}.path"
     if not path.exists():
         if path.is_absolute() or config.path.startswith(".") or config.path.count("/") != 1 or path.parent.is_dir():
-            raise ModelError(f"{field}.path={config.path!r}: no such directory (relative paths start at {Path.cwd()}). "
+            raise ModelError(f"{named}={config.path!r}: no such directory (relative paths start at {Path.cwd()}). "
                              "Give a model directory in Hugging Face format, which the stages `sft` and `reward-model` "
                              "write to model/, or the name of one on the Hub.")
-        check_on_hub(config.path, config.revision, field)
+        check_on_hub(config.path, config.revision, named)
         return
     if not (path / "config.json").is_file():
-        raise ModelError(f"{field}.path={config.path!r} has no config.json, so it is no model in Hugging Face format.")
+        raise ModelError(f"{named}={config.path!r} has no config.json, so it is no model in Hugging Face format.")
     if not any(path.glob("*.safetensors")):
-        raise ModelError(f"{field}.path={config.path!r} has no *.safetensors file. Weights are read from safetensors "
+        raise ModelError(f"{named}={config.path!r} has no *.safetensors file. Weights are read from safetensors "
                          "only (pickled weights run code); convert them with `save_pretrained`.")
 
 

@@ -32,7 +32,7 @@ class ServedModel:
     """
 
     def __init__(self, config: ModelConfig, max_batch_tokens: int) -> None:
-        check_model_directory(config, "MODEL")
+        check_model_directory(config, "MODEL", argument=True)
         self.path, self.dtype = config.path, config.dtype
         self._tokenizer, self._model = load_tokenizer(config), Classifier(config)
         self.tokenizer_digest = tokenizer_digest(self._tokenizer)

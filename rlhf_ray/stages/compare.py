@@ -21,7 +21,7 @@ from rlhf_ray.roles.questions import Question, read_questions
 from rlhf_ray.roles.responder import Responder
 from rlhf_ray.stages.models_at_hand import model_at
 from rlhf_ray.stages.output_file import check_output
-from rlhf_ray.stages.scorers import check_labels, scorer_of
+from rlhf_ray.stages.scorers import check_labels, check_scorer, scorer_of, told_by_option
 
 SEQUENCES = 64
 """Most answers drawn at the same time."""
@@ -65,9 +65,10 @@ def run(options: CompareOptions) -> Comparison:
     if numbers == options.output:
         raise ConfigError(f"--output {options.output} is where the numbers go; name the page, e.g. "
                           f"{options.output.with_suffix('.html')}")
-    models = [_model(name) for name in (options.first, options.second)]
+    models = [_model(name, which) for name, which in ((options.first, "A"), (options.second, "B"))]
     questions = read_questions(options.prompts, options.column, options.limit)
     check_labels(options.scorer, questions)
+    check_scorer(options.scorer, models[0], "--scorer")
     comparison = asyncio.run(_compare(options, models, questions))
     write_atomically(numbers, (json.dumps(comparison.summary(), indent=1, ensure_ascii=False) + "\n").encode())
     write_atomically(options.output, comparison_page(comparison).encode())
@@ -76,8 +77,8 @@ def run(options: CompareOptions) -> Comparison:
     return comparison
 
 
-def _model(name: str) -> ModelConfig:
-    model, said = model_at(name)
+def _model(name: str, argument: str) -> ModelConfig:
+    model, said = model_at(name, argument)
     if said:
         print(said, file=sys.stderr)
     return model
@@ -131,12 +132,13 @@ async def _scores(
 
 async def _scored(name: str, model: ModelConfig, answers: list[RewardRequest]) -> list[float]:
     scorer = scorer_of(name, model)
-    try:
-        await scorer.start()
-        parts = [answers[i : i + SCORED_AT_ONCE] for i in range(0, len(answers), SCORED_AT_ONCE)]
-        return [score for part in parts for score in (await scorer.score(part)).scores.tolist()]
-    finally:
-        await scorer.stop()
+    with told_by_option(name, "--scorer"):
+        try:
+            await scorer.start()
+            parts = [answers[i : i + SCORED_AT_ONCE] for i in range(0, len(answers), SCORED_AT_ONCE)]
+            return [score for part in parts for score in (await scorer.score(part)).scores.tolist()]
+        finally:
+            await scorer.stop()
 
 
 def _repeated(questions: Sequence[Question], n: int) -> list[Question]:

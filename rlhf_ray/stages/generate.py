@@ -19,7 +19,7 @@ from rlhf_ray.roles.questions import Question, questions_of_lines, read_question
 from rlhf_ray.roles.responder import Responder
 from rlhf_ray.stages.models_at_hand import model_at
 from rlhf_ray.stages.output_file import check_output
-from rlhf_ray.stages.scorers import Scorer, scorer_of
+from rlhf_ray.stages.scorers import Scorer, check_scorer, scorer_of
 
 TALK_ROOM = 1024
 """Tokens of prompt that a conversation makes room for, as far as the model's context reaches."""
@@ -88,9 +88,11 @@ class _Asker:
 
     def __init__(self, options: GenerateOptions) -> None:
         self._options = options
-        self._model, said = model_at(options.model)
+        self._model, said = model_at(options.model, "MODEL")
         if said:
             print(said, file=sys.stderr)
+        if options.reward:
+            check_scorer(options.reward, self._model, "--reward")
         self._scorer: Scorer | None = scorer_of(options.reward, self._model) if options.reward else None
 
     async def ask(self, questions: Sequence[Question], talking: bool) -> list[dict[str, Any]]:

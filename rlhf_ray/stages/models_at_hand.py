@@ -7,10 +7,12 @@ from rlhf_ray.models.loading import check_model_directory
 from rlhf_ray.observability.run_directory import RunDirectory
 
 
-def model_at(name: str, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> tuple[ModelConfig, str | None]:
+def model_at(name: str, argument: str = "MODEL",
+             dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> tuple[ModelConfig, str | None]:
     """The model called `name`, and what to say where that is not plain: a run's directory stands for its model/.
 
     Args:
+        argument: what the name was given as, for messages.
         dtype: "auto" is bfloat16 on a GPU and float32 without one.
 
     Raises:
@@ -23,7 +25,7 @@ def model_at(name: str, dtype: Literal["auto", "float32", "bfloat16"] = "auto") 
         if run.best.is_dir():
             said += f" (its best step is in {run.best})"
     config = ModelConfig(path=path, dtype=_on_this_machine() if dtype == "auto" else dtype)
-    check_model_directory(config, "model")
+    check_model_directory(config, argument, argument=True)
     return config, said
 
 

@@ -1,24 +1,32 @@
 """Whatever a person names to judge answers: a judge, a reward model, a rule, a function, a service, a file of them."""
 
-from collections.abc import Sequence
+import asyncio
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import RewardConfig
+from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RewardConfig
 from rlhf_ray.config.sources import read_yaml
 from rlhf_ray.data.judge import judge_scores
-from rlhf_ray.errors import ConfigError, DataError, ModelError
-from rlhf_ray.models.loading import check_model_directory
+from rlhf_ray.data.step_format import StepTokens, load_steps
+from rlhf_ray.data.tokenizer import tokenizer_digest
+from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
+from rlhf_ray.models.loading import check_model_directory, check_scalar_head, load_tokenizer
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
 from rlhf_ray.roles.questions import Question
 
 MICRO_BATCH_TOKENS = 8192
+YAML = (".yaml", ".yml")
 RULES = ("exact_match", "number")
 """Types of rewards that need no more than the column `answer`."""
+SECTIONS = r"rewards\.(exact_match|number|http|function|model)\b"
+"""What sources call a scorer that was named without a file."""
 KNOWN = ("vader, a reward model (directory or Hub name), exact_match or number (compare with the column `answer`), "
          "file.py:function, the http address of a reward service, or a .yaml file with a `rewards` section")
 
@@ -60,6 +68,61 @@ def scorer_of(name: str, model: ModelConfig) -> Scorer:
     return make_sources(rewards_called(name), model, MICRO_BATCH_TOKENS)
 
 
+def check_scorer(name: str, model: ModelConfig, option: str) -> None:
+    """Refuse a scorer that cannot judge, before a model is loaded: import its functions, reach its services, read the
+    headers of its models. Nothing stays started.
+
+    Args:
+        option: what the person wrote the scorer behind, for messages: "--scorer".
+
+    Raises:
+        ConfigError, ModelError: naming the option.
+    """
+    if name == "vader":
+        return
+    with told_by_option(name, option):
+        for component, reward in rewards_called(name, option).items():
+            try:
+                asyncio.run(_check(component, reward, model))
+            except RewardError as error:  # what cannot work from the start is the command line's fault
+                raise ConfigError(str(error)) from None
+
+
+async def _check(component: str, reward: RewardConfig, model: ModelConfig) -> None:
+    from rlhf_ray.rewards.http.source import HTTPSource
+    from rlhf_ray.rewards.sources import make_source
+
+    match reward:
+        case ModelReward():
+            check_model_directory(reward, f"rewards.{component}")
+            check_scalar_head(reward)
+        case ProcessReward():
+            check_model_directory(reward, f"rewards.{component}")
+            StepTokens.of(load_steps(reward, f"rewards.{component}"), load_tokenizer(reward))
+        case HTTPReward():
+            await HTTPSource(component, reward).check(tokenizer_digest(load_tokenizer(model)))
+        case _:
+            source = make_source(component, reward, model, MICRO_BATCH_TOKENS)
+            try:
+                await source.start()
+            finally:
+                await source.stop()
+
+
+@contextmanager
+def told_by_option(name: str, option: str) -> Iterator[None]:
+    """Let errors of a scorer that was named by an option, and not in a file, speak of the option: its section of
+    `rewards` is none that a person wrote."""
+    try:
+        yield
+    except (ConfigError, ModelError, RewardError) as error:
+        if Path(name).suffix in YAML:
+            raise
+        text = re.sub(rf" \({SECTIONS}\)", "", str(error))
+        text = re.sub(rf"(?<![\w/'\"]){SECTIONS}(\.(urls|function|path))?", option, text)
+        raise type(error)(text if option in text else f"{option} {name}: {text}") from None
+
+
 def check_labels(name: str, questions: Sequence[Question]) -> None:
     """Refuse to begin where the scorer will miss the answers to compare with.
 
@@ -74,25 +137,25 @@ def check_labels(name: str, questions: Sequence[Question]) -> None:
                                 f"with; the row has {sorted(question.metadata)} beside the prompt")
 
 
-def rewards_called(name: str) -> dict[str, RewardConfig]:
+def rewards_called(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:
     """The components of a scorer, by name.
 
     Raises:
         ConfigError, ModelError: it is none of `KNOWN`.
     """
     if name in RULES:
-        return _parsed({name: {"type": name}}, f"--scorer {name}")
+        return _parsed({name: {"type": name}}, f"{option} {name}")
     if name.startswith(("http://", "https://")):
-        return _parsed({"http": {"type": "http", "urls": [name]}}, f"--scorer {name}")
-    if Path(name).suffix in (".yaml", ".yml"):
+        return _parsed({"http": {"type": "http", "urls": [name]}}, f"{option} {name}")
+    if Path(name).suffix in YAML:
         return _parsed(_section(Path(name)), name)
     if ":" in name:
-        return _parsed({"function": {"type": "function", "function": name}}, f"--scorer {name}")
+        return _parsed({"function": {"type": "function", "function": name}}, f"{option} {name}")
     try:
-        check_model_directory(ModelConfig(path=name), "scorer")
+        check_model_directory(ModelConfig(path=name), option, argument=True)
     except ModelError as error:
         raise ModelError(f"{error} A scorer is {KNOWN}") from None
-    return _parsed({"model": {"type": "model", "path": name}}, f"--scorer {name}")
+    return _parsed({"model": {"type": "model", "path": name}}, f"{option} {name}")
 
 
 def _section(file: Path) -> Any:

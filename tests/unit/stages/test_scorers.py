@@ -5,13 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 
+from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.rewards import ExactMatchReward, FunctionReward, HTTPReward, ModelReward, NumberReward
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.questions import Question
+from rlhf_ray.stages.compare import CompareOptions, run
 from rlhf_ray.stages.models_at_hand import model_at
-from rlhf_ray.stages.scorers import check_labels, rewards_called, scorer_of
+from rlhf_ray.stages.scorers import check_labels, check_scorer, rewards_called, scorer_of
 from tests.models import make_tiny_llama, make_tiny_reward_model
 
 
@@ -58,7 +60,7 @@ def test_scores_come_from_what_was_named(model, tmp_path):
 
 @pytest.mark.parametrize(("name", "error", "words"), [
     ("none.yaml", ConfigError, "there is no file none.yaml; a scorer is vader"),
-    ("./nowhere", ModelError, "scorer.path='./nowhere': no such directory"),
+    ("./nowhere", ModelError, "--scorer='./nowhere': no such directory"),
 ])
 def test_a_scorer_that_is_not_there(name, error, words):
     with pytest.raises(error, match=words):
@@ -69,6 +71,31 @@ def test_a_rewards_file_that_is_none_says_where(tmp_path):
     (tmp_path / "r.yaml").write_text("a: {type: exact_mach}\n")
     with pytest.raises(ConfigError, match=r"r\.yaml is no rewards section: a"):
         rewards_called(str(tmp_path / "r.yaml"))
+
+
+@pytest.mark.parametrize(("scorer", "words"), [
+    ("{here}/rewards.py:bref", "the reward function '.*:bref' cannot be used: .*no attribute 'bref'"),
+    ("{here}/missing.py:brief", "the reward function '.*' cannot be used"),
+    ("http://127.0.0.1:9", "is not ready"),
+    ("{here}/model", "is no reward model"),
+])
+def test_a_scorer_that_cannot_judge_is_refused_by_the_name_of_its_option(scorer, words, model, tmp_path):
+    (tmp_path / "rewards.py").write_text("def brief(responses):\n    return [0.0] * len(responses)\n")
+    make_tiny_llama(tmp_path / "model", 16, hidden=32, heads=1)
+    check_scorer(f"{tmp_path}/rewards.py:brief", model, "--scorer")
+    with pytest.raises((ConfigError, ModelError), match=words) as refused:
+        check_scorer(scorer.format(here=tmp_path), model, "--scorer")
+    assert "--scorer" in str(refused.value) and "rewards." not in str(refused.value).replace("rewards.py", "")
+    assert refused.value.exit_code == 2
+
+
+def test_compare_refuses_its_scorer_before_a_model_answers(model, tmp_path, monkeypatch):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w2"}\n')
+    (tmp_path / "rewards.py").write_text("")
+    monkeypatch.setattr("rlhf_ray.stages.compare.Responder", None)  # no model gets as far as being loaded
+    with pytest.raises(ConfigError, match="--scorer"):
+        run(CompareOptions(model.path, model.path, str(tmp_path / "p.jsonl"), f"{tmp_path}/rewards.py:brief",
+                           tmp_path / "page.html", SamplingConfig()))
 
 
 def test_labels_are_looked_for_before_anything_is_asked():
@@ -87,5 +114,5 @@ def test_a_runs_directory_stands_for_its_model(tmp_path):
     (run / "best").mkdir()
     assert f"its best step is in {run / 'best'}" in model_at(str(run))[1]
     assert model_at(str(made)) == (model, None)
-    with pytest.raises(ModelError, match="no such directory"):
+    with pytest.raises(ModelError, match=rf"^MODEL='{tmp_path / 'nothing'}': no such directory"):
         model_at(str(tmp_path / "nothing"))
