@@ -23,5 +23,7 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
         if "=" not in argument and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     if len(files) > 1:
+        if fields := [file for file in files if "=" in file]:
+            raise ConfigError(f"unexpected argument {fields[0]!r}; a field is changed by --{fields[0]}")
         raise ConfigError(f"one configuration file at a time; got {' and '.join(files)}")
     return (Path(files[0]) if files else None), overrides

@@ -36,7 +36,7 @@ def print_inspection(found: Inspection, kind: str, has_template: bool, stream: T
 def _print_faults(found: Inspection, console: Console) -> None:
     if found.faults.count:
         console.print(Text(f"malformed; training stops at {'them' if found.faults.count > 1 else 'it'}:", style="red"))
-        for fault in found.faults.first:
+        for fault in found.faults.told:
             console.print(Text(f"  {fault}"))
         if (more := found.faults.count - len(found.faults.first)) > 0:
             console.print(Text(f"  and {more:,} more"))

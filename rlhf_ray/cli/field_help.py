@@ -33,9 +33,11 @@ COMMON: dict[str, list[str]] = {
     ],
     "ppo": [
         "run.dir", "run.steps", "run.seed", "model.path", "rewards.NAME.type", "rewards.NAME.path", "prompts.path",
-        "prompts.max_tokens", "coordinator.prompts_per_step", "coordinator.max_staleness", "generator.workers",
+        "prompts.max_tokens", "coordinator.prompts_per_step", "coordinator.samples_per_prompt",
+        "coordinator.max_staleness", "generator.workers",
         "generator.sampling.max_tokens", "policy.workers", "policy.zero_stage", "policy.optimizer.learning_rate",
-        "critic.optimizer.learning_rate", "algorithm.kl.coef", "algorithm.epochs", "algorithm.mini_batches",
+        "critic.optimizer.learning_rate", "algorithm.estimator", "algorithm.kl.coef", "algorithm.epochs",
+        "algorithm.mini_batches",
         "algorithm.clip_low", "checkpoint.every", "checkpoint.best_metric", "evaluation.prompts", "early_stop.kl_above",
         "logging.wandb_project",
     ],

@@ -16,6 +16,9 @@ Arguments = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in run.dir.")]
+KeepFinished = Annotated[bool, typer.Option(
+    "--resume", help="Keep what a finished run left in run.dir; an unfinished one, which has no checkpoints, begins "
+    "anew.")]
 HelpAll = Annotated[bool, typer.Option("--help-all", help="List every field, then stop.", is_eager=True)]
 
 
@@ -45,7 +48,7 @@ def process_reward(arguments: Arguments = None, resume: Resume = False, help_all
     _run("process-reward", arguments, resume, help_all)
 
 
-def preferences(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+def preferences(arguments: Arguments = None, resume: KeepFinished = False, help_all: HelpAll = False) -> None:
     """Sample pairs of responses from a model and rank each pair by a judge."""
     _run("preferences", arguments, resume, help_all)
 

@@ -17,6 +17,9 @@ class PromptsSource(MixedSource):
 class PromptsConfig(DataSection):
     """Prompts that rollouts start from."""
 
+    SECTION = "prompts"
+    COLUMNS = ("column",)
+
     mix: list[PromptsSource] = Field(default_factory=list)
     """Several data sets in place of `path`, visited in turns that follow their weights."""
     column: str = "prompt"
@@ -28,6 +31,12 @@ class PromptsConfig(DataSection):
     held_out: float = Field(0.0, ge=0, lt=1)
     """Share of prompts kept out of training, for an evaluation without `evaluation.prompts`; equal prompts stay
     together."""
+
+
+class EvaluationPrompts(PromptsConfig):
+    """Prompts of `evaluation`, with what it does not say taken from the training prompts."""
+
+    SECTION = "evaluation"
 
 
 class DemonstrationsSource(MixedSource):
@@ -45,6 +54,8 @@ class DemonstrationsSource(MixedSource):
 
 class DemonstrationsConfig(DataSection):
     """Texts to imitate: whole texts, or prompts with responses, or conversations."""
+
+    COLUMNS = ("text", "prompt", "response", "messages")
 
     mix: list[DemonstrationsSource] = Field(default_factory=list)
     """Several data sets in place of `path`, visited in turns that follow their weights."""
@@ -84,6 +95,8 @@ class ProcessRowsSource(MixedSource):
 class ProcessRowsConfig(DataSection):
     """Solutions in steps, each step judged."""
 
+    COLUMNS = ("prompt", "steps", "labels")
+
     mix: list[ProcessRowsSource] = Field(default_factory=list)
     """Several data sets in place of `path`, visited in turns that follow their weights."""
     prompt: str = "prompt"
@@ -114,6 +127,8 @@ class PreferencesSource(MixedSource):
 
 class PreferencesConfig(DataSection):
     """Pairs of responses of which one was preferred."""
+
+    COLUMNS = ("prompt", "chosen", "rejected", "margin")
 
     mix: list[PreferencesSource] = Field(default_factory=list)
     """Several data sets in place of `path`, visited in turns that follow their weights."""

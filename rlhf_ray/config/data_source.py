@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,11 @@ class MixedSource(Section):
 
 class DataSection(Section):
     """What every data section has."""
+
+    SECTION: ClassVar[str] = "data"
+    """Where it stands in the configuration of a stage."""
+    COLUMNS: ClassVar[tuple[str, ...]] = ()
+    """Its fields that name columns."""
 
     path: str | None = None
     """jsonl, parquet or csv file, several by a pattern such as data/*.jsonl, a directory that `datasets` saved, or a
@@ -55,6 +60,11 @@ class DataSection(Section):
     def title(self) -> str:
         """Names of the data sets, for people."""
         return " + ".join(Path(part.location).name for part in self.parts())
+
+    @property
+    def column_fields(self) -> dict[str, str]:
+        """Columns that are read, and the fields that name them: {"text": "data.text"}."""
+        return {column: f"{self.SECTION}.{field}" for field in self.COLUMNS if (column := getattr(self, field))}
 
     @property
     def location(self) -> str:

@@ -137,9 +137,9 @@ def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]
     kind, name = problem["type"], ".".join(place.path)
     if kind == "value_error":  # our own validators already speak to people
         text = problem["msg"].removeprefix("Value error, ")
-        return f"{name}: {text}{_origin(place.path, layers)}" if name else text
+        return f"{name}: {text}{_origin_within(place.path, text, layers)}" if name else text
     if kind == "missing":
-        return f"{name}: is required{_sentence(place)}; set it in the file or with --{name}=..."
+        return f"{name}: is required{_sentence(place)}; set it in the file or with --{name}{_first_key(place)}=..."
     if kind == "extra_forbidden":
         return f"{name}: unknown key; {_meant(cls, place)}{_origin(place.path, layers)}"
     if kind in _TYPE_ERRORS:
@@ -154,10 +154,28 @@ def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]
 def _meant(cls: type[BaseModel], place: _Place) -> str:
     """The key that an unknown one may stand for: one that looks alike, or one of the same name in another section."""
     key, known = place.path[-1], list(place.parent.model_fields) if place.parent else []
+    if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
+        return f"it belongs to type {' or '.join(owners)}, and this is of type {type_tag(place.branch)}"
     namesakes = [f.path for f in describe_fields(cls) if f.path.endswith(f".{key}")]
     if namesakes and not difflib.get_close_matches(key, known, n=1):
         return f"did you mean {' or '.join(namesakes[:3])}?"
     return suggestion(key, known)
+
+
+def _first_key(place: _Place) -> str:
+    """".key" by which a section is begun on the command line; "" for a plain field."""
+    if sections_of_values(place.annotation):
+        return ".NAME.type"
+    members = sections_of(place.annotation)
+    keys = [key for member in members for key, info in member.model_fields.items()
+            if info.is_required() or key == "path"]
+    return f".{keys[0]}" if keys else ""
+
+
+def _types_with(cls: type[BaseModel], place: _Place, key: str) -> list[str]:
+    """The other types of the union around a place that have such a key."""
+    members = sections_of(_place(cls, place.union).annotation)
+    return [tag for member in members if key in member.model_fields and (tag := type_tag(member))]
 
 
 def _rule(place: _Place, problem: Any) -> str:
@@ -169,6 +187,8 @@ def _rule(place: _Place, problem: Any) -> str:
     if kind == "literal_error":
         allowed = re.findall(r"'([^']*)'", str(context["expected"])) or [str(context["expected"])]
         return f"must be one of {', '.join(allowed)}"
+    if kind == "too_short":
+        return f"must have at least {context['min_length']}"
     if kind in _SECTION_TYPES:
         members = sections_of(place.annotation)
         keys = ", ".join(members[0].model_fields) if members else "names of your choice"
@@ -196,6 +216,16 @@ def _origin(path: tuple[str, ...], layers: list[Layer]) -> str:
             if place := layer.origins.get(path[:end]):
                 return f" [{place}]"
     return ""
+
+
+def _origin_within(path: tuple[str, ...], text: str, layers: list[Layer]) -> str:
+    """The origin of a problem with a whole section: of the key in it that `text` speaks of and that came last, which
+    the command line may have given; else the section's."""
+    for layer in reversed(layers[1:]):
+        for keys, place in layer.origins.items():
+            if keys[: len(path)] == path and re.search(rf"\b{re.escape(keys[-1])}\b", text):
+                return f" [{place}]"
+    return _origin(path, layers)
 
 
 def _get(values: Any, path: tuple[str, ...]) -> Any:

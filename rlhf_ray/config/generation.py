@@ -16,7 +16,8 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0)
     """Softmax temperature; 0 is greedy (evaluation only). PPO's default is 1 (Ziegler et al. 2019 used 0.7)."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling; 1 keeps the whole distribution. PPO needs 1: see `GenerationConfig`."""
+    """Nucleus sampling; 1 keeps the whole distribution. PPO needs 1 in `generator.sampling`, so that
+    log-probabilities are those of the policy."""
     top_k: int = Field(0, ge=0)
     """Sample among the k likeliest tokens; 0 keeps them all. PPO needs 0."""
 

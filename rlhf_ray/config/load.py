@@ -6,6 +6,7 @@ written. Code afterwards reads the configuration and never repairs it.
 """
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,7 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
     Raises:
         ConfigError: anything that cannot run, all problems at once, each with its field, value, place and fix.
     """
+    _refuse_unknown_options(cls, overrides)
     file = read_yaml(Path(path)) if path is not None else Layer({})
     layers = [file, read_environment(cls), read_overrides(overrides)]
     _refuse_unknown_variables(cls)
@@ -103,6 +105,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
+
+
+def _refuse_unknown_options(cls: type[StageConfig], overrides: list[str]) -> None:
+    """Stop at --option without a value whose section the stage has not: a value would not mend it."""
+    for argument, following in pairwise([*overrides, "--"]):
+        section = argument.removeprefix("--").split(".")[0]
+        bare = argument.startswith("--") and "=" not in argument and following.startswith("--")
+        if bare and section not in cls.model_fields:
+            meant = suggestion(section, list(cls.model_fields))
+            raise ConfigError(f"{argument}: there is no section {section}; {meant}")
 
 
 def _refuse_unknown_variables(cls: type[StageConfig]) -> None:

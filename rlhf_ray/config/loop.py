@@ -93,7 +93,8 @@ class EvaluationConfig(Section):
     seed: int = Field(12345, ge=0, lt=2**31)
     """Seed of the evaluation's sampling."""
     sampling: SamplingConfig | None = None
-    """How held-out responses are drawn, greedy and truncated distributions allowed; as in training when empty."""
+    """How held-out responses are drawn, greedy and truncated distributions allowed. Fields that are not given are as in
+    training (generator.sampling), all of them when this is empty."""
     samples_per_prompt: int = Field(1, ge=1)
     """Responses to each held-out prompt; pass@k of verifiable rewards is told for k = 1, 2, 4, ... up to this."""
     solved_at: float | None = None

@@ -1,14 +1,20 @@
 """The whole configuration of each stage, and the checks that involve more than one section."""
 
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.base import Section
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
+from rlhf_ray.config.data import (
+    DemonstrationsConfig,
+    EvaluationPrompts,
+    PreferencesConfig,
+    ProcessRowsConfig,
+    PromptsConfig,
+)
 from rlhf_ray.config.flow import check_buffer, check_bundles, check_chunks, check_deadlines
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import LearnerConfig, PolicyConfig
@@ -181,6 +187,13 @@ class PreferencesStageConfig(StageConfig):
     pairs: SamplePairsConfig = Field(default_factory=SamplePairsConfig)
     """How pairs are ranked."""
 
+    @model_validator(mode="after")
+    def _all_prompts(self) -> Self:
+        if self.prompts.held_out:
+            raise ValueError(f"prompts.held_out={self.prompts.held_out:g} keeps prompts for an evaluation, and this "
+                             "stage has none; set it to 0, and hold pairs out by data.held_out of `reward-model`")
+        return self
+
 
 class CriticConfig(LearnerConfig):
     """The critic under training."""
@@ -281,7 +294,7 @@ class PPOConfig(StageConfig):
         names no data set."""
         if self.evaluation is None or self.evaluation.prompts is None:
             return None
-        return self.prompts.model_copy(update={
+        return EvaluationPrompts(**dict(self.prompts) | {
             "path": self.evaluation.prompts, "mix": [], "subset": None, "split": self.evaluation.split,
             "column": self.evaluation.column, "limit": self.evaluation.limit, "held_out": 0.0,
         })
@@ -327,8 +340,21 @@ class PPOConfig(StageConfig):
         """Whether the critic is a model of its own, and so a role."""
         return self.algorithm.has_critic and self.critic.backbone == "own"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluation_samples_as_training(cls, given: Any) -> Any:
+        """Settle what `evaluation.sampling` leaves open, so that the saved configuration names it."""
+        evaluation, generator = _given(given, "evaluation"), _given(given, "generator")
+        sampling, training = _given(evaluation, "sampling"), _given(generator, "sampling")
+        if not sampling or not training:
+            return given
+        return {**given, "evaluation": {**evaluation, "sampling": {**training, **sampling}}}
+
     @model_validator(mode="after")
     def _one_backbone(self) -> Self:
+        if self.critic.backbone == "policy" and not self.algorithm.has_critic:
+            raise ValueError(f"critic.backbone=policy makes the policy its own critic, and algorithm.estimator="
+                             f"{self.algorithm.estimator} has none; leave backbone at own, or use gae")
         if not self.shares_backbone:
             return self
         if self.critic.init == "reward":
@@ -340,11 +366,14 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _reward_names(self) -> Self:
+    def _reward_names_and_weights(self) -> Self:
         for name in self.rewards:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ValueError(f"rewards: {name!r} is no name for a component (it becomes part of the names of "
                                  "metrics); use letters, digits, _ and -")
+        if not any(reward.weight for reward in self.rewards.values()):
+            raise ValueError(f"rewards: the weight of each of {', '.join(self.rewards)} is 0, so every response would "
+                             "score 0 and nothing be learned; give one of them another weight")
         return self
 
     @model_validator(mode="after")
@@ -370,6 +399,11 @@ class PPOConfig(StageConfig):
         if self.evaluation and self.evaluation.prompts is None and not self.prompts.held_out:
             raise ValueError("evaluation.prompts is empty and prompts.held_out=0 keeps no prompts for it; name a data "
                              "set, or hold some out (0.01 to 0.1 are usual)")
+        if self.prompts.held_out and (self.evaluation is None or self.evaluation.prompts is not None):
+            fix = ("add one, e.g. evaluation.every=10" if self.evaluation is None else
+                   f"it asks evaluation.prompts={self.evaluation.prompts!r}; leave that empty")
+            raise ValueError(f"prompts.held_out={self.prompts.held_out:g} keeps prompts from training for an "
+                             f"evaluation that does not use them: {fix}, or set prompts.held_out=0")
         return self
 
     @model_validator(mode="after")
@@ -384,7 +418,9 @@ class PPOConfig(StageConfig):
     def _best(self) -> Self:
         metric = self.checkpoint.best_metric
         if metric and not self.evaluation:
-            raise ValueError(f"checkpoint.best_metric={metric} is a held-out metric; set evaluation.prompts")
+            raise ValueError(f"checkpoint.best_metric={metric} is measured on held-out prompts, and there is no "
+                             "evaluation; add one, e.g. evaluation.every=10, with prompts.held_out=0.01 or "
+                             "evaluation.prompts")
         if metric == "kl" and not self.evaluates_the_policy_itself:
             raise ValueError("checkpoint.best_metric=kl, but no KL is measured where evaluation.sampling is not the "
                              "distribution under training (its temperature, top_p=1, top_k=0); change one of them")
@@ -445,6 +481,14 @@ class PPOConfig(StageConfig):
                 "a step, and one correction could turn the coefficient negative; use 10000 or more"
             )
         return self
+
+
+def _given(section: Any, key: str) -> dict[str, Any]:
+    """The keys that a section was given, whether as a mapping or as one already built."""
+    value = section.get(key) if isinstance(section, dict) else None
+    if isinstance(value, Section):
+        return {name: getattr(value, name) for name in value.model_fields_set}
+    return value if isinstance(value, dict) else {}
 
 
 class ScorerConfig(PlacementConfig):

@@ -53,9 +53,12 @@ class ChatTemplate:
             ModelError: there is none, but `column` holds chat messages.
         """
         if not self.tokenizer.chat_template:
-            raise ModelError(f"{source}: column {column!r} holds chat messages, but the tokenizer "
-                             f"{self.tokenizer.name_or_path or '(unnamed)'} has no chat template; use texts, or a "
-                             "tokenizer with one")
+            raise ModelError(f"{source}: column {column!r} holds chat messages, but {self._no_template}")
+
+    @property
+    def _no_template(self) -> str:
+        return (f"the tokenizer {self.tokenizer.name_or_path or '(unnamed)'} has no chat template; use texts, or a "
+                "tokenizer with one")
 
     @property
     def marks_generation(self) -> bool:
@@ -107,6 +110,8 @@ class ChatTemplate:
         return pieces
 
     def _apply(self, messages: Messages, place: str, **options: Any) -> Any:
+        if not self.tokenizer.chat_template:
+            raise ModelError(f"{place}: chat messages, but {self._no_template}")
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # a template is a program and raises what it likes (e.g. "roles must alternate")
@@ -137,8 +142,8 @@ class PromptFormat:
         value, place = rows.value(i, self._column), rows.place(i)
         if self._messages is None:
             self._messages = isinstance(value, list)
-            if self._messages or self._as_chat:
-                self.template.require(rows.source, self._column)
+        if self._messages or self._as_chat:
+            self.template.require(rows.source, self._column)
         if self._messages:
             return self.chat(checked_messages(value, place, self._column), place)
         text = checked_text(value, place, self._column, may_be_empty=self._may_be_empty)

@@ -14,6 +14,7 @@ MOST = 20
 """Faults after which reading stops: a file of a million rows with a misspelt column needs no million messages."""
 
 
+
 class Faults:
     """Malformed rows of one data set.
 
@@ -31,7 +32,20 @@ class Faults:
     @property
     def first(self) -> list[RLHFError]:
         """The first of them that were found, MOST at most, in the order of their files and lines."""
-        return [fault for *_, fault in sorted(self._found, key=lambda found: found[:2])]
+        return [fault for *_, fault in self._in_order()]
+
+    @property
+    def told(self) -> list[str]:
+        """What is wrong with `first`, and where: what is wrong with several rows of a file in the same way is said
+        once, with their lines."""
+        lines: dict[tuple[str, str], list[int]] = {}
+        for number, line, fault in self._in_order():
+            source = self._sources[number]
+            lines.setdefault((source, str(fault).removeprefix(f"{source}, line {line}")), []).append(line)
+        return [_placed(source, text, found) for (source, text), found in lines.items()]
+
+    def _in_order(self) -> list[tuple[int, int, RLHFError]]:
+        return sorted(self._found, key=lambda found: found[:2])
 
     def add(self, fault: RLHFError, source: str, line: int) -> None:
         """Remember a fault; in training, the last straw is raised by `check`."""
@@ -73,7 +87,8 @@ class Faults:
             report.require_rows(fix)
 
     def check(self) -> None:
-        """Raise what was found: a single fault as it is, several as one error that names each.
+        """Raise what was found: a single fault as it is, several as one error that names each, or each
+        kind where many are of one.
 
         Raises:
             DataError, ModelError: rows cannot be used.
@@ -83,5 +98,12 @@ class Faults:
         if self.count == 1:
             raise self.first[0]
         stopped = "; reading stopped there" if self.count >= MOST else ""
-        listed = "\n".join(f"  {fault}" for fault in self.first)
+        listed = "\n".join(f"  {fault}" for fault in self.told)
         raise type(self.first[0])(f"{self.count} rows cannot be used{stopped}:\n{listed}")
+
+
+def _placed(source: str, text: str, lines: list[int]) -> str:
+    """`text` with the place of its rows before it; a text that speaks of the whole file stands as it is."""
+    if not text.startswith(":"):
+        return text
+    return f"{source}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}{text}"

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
 from rlhf_ray.config.data_source import DataSection
 from rlhf_ray.config.steps import StepsConfig
-from rlhf_ray.data.demonstrations import DemonstrationFormat
+from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations
 from rlhf_ray.data.faults import Faults
-from rlhf_ray.data.preferences import PreferenceFormat
-from rlhf_ray.data.process_rows import StepFormat
-from rlhf_ray.data.prompts import prompt_format
+from rlhf_ray.data.preferences import PreferenceFormat, load_preferences
+from rlhf_ray.data.process_rows import StepFormat, load_process_rows
+from rlhf_ray.data.prompts import prompt_format, stream_prompts
 from rlhf_ray.data.reading import section_rows
+from rlhf_ray.data.report import LoadReport
 from rlhf_ray.data.rows import Rows
 
 if TYPE_CHECKING:
@@ -39,13 +40,34 @@ def row_reader(
     raise TypeError(f"{type(config).__name__} has no reader of its own")
 
 
-def check_rows(config: DataSection, tokenizer: PreTrainedTokenizerBase, steps: StepsConfig | None = None) -> None:
-    """Read the rows of a section that is no mix, without tokenising them.
+def check_rows(config: DataSection, tokenizer: PreTrainedTokenizerBase, steps: StepsConfig | None = None) -> int:
+    """Read the rows of a section that is no mix, without tokenising them, and count them.
 
     Raises:
         DataError, ModelError: rows cannot be used; names them.
     """
     faults, read = Faults(), row_reader(config, tokenizer, steps)
+    found = 0
     for rows in section_rows(config, faults):
         faults.values(rows, read)
+        found += len(rows)
     faults.check()
+    return found
+
+
+def check_some_are_left(config: DataSection, tokenizer: PreTrainedTokenizerBase,
+                        steps: StepsConfig | None = None) -> None:
+    """Load a small section that is no mix, to see that not all of its rows are left out.
+
+    Raises:
+        DataError, ModelError: no row is left (says why each was left out), or not enough to hold some out.
+    """
+    if isinstance(config, PromptsConfig):
+        for _ in stream_prompts(config, tokenizer, LoadReport(config.location)):
+            pass
+    elif isinstance(config, DemonstrationsConfig):
+        load_demonstrations(config, tokenizer)
+    elif isinstance(config, PreferencesConfig):
+        load_preferences(config, tokenizer)
+    elif isinstance(config, ProcessRowsConfig) and steps:
+        load_process_rows(config, steps, tokenizer)

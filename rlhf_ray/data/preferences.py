@@ -57,6 +57,7 @@ def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBa
         groups += [values[i].group for i in kept]
     faults.finish(report, "Give pairs whose sides differ, and raise max_tokens if they are too long")
     pairs, held = Pairs.concat(blocks), held_out_rows(groups, config.held_out, config.location)
+    report.held_out = int(held.sum())
     return pairs.select(np.flatnonzero(~held)), pairs.select(np.flatnonzero(held)), report
 
 

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 NO_LIMIT = 2**31 - 1
 
 
+class TextsConfig(DemonstrationsConfig):
+    """Whole texts, which a section of its own names."""
+
+    @property
+    def column_fields(self) -> dict[str, str]:
+        """The one column that is read."""
+        return {self.text: "ptx.column"}
+
+
 def load_pretraining_text(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequences, str]:
     """Texts in file order, each ended by the end-of-sequence token and cut where it is too long; and a report.
 
@@ -24,7 +33,7 @@ def load_pretraining_text(config: PtxConfig, tokenizer: PreTrainedTokenizerBase)
         DataError, ModelError: as `load_demonstrations`.
     """
     texts, report = load_demonstrations(
-        DemonstrationsConfig(path=config.path, split=config.split, text=config.column, limit=config.limit,
+        TextsConfig(path=config.path, split=config.split, text=config.column, limit=config.limit,
                              max_tokens=NO_LIMIT), tokenizer)
     rows = cut_rows(texts, config.max_tokens)
     return rows, f"{report}, as {len(rows)} rows of at most {config.max_tokens} tokens"

@@ -81,6 +81,7 @@ def load_process_rows(
         f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens})
     faults.finish(report, "Label the steps, choose another steps.separator, or raise max_tokens")
     held = held_out_rows([values[i].prompt.text for i in kept], config.held_out, config.location)
+    report.held_out = int(held.sum())
     return table.select(kept[~held]), table.select(kept[held]), report
 
 

@@ -143,6 +143,8 @@ def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
                             f"{directory or tempfile.gettempdir()}; free some space there") from error
         table = PromptTable(file)
     training, held_out = _split(table, [report.kept for report in reports], np.frombuffer(digests, np.uint64), config)
+    for report, count in zip(reports, held_out.sizes, strict=True):
+        report.held_out = count
     return OpenPrompts(training, held_out, reports)
 
 

@@ -12,6 +12,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from glob import glob, has_magic
 from itertools import islice
 from pathlib import Path
@@ -39,7 +40,8 @@ def read_rows(path: str, split: str = "train", limit: int | None = None, subset:
 
 def section_rows(config: DataSection, faults: Faults) -> Iterator[Rows]:
     """The rows of a section that is no mix; see `stream_rows`."""
-    return stream_rows(config.location, faults, config.split, config.limit, config.subset)
+    for rows in stream_rows(config.location, faults, config.split, config.limit, config.subset):
+        yield replace(rows, fields=config.column_fields)
 
 
 def section_values(config: DataSection, faults: Faults, read: Callable[[Rows, int], T]) -> tuple[Rows, list[T]]:

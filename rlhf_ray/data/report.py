@@ -43,9 +43,12 @@ class LoadReport:
     kept: int = 0
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     """By reason, in the order in which reasons were first met. Reasons that left nothing out are absent."""
+    held_out: int = 0
+    """Of those kept, how many are not trained on."""
 
     def __str__(self) -> str:
-        parts = [f"{self.source}: {self.kept} of {self.rows} rows used"]
+        held_out = f", {self.held_out} of them held out" if self.held_out else ""
+        parts = [f"{self.source}: {self.kept} of {self.rows} rows used{held_out}"]
         parts += [f"{found.count} left out: {reason} ({found})" for reason, found in self.left_out.items()]
         return "; ".join(parts)
 

@@ -6,8 +6,8 @@ Where rows come from is `data.reading`'s; what the columns mean is left to the c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.errors import DataError
@@ -23,13 +23,15 @@ class Rows:
     """[N] column name to value."""
     lines: list[int]
     """[N] line in the file (JSON lines, CSV) or row number (parquet, Hub), from 1."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Column -> what names it, for messages: "prompts.column"."""
 
     def __len__(self) -> int:
         return len(self.records)
 
     def select(self, numbers: Sequence[int]) -> Rows:
         """The rows of these numbers."""
-        return Rows(self.source, [self.records[i] for i in numbers], [self.lines[i] for i in numbers])
+        return Rows(self.source, [self.records[i] for i in numbers], [self.lines[i] for i in numbers], self.fields)
 
     def place(self, i: int) -> str:
         """Where row i stands, for a message."""
@@ -43,8 +45,8 @@ class Rows:
         """
         record = self.records[i]
         if column not in record:
-            raise DataError(f"{self.place(i)}: no column {column!r}; the row has {sorted(record)}. "
-                            "Name the right column in the configuration, or add it")
+            fix = f"Name the right one by {self.fields[column]}" if column in self.fields else "Name the right one"
+            raise DataError(f"{self.place(i)}: no column {column!r}; the row has {sorted(record)}. {fix}, or add it")
         return record[column]
 
     def text(self, i: int, column: str, *, may_be_empty: bool = False) -> str:

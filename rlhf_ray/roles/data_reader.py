@@ -56,6 +56,7 @@ class DataReader:
             numbers, cut = np.arange(len(rows)), len(rows) - int(len(rows) * config.held_out)
             train.append(rows.select(numbers[:cut]))
             held_out.append(rows.select(numbers[cut:]))
+            report.held_out = len(rows) - cut
             reports.append(report)
         return Sequences.concat(train), Sequences.concat(held_out), summary(config, train, reports)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ def read_questions(path: str, column: str, limit: int | None = None) -> list[Que
     if Path(path).suffix == ".txt" and Path(path).is_file():
         with Path(path).open(encoding="utf-8") as lines:
             return questions_of_lines(lines, path, column)[:limit]
-    rows = read_rows(path, "train", limit)
+    rows = replace(read_rows(path, "train", limit), fields={column: "--column"})
     return [Question(rows.value(i, column), rows.place(i), rows.others(i, column)) for i in range(len(rows))]
 
 
@@ -95,5 +95,6 @@ def _question(line: str, place: str, column: str) -> Question:
     except ValueError:
         return Question(line.rstrip("\r\n"), place)  # a text that begins with a brace
     if column not in row:
-        raise DataError(f"{place}: no column {column!r}; the row has {sorted(row)}. Name the right one with --column")
+        raise DataError(f"{place}: no column {column!r}; the row has {sorted(row)}. Name the right one by --column, or "
+                        "add it")
     return Question(row[column], place, {name: value for name, value in row.items() if name != column})

@@ -9,7 +9,7 @@ from rlhf_ray.config.data_source import DataSection
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.steps import StepsConfig
-from rlhf_ray.data.formats import check_rows
+from rlhf_ray.data.formats import check_rows, check_some_are_left
 from rlhf_ray.data.reading import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError
@@ -34,8 +34,8 @@ def check_data(config: DataSection, field: str) -> None:
 def check_first_rows(
     config: DataSection, model: ModelConfig | NewModelConfig, steps: StepsConfig | None = None
 ) -> None:
-    """Refuse local data whose first rows cannot be read as the configuration says; the others are checked when all is
-    loaded.
+    """Refuse local data whose first rows cannot be read as the configuration says, or of which none is left where
+    these are all; the others are checked when all is loaded.
 
     Args:
         steps: how steps are written, for process-labelled rows.
@@ -46,7 +46,10 @@ def check_first_rows(
     tokenizer = load_tokenizer(model)
     for part in config.parts():
         if Path(part.location).suffix.lower() in READERS:
-            check_rows(part.model_copy(update={"limit": min(part.limit or FIRST_ROWS, FIRST_ROWS)}), tokenizer, steps)
+            limit = min(part.limit or FIRST_ROWS, FIRST_ROWS)
+            first = part.model_copy(update={"limit": limit})
+            if check_rows(first, tokenizer, steps) < limit or part.limit == limit:
+                check_some_are_left(first, tokenizer, steps)
 
 
 def check_data_file(path: str, field: str) -> None:

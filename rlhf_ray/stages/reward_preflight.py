@@ -27,7 +27,7 @@ from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.number import has_number
 from rlhf_ray.rewards.sources import make_source
-from rlhf_ray.stages.preflight import check_context, check_model, check_same_tokens
+from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_model, check_same_tokens
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -86,21 +86,26 @@ async def _told_as_config(check: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
-    """Look into the first row of each local file for the columns that the reward reads, and a number where it must be
+    """Look into the first rows of each local file for the columns that the reward reads, and a number where it must be
     one."""
     columns = _columns(reward)
     if not columns:
         return
     for field, part in _prompt_files(config):
-        row = dict(read_rows(part.location, limit=1).records[0])
-        row.pop(part.column, None)
-        for key, column in columns:
-            where = f"rewards.{name}.{key}={column!r}: the first row of {field}={part.location!r}"
-            if column not in row:
-                raise DataError(f"{where} has no such column; it has {sorted(row)} beside the prompt")
-            if isinstance(reward, NumberReward) and not has_number(row[column], reward.after):
-                raise DataError(f"{where} has {brief(row[column])} there, and no number to compare with; name the "
-                                "column with the answer")
+        rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset)
+        for i in range(len(rows)):
+            row = rows.others(i, part.column)
+            for key, column in columns:
+                where = f"rewards.{name}.{key}={column!r}: {rows.place(i)} ({field})"
+                _check_answer(reward, row, column, where)
+
+
+def _check_answer(reward: RewardConfig, row: dict[str, Any], column: str, where: str) -> None:
+    if column not in row:
+        raise DataError(f"{where} has no such column; it has {sorted(row)} beside the prompt")
+    if isinstance(reward, NumberReward) and not has_number(row[column], reward.after):
+        raise DataError(f"{where} has {brief(row[column])} there, and no number to compare with; name the column with "
+                        "the answer, or mend the row")
 
 
 def _columns(reward: RewardConfig) -> list[tuple[str, str]]:

@@ -58,6 +58,8 @@ def test_arguments_are_told_apart():
     assert split_arguments(["--a.b=1"]) == (None, ["--a.b=1"])
     with pytest.raises(ConfigError, match=r"a\.yaml and b\.yaml"):
         split_arguments(["a.yaml", "b.yaml"])
+    with pytest.raises(ConfigError, match=r"'run\.steps=3'; a field is changed by --run\.steps=3"):
+        split_arguments(["a.yaml", "run.steps=3"])
 
 
 def test_a_wrong_configuration_is_a_message_and_exit_code_2(command_line, stage, ppo_file):

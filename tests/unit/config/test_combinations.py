@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.flow import BYTES_PER_TOKEN, BYTES_PER_VALUE
-from rlhf_ray.config.load import STAGES, load
+from rlhf_ray.config.load import STAGES, load, save
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.records import Experience, SampleKey
 
@@ -57,6 +57,15 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--algorithm.estimator=reinforce", "--algorithm.lam_critic=1"], ["lam_critic=1", "estimator=gae"]),
         ("ppo", ["--critic.backbone=policy", "--critic.init=reward"], ["critic.init=reward", "leave init at policy"]),
         ("ppo", ["--critic.backbone=policy", "--algorithm.critic_warmup_steps=3"], ["critic_warmup_steps=3", "to 0"]),
+        ("ppo", ["--critic.backbone=policy", "--algorithm.estimator=reinforce"],
+         ["estimator=reinforce has none", "own"]),
+        ("ppo", ["--rewards.main.weight=0"], ["the weight of each of main is 0"]),
+        ("ppo", ["--prompts.held_out=0.1"], ["prompts.held_out=0.1", "add one, e.g. evaluation.every=10"]),
+        ("ppo", ["--prompts.held_out=0.1", "--evaluation.prompts=e.jsonl"], ["'e.jsonl'; leave that empty"]),
+        ("ppo", ["--prompts.held_out=0.1", "--checkpoint.best_metric=gold"], ["add one, e.g. evaluation.every=10"]),
+        ("ppo", ["--checkpoint.best_metric=gold"],
+         ["best_metric=gold", "there is no evaluation", "prompts.held_out=0.01"]),
+        ("preferences", ["--prompts.held_out=0.1"], ["prompts.held_out=0.1", "set it to 0"]),
         ("ppo", ["--ptx.path=t", "--ptx.max_tokens=5000"], ["policy.micro_batch_tokens=4096", "ptx.max_tokens=5000"]),
         ("ppo", ["--policy.ema_decay=1"], ["policy.ema_decay", "less than 1"]),
         ("ppo", ["--algorithm.overlong_buffer=257"], ["overlong_buffer=257", "max_tokens=256"]),
@@ -77,7 +86,7 @@ def test_a_critic_on_the_policy_s_backbone_is_no_role_of_its_own(write):
     assert config.shares_backbone and not config.starts_critic and "critic" not in config.placements()
     own = load(STAGES["ppo"], write("ppo"), [])
     assert own.starts_critic and not own.shares_backbone and "critic" in own.placements()
-    without = load(STAGES["ppo"], write("ppo"), ["--critic.backbone=policy", "--algorithm.estimator=reinforce"])
+    without = load(STAGES["ppo"], write("ppo"), ["--algorithm.estimator=reinforce"])
     assert not without.shares_backbone and not without.starts_critic
 
 
@@ -119,3 +128,14 @@ ONE_STEP = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.k
 ], ids=str)
 def test_no_pass_for_old_logprobs_where_the_update_s_own_gives_them(write, changes, own):
     assert load(STAGES["ppo"], write("ppo"), [*ONE_STEP, *changes]).trains_on_own_forward is own
+
+
+def test_held_out_responses_are_sampled_as_in_training_but_for_what_is_given(write, tmp_path):
+    path = write("ppo", generator={"sampling": {"max_tokens": 16, "temperature": 0.7}})
+    config = load(STAGES["ppo"], path, ["--evaluation.prompts=e.jsonl", "--evaluation.sampling.temperature=0"])
+    assert (config.evaluation.sampling.max_tokens, config.evaluation.sampling.temperature) == (16, 0)
+    assert config.generator.sampling.temperature == 0.7 and config.longest_response[0] == 16
+    save(config, tmp_path / "saved.yaml")
+    assert "max_tokens: 16" in (tmp_path / "saved.yaml").read_text().split("evaluation:")[1].split("early_stop:")[0]
+    assert load(STAGES["ppo"], tmp_path / "saved.yaml", []) == config
+    assert load(STAGES["ppo"], path, ["--evaluation.prompts=e.jsonl"]).evaluation.sampling is None

@@ -5,7 +5,7 @@ from pydantic import SecretStr
 
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.load import load
-from rlhf_ray.config.stages import PPOConfig, SFTConfig, StageConfig
+from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig, SFTConfig, StageConfig
 from rlhf_ray.errors import ConfigError
 
 
@@ -43,6 +43,11 @@ def problems(cls, path, overrides=()):
         ("--steps=5", "steps: unknown key; did you mean run.steps?"),
         ("--pools.a.bundels=5", "pools.a.bundels: unknown key; did you mean bundles?"),
         ("--evaluation.every=5", "evaluation.prompts is empty and prompts.held_out=0 keeps no prompts for it"),
+        ("--rewards={a: {type: model, path: r, function: f}}",
+         "rewards.a.function: unknown key; it belongs to type function, and this is of type model [--rewards]"),
+        ("--bogus", "--bogus: there is no section bogus"),
+        ("--polcy", "--polcy: there is no section polcy; did you mean policy?"),
+        ("--run.steps", "--run.steps has no value"),
         ("--prompts.mix=[{path: x}]", "prompts: give a path or a mix of several data sets, not both"),
         ("--prompts.mix=[{weight: 2}]", "prompts.mix.0.path: is required"),
         ("--prompts.mix=[{path: x, wieght: 2}]", "prompts.mix.0.wieght: unknown key; did you mean weight?"),
@@ -55,6 +60,24 @@ def test_one_wrong_value(write, override, line):
     assert found[0].startswith(line)
 
 
+@pytest.mark.parametrize(("cls", "override", "origin"), [
+    (PPOConfig, "--generator.sampling.top_p=0.9", "--generator.sampling.top_p"),
+    (PPOConfig, "--prompts.mix=[{path: x}]", "--prompts.mix"),
+    (PPOConfig, "--prompts.mix=", "--prompts.mix"),
+    (PPOConfig, "--model.trust_remote_code=true", "--model.trust_remote_code"),
+    (SFTConfig, "--data.messages=m", "--data.messages"),
+])
+def test_what_the_command_line_gave_is_not_laid_to_the_file(write, cls, override, origin):
+    file = write("sft", data={"path": "d", "prompt": "p"}) if cls is SFTConfig else write("ppo")
+    assert problems(cls, file, [override])[0].endswith(f"[{origin}]")
+
+
+def test_a_section_that_is_missing_names_the_key_to_begin_with(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {path: d}\n")
+    line, = problems(ProcessRewardConfig, tmp_path / "c.yaml")
+    assert line.startswith("steps: is required") and line.endswith("or with --steps.placeholder=...")
+
+
 def test_all_problems_at_once_with_file_and_line(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("run:\n  steps: -1\n  dri: x\nmodel:\n  path: 3\n")
@@ -62,7 +85,7 @@ def test_all_problems_at_once_with_file_and_line(tmp_path):
         f"run.steps=-1: must be at least 1 [{path}:2]",
         f"run.dri: unknown key; did you mean dir? [{path}:3]",
         f"model.path=3: must be text; put it in quotes [{path}:5]",
-        "data: is required (Demonstrations); set it in the file or with --data=...",
+        "data: is required (Demonstrations); set it in the file or with --data.path=...",
     ]
 
 

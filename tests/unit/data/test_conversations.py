@@ -154,3 +154,18 @@ def test_an_answer_that_was_cut_has_no_end(chat, write_jsonl):
 def test_pairs_that_do_not_pair_are_named(chat, write_jsonl, row, said):
     with pytest.raises(DataError, match=said):
         pair_texts(chat(CLOSED), write_jsonl(row))
+
+
+@pytest.mark.parametrize(("config", "row"), [
+    (DemonstrationsConfig, {"messages": TALK}),
+    (PreferencesConfig, {"chosen": TALK[:2], "rejected": [TALK[0], TALK[3]]}),
+    (PreferencesConfig, {"prompt": TALK[:1], "chosen": "We saw", "rejected": "I read"}),
+])
+def test_a_tokenizer_without_a_template_is_told_once_and_by_us(chat, write_jsonl, config, row):
+    path = write_jsonl(*[row] * 30)
+    fields = {"messages": "messages"} if config is DemonstrationsConfig else {}
+    load = load_demonstrations if config is DemonstrationsConfig else load_preferences
+    with pytest.raises(ModelError) as raised:
+        load(config(path=path, **fields), chat(None))
+    said = str(raised.value)
+    assert said.count("has no chat template; use texts, or a tokenizer with one") == 1 and "http" not in said

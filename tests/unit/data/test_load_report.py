@@ -26,6 +26,11 @@ def test_the_report_reads_as_a_sentence_and_names_the_first_lines():
                            "1 left out: empty (line 9)")
 
 
+def test_the_report_tells_of_rows_held_out():
+    assert str(LoadReport("rows.jsonl", 10, 10, held_out=2)) == "rows.jsonl: 10 of 10 rows used, 2 of them held out"
+
+
+
 def test_a_report_counts_on_over_blocks_and_remembers_the_first_lines_only():
     report = LoadReport("rows.jsonl")
     for start in range(1, 4 * REMEMBERED_LINES, 4):

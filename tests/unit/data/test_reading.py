@@ -65,7 +65,7 @@ def test_all_malformed_rows_are_named_at_once(write_jsonl, tokenizer):
     (load_demonstrations, DemonstrationsConfig, {"text": 1}), (load_preferences, PreferencesConfig, {"prompt": "p"}),
 ])
 def test_supervised_data_names_them_too(write_jsonl, tokenizer, load, config, row):
-    with pytest.raises(DataError, match=r"(?s)2 rows cannot be used:.*line 1: .*line 2: "):
+    with pytest.raises(DataError, match=r"(?s)2 rows cannot be used:.*lines 1, 2: "):
         load(config(path=write_jsonl(row, row)), tokenizer)
 
 
@@ -74,7 +74,10 @@ def test_reading_stops_after_many_faults(write_jsonl, tokenizer):
     with pytest.raises(DataError) as raised:
         open_prompts(PromptsConfig(path=path), tokenizer)
     said = str(raised.value).splitlines()
-    assert said[0] == f"{MOST} rows cannot be used; reading stopped there:" and len(said) == MOST + 1
+    assert said[0] == f"{MOST} rows cannot be used; reading stopped there:"
+    lines = ", ".join(map(str, range(1, MOST + 1)))
+    assert said[1:] == [f"  {path}, lines {lines}: no column 'prompt'; the row has ['text']. Name the right one by "
+                        "prompts.column, or add it"]
 
 
 def test_a_lenient_reader_counts_on_and_keeps_the_good_rows(write_jsonl):

@@ -198,8 +198,8 @@ def test_ppo_is_refused_before_its_directory_exists(ppo_config, tmp_path, change
 
 
 def supervised(cls, llama, tmp_path, budget):
-    row = {"text": "w2 w3", "prompt": "w2", "chosen": "w3", "rejected": "w4"}
-    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+    rows = [{"text": "w2 w3", "prompt": prompt, "chosen": "w3", "rejected": "w4"} for prompt in ("w2", "w5")]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return cls(run={"dir": str(tmp_path / "run")}, model={"path": str(llama)},
                data={"path": str(tmp_path / "d.jsonl"), "max_tokens": 20}, learner={"micro_batch_tokens": budget})
 
@@ -292,7 +292,7 @@ def test_sound_rewards_pass(with_rewards, tmp_path):
     ({"type": "function", "function": "no_such_module:f"}, ConfigError, "No module named 'no_such_module'"),
     ({"type": "json_schema", "accepts": "TMP/none.json"}, ConfigError, "rewards.extra.accepts="),
     ({"type": "json_schema", "accepts": {"type": 3}}, ConfigError, "rewards.extra.accepts is no JSON schema"),
-    ({"type": "number"}, DataError, "rewards.extra.answer='answer': the first row of prompts.path="),
+    ({"type": "number"}, DataError, "p.jsonl, line 1 (prompts.path) has no such column"),
     ({"type": "exact_match", "answer": "truth"}, DataError, "has no such column; it has [] beside the prompt"),
     ({"type": "exact_match", "answer": "prompt"}, DataError, "has no such column; it has [] beside the prompt"),
     ({"type": "regex", "pattern": "(a)", "group": 1, "answer": "truth"}, DataError, "rewards.extra.answer='truth'"),
@@ -311,16 +311,47 @@ def test_answers_that_hold_no_number_are_refused(with_rewards, tmp_path):
     (tmp_path / "answers.jsonl").write_text('{"prompt": "w2", "answer": "A", "worked": "7 more #### 3"}\n')
     prompts = {"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}
     ppo.preflight(with_rewards({"type": "number", "answer": "worked", "after": "####"}, prompts=prompts))
-    said = r"rewards\.extra\.answer='answer': the first row .* has 'A' there, and no number"
+    said = r"rewards\.extra\.answer='answer': .*answers.jsonl, line 1 \(prompts\.path\) has 'A' there, and no number"
     with pytest.raises(DataError, match=said):
         ppo.preflight(with_rewards({"type": "number"}, prompts=prompts))
+
+
+def test_answers_are_looked_for_beyond_the_first_row(with_rewards, tmp_path):
+    (tmp_path / "answers.jsonl").write_text(
+        '{"prompt": "w2", "answer": 3}\n' * 20 + '{"prompt": "w2", "answer": "A"}\n')
+    prompts = {"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 21 \(prompts\.path\) has 'A' there"):
+        ppo.preflight(with_rewards({"type": "number"}, prompts=prompts))
+    ppo.preflight(with_rewards({"type": "number"}, prompts={**prompts, "limit": 20}))
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(5, True), (1001, False)])
+def test_a_small_file_of_prompts_that_are_all_too_long_is_refused_at_once(ppo_config, tmp_path, rows, refused):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w2 w3 w4 w5 w6"}\n' * rows)
+    sections = {"path": str(tmp_path / "p.jsonl"), "max_tokens": 4}
+    config = ppo_config()
+    config = config.model_copy(update={"prompts": config.prompts.model_copy(update=sections)})
+    if refused:
+        with pytest.raises(DataError, match=r"no row is left.*longer than max_tokens=4.*shortest prompt has 5 tokens"):
+            ppo.preflight(config)
+    else:  # the other rows may be shorter, and are not looked at yet
+        ppo.preflight(config)
+
+
+@pytest.mark.parametrize(("section", "field"), [("prompts", "prompts.column"), ("evaluation", "evaluation.column")])
+def test_a_missing_column_is_told_once_with_its_field(ppo_config, tmp_path, section, field):
+    (tmp_path / "q.jsonl").write_text('{"question": "w2"}\n' * 30)
+    path = {"path": str(tmp_path / "q.jsonl"), "max_tokens": 32}
+    with pytest.raises(DataError) as raised:
+        ppo.preflight(ppo_config(**{section: path if section == "prompts" else {"prompts": path["path"]}}))
+    assert str(raised.value).count("no column 'prompt'") == 1 and f"the right one by {field}," in str(raised.value)
 
 
 def test_a_held_out_file_needs_the_answers_too(with_rewards, tmp_path):
     (tmp_path / "answers.jsonl").write_text('{"prompt": "w2", "answer": 3}\n')
     config = with_rewards({"type": "number"}, prompts={"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32},
                           evaluation={"prompts": str(tmp_path / "p.jsonl")})
-    with pytest.raises(DataError, match=r"the first row of evaluation\.prompts='.*p\.jsonl' has no such column"):
+    with pytest.raises(DataError, match=r"p\.jsonl, line 1 \(evaluation\.prompts\) has no such column"):
         ppo.preflight(config)
 
 
