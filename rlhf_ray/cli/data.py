@@ -27,7 +27,10 @@ def inspect(
 ) -> None:
     """Show what will be trained on: how many rows, how long, the template applied, and every row that cannot be used.
 
-    More options are fields of the data section: --column=question, --max_tokens=256, --limit=1000, --system="...".
+    More options are fields of the data section: --column=question, --max_tokens=256, --limit=1000, --system="...", and
+    for judged steps --steps.placeholder and the others of `steps`. They may be written as a stage's: --data.limit=1000.
+
+    Exits with 1 when rows are malformed, which training would refuse, and with 2 when nothing can be used.
     """
     from rlhf_ray.cli.data_page import print_inspection
     from rlhf_ray.cli.quiet import quiet_libraries
@@ -46,12 +49,23 @@ def inspect(
     print_inspection(found, kind, tokenizer.chat_template is not None, sys.stdout)
     if not found.report.kept:
         raise DataError(f"nothing in {path} can be used as {kind}; see above what is wrong with its rows")
+    if found.faults.count:
+        raise typer.Exit(1)
 
 
 def _given(arguments: list[str]) -> dict[str, Any]:
+    """The fields of the data section and of `steps`, whether written bare or with the section that a stage has them in.
+    A field of `steps` is one of the data section too, the column, so they stay apart: {"limit": 9, "steps.good": "+"}.
+    """
     from rlhf_ray.config.sources import read_overrides
+    from rlhf_ray.config.steps import StepsConfig
 
-    return read_overrides(arguments).values
+    written = []
+    for argument in arguments:
+        name = argument.removeprefix("--data.").removeprefix("--prompts.").removeprefix("--steps.")
+        written.append(argument if name == argument else f"--{name}")
+    given = read_overrides(written).values
+    return {f"steps.{name}" if name in StepsConfig.model_fields else name: value for name, value in given.items()}
 
 
 def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
@@ -73,12 +87,18 @@ def _sections(kind: str, path: str, given: dict[str, Any]) -> tuple[Any, Any]:
     Raises:
         ConfigError: a field that the section does not have, or a wrong value.
     """
+    from rlhf_ray.config.base import Section
     from rlhf_ray.config.steps import StepsConfig
     from rlhf_ray.data.inspection import KINDS
 
+    class JudgedSteps(Section):
+        steps: StepsConfig
+
     process = kind == "process"
-    written = {name: given.pop(name) for name in set(given) & set(StepsConfig.model_fields) if process}
-    return (_built(KINDS[kind], {**given, "path": path}), _built(StepsConfig, written) if process else None)
+    named = {name: name.removeprefix("steps.") for name in given if process and name.startswith("steps.")}
+    written = {field: given[name] for name, field in named.items()}
+    section = _built(KINDS[kind], {**{name: value for name, value in given.items() if name not in named}, "path": path})
+    return section, _built(JudgedSteps, {"steps": written}).steps if process else None
 
 
 def _built(cls: Any, values: dict[str, Any]) -> Any:

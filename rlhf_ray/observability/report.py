@@ -81,7 +81,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
     title = context.title or run.path.resolve().name
     body = [
-        html.header(_kind(rows, config), title, context.description or _lead(rows), _facts(config),
+        html.header(_kind(rows, config), title, context.description or _lead(rows, summary), _facts(config),
                     (*context.notes, *_endings(summary), *_speed(rows, config))),
         html.tiles(_tiles(rows)),
         html.verdict(changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after")))),
@@ -140,13 +140,20 @@ def _kind(rows: Rows, config: Mapping[str, Any]) -> str:
     return next((kind for room, kind in KINDS.items() if room in rooms), "Run")
 
 
-def _lead(rows: Rows) -> str:
-    """How long the run was: steps, and the time between its first and last rows."""
+def _lead(rows: Rows, summary: Mapping[str, Any]) -> str:
+    """How long the run was: steps, and the time between its first and last rows; of a stage without steps, what it
+    made."""
     if not rows:
-        return "No step has been finished yet."
+        return in_a_sentence(summary) if summary else "No step has been finished yet."
     steps = max(row["step"] for row in rows)
     seconds = sum(series(rows, "time/step")[1]) or rows[-1].get("time", 0) - rows[0].get("time", 0)
     return f"{steps:,} step{'' if steps == 1 else 's'} in {duration(seconds)}."
+
+
+def in_a_sentence(summary: Mapping[str, Any]) -> str:
+    """What a stage without steps says that it did: "Finished in 1 min 43 s: pairs 5177, left out 823."."""
+    counts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in summary.items() if isinstance(value, int))
+    return f"Finished in {duration(summary.get('seconds', 0))}{f': {counts}' if counts else ''}."
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rlhf_ray.observability.advice import diagnosis
 from rlhf_ray.observability.catalogue import readable
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.progress import duration
+from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.waiting import BUSY, COORDINATOR, mean_shares
 
@@ -36,13 +37,15 @@ def status_page(path: Path) -> RenderableType:
     """
     run = RunDirectory(path)
     rows = read_metrics(path)
-    live = _live(run)
+    live, summary = _live(run), _summary(run)
+    if not rows and not live and summary:
+        return Text(f"{path}: {in_a_sentence(summary)}")
     if not rows and not live:
         raise DataError(f"{path} holds no run that has begun: neither {run.metrics.name} nor {run.status.name} is "
                         "there; name the directory that a stage writes (its run.dir)")
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)
-    parts: list[RenderableType] = [Text(_headline(path, live, rows)), Text(_pace(steps, live))]
+    parts: list[RenderableType] = [Text(_headline(path, live, rows, summary)), Text(_pace(steps, live))]
     if shares:
         said = diagnosis(steps, live.get("max_staleness", 0))
         parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(said.limit), Text(said.advice)]
@@ -60,9 +63,19 @@ def _live(run: RunDirectory) -> dict[str, Any]:
         raise DataError(f"{run.status} cannot be read: {error}; remove it, a running stage writes it anew") from error
 
 
-def _headline(path: Path, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def _summary(run: RunDirectory) -> dict[str, Any]:
+    """What a stage that came to its end wrote; {} before."""
+    try:
+        return dict(json.loads(run.summary.read_text())) if run.summary.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{run.summary} cannot be read: {error}; remove it") from error
+
+
+def _headline(path: Path, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
+              summary: Mapping[str, Any]) -> str:
     if not live:
-        return f"{path}: step {rows[-1]['step']}"
+        step = rows[-1]["step"]
+        return f"{path}: step {step} of {summary['steps']}, finished" if "steps" in summary else f"{path}: step {step}"
     where = f"{path}: step {live['step']} of {live['steps']}"
     if ended := live.get("ended"):
         return f"{where}, {ended}"

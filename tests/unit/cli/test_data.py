@@ -42,7 +42,7 @@ def test_prompts_are_counted_measured_and_shown(tmp_path, model):
 
 def test_every_malformed_row_is_named_and_the_others_are_shown(tmp_path, model):
     error, output = inspect(tmp_path, model, [{"prompt": "w2"}, "{torn", {"prompt": 7}, {"prompts": "w2"}])
-    assert error is None
+    assert error.code == 1
     assert "1 rows to use, 3 malformed" in output and "training stops at them" in output
     for wrong in ("line 2: not valid JSON", "line 3: column 'prompt' must be a text", "line 4: no column 'prompt'"):
         assert wrong in output
@@ -67,6 +67,17 @@ def test_judged_steps_show_their_labels_places(tmp_path, model):
     error, output = inspect(tmp_path, model, [row], "--placeholder=w9", "--good=w7", "--bad=w8", "--separator=w6")
     assert error is None and "as process: 1 rows to use" in output
     assert "row 1: 6 tokens, 1 with loss\n  w2 w3«w9»w6 w4 w9" in output
+
+
+def test_fields_may_be_written_as_a_stage_writes_them(tmp_path, model):
+    row = {"question": "w2", "steps": ["w3", "w4"], "labels": [1, None]}
+    names = ["--steps.placeholder=w9", "--steps.good=w7", "--steps.bad=w8", "--steps.separator=w6"]
+    error, output = inspect(tmp_path, model, [row], *names, "--data.prompt=question", "--data.steps=steps")
+    assert error is None and "row 1: 6 tokens, 1 with loss\n  w2 w3«w9»w6 w4 w9" in output
+    error, _ = inspect(tmp_path, model, [row], "--prompt=question")
+    assert "steps.placeholder: is required" in str(error) and "or with --steps.placeholder=..." in str(error)
+    error, output = inspect(tmp_path, model, [{"prompt": "w2"}] * 3, "--kind=prompts", "--column=question")
+    assert output.count("no column 'question'") == 1 and "the right one by prompts.column," in output
 
 
 def test_nothing_to_use_ends_with_code_2_after_saying_why(tmp_path, model):

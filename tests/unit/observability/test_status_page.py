@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_ray.errors import DataError
+from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.status_page import status_page
 
 LIVE = {
@@ -64,6 +65,20 @@ def test_a_silent_run_is_told_from_one_that_ended(shown):
 def test_a_run_of_another_stage_has_its_step_and_pace(shown):
     text = shown(rows=[{"step": 4, "time": 1.0, "time/step": 0.5, "sft/loss": 2.0}])
     assert "step 4" in text and "0.5 s a step" in text and "what to change" not in text
+
+
+def test_a_finished_run_of_another_stage_says_so(shown, tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"stage": "sft", "steps": 4, "rows": 9, "seconds": 3.0}))
+    assert "step 4 of 4, finished" in shown(rows=[{"step": 4, "time": 1.0, "time/step": 0.5, "sft/loss": 2.0}])
+
+
+def test_a_finished_stage_without_steps_says_what_it_made(shown, tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps(
+        {"stage": "preferences", "pairs": 5177, "left_out": 823, "seconds": 103.0, "output": "p.jsonl"}))
+    said = "Finished in 1 min 43 s: pairs 5177, left out 823."
+    assert said in shown()
+    (tmp_path / "config.yaml").write_text("model: {path: m}\n")
+    assert said in write_report(tmp_path).read_text() and "No step" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_directory_without_a_run_is_refused(shown, tmp_path):
