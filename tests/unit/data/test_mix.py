@@ -76,7 +76,8 @@ def test_the_prompt_reader_keeps_both_tables(two, tokenizer_directory):
     assert sum(found["sizes"]) + found["held_out"] == 11 and found["held_out"] == 2
     texts = [set(reader.rows(range(n), table).texts) for n, table in ((9, "training"), (2, HELD_OUT))]
     assert len(texts[0] | texts[1]) == 11
-    assert [report.split(": ")[1] for report in found["reports"]] == ["8 of 8 rows used", "3 of 3 rows used"]
+    assert [report.split(": ")[1] for report in found["reports"]] == [
+        "8 of 8 rows used, 1 of them held out", "3 of 3 rows used, 1 of them held out"]
 
 
 def test_demonstrations_hold_out_the_end_of_each_data_set(write_jsonl, reader):

@@ -65,5 +65,6 @@ def test_token_ids_for_the_same_vocabulary(check, policy):
 
 
 def test_a_column_that_the_prompts_lack(check):
-    with faulty_in_thread() as server, pytest.raises(DataError, match=r"rewards\.far\.columns='label': the first row"):
+    said = r"rewards\.far\.columns='label': .*prompts.jsonl, line 1 \(prompts.path\) has no such column"
+    with faulty_in_thread() as server, pytest.raises(DataError, match=said):
         check(server.url, columns=["label"])
