@@ -57,3 +57,18 @@ def test_the_version_is_printed(command_line):
 
     result = command_line("--version")
     assert (result.code, result.out.strip()) == (0, f"rlhf-ray {version('rlhf-ray')}")
+
+
+def test_preferences_say_what_resuming_means_without_checkpoints(command_line):
+    shown = words(command_line("preferences", "--help").out.replace("│", " "))
+    assert "newest checkpoint" not in shown and "Keep what a finished run left in run.dir" in shown
+    assert "Go on from the newest checkpoint" in words(command_line("ppo", "--help").out.replace("│", " "))
+
+
+def test_what_ppo_is_most_often_tuned_by_is_shown():
+    assert {"algorithm.estimator", "coordinator.samples_per_prompt"} <= set(COMMON["ppo"])
+
+
+@pytest.mark.parametrize("command", STAGES)
+def test_sentences_name_sections_and_no_classes(command):
+    assert not [f.path for f in describe_fields(STAGES[command]) if "Config`" in f.sentence]
