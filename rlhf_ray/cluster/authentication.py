@@ -8,6 +8,8 @@ from rlhf_ray.errors import ClusterError
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """The control service's smallest question."""
 TIMEOUT_S = 10.0
+PROTECTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
+"""What one says that wants a token, or TLS."""
 
 
 def require_token(address: str) -> None:
@@ -28,11 +30,18 @@ def require_token(address: str) -> None:
 
 
 def answers_anybody(address: str) -> bool:
-    """Whether the control service answers a caller that shows no token. One behind TLS does not."""
+    """Whether the control service answers a caller that shows no token. One behind TLS does not.
+
+    Raises:
+        ClusterError: it did not answer in time, so nothing is known.
+    """
     with grpc.insecure_channel(address) as channel:
         ask = channel.unary_unary(ALIVE, request_serializer=bytes, response_deserializer=bytes)
         try:
             ask(b"", timeout=TIMEOUT_S)
-        except grpc.RpcError:
-            return False
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ClusterError(f"the Ray cluster at {address} did not say within {TIMEOUT_S:g} s whether it asks "
+                                   "for a token; try again when it is less busy") from error
+            return error.code() not in PROTECTED
     return True

@@ -33,6 +33,7 @@ class Gathering:
         self._idle = list(range(len(group)))
         self._waiting: deque[tuple[Any, asyncio.Future[Answer]]] = deque()
         self._serving: set[asyncio.Task[None]] = set()
+        self._lingering = 0
 
     async def ask(self, ref: Any) -> Answer:
         """The model's answer about one record, in company if there is some; the call's failure is raised."""
@@ -42,15 +43,18 @@ class Gathering:
         return await answer
 
     def _serve_on(self) -> None:
-        """Let an idle worker serve those who wait, unless one is about to."""
-        if self._waiting and self._idle:
+        """Let an idle worker serve those who wait, unless as many are about to."""
+        if self._idle and len(self._waiting) > self._lingering:
+            self._lingering += 1
             task = asyncio.create_task(self._serve(self._idle.pop(0)))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
     async def _serve(self, rank: int) -> None:
         await asyncio.sleep(LINGER_S)
-        asked = [self._waiting.popleft() for _ in range(min(MOST, len(self._waiting)))]
+        share = -(-len(self._waiting) // self._lingering)  # with the others that are about to
+        self._lingering -= 1
+        asked = [self._waiting.popleft() for _ in range(min(MOST, share))]
         try:
             if asked:
                 await self._call(rank, asked)

@@ -70,7 +70,8 @@ class Coordinator:
     async def _step_or_stop(self) -> None:
         """One step; when asked to stop, a checkpoint instead. Chunks under way are in it, and are made again."""
         began, received = self.team.clock.now(), traffic.received
-        lease = await self.stop.unless_asked(self.pipeline.next_batch())
+        # A batch that is ready would be given first, time and again.
+        lease = None if self.stop.requested else await self.stop.unless_asked(self.pipeline.next_batch())
         if lease is not None:
             await self._step(lease, began, received)
             return
@@ -86,8 +87,10 @@ class Coordinator:
         with self.pipeline.route.forward_passes_held():
             policy, critic = await self._learn(lease)
             summaries = self._acknowledge(lease)
+            too_old = self.buffer.evict(self.state.step)
             published = await self.weights.publish(self.state.step)
         self.pipeline.version = self.state.step
+        self.pipeline.make_again(too_old)
         if not self._pauses:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, policy, critic, version, coef, published, traffic.received - received, began,
@@ -139,7 +142,6 @@ class Coordinator:
         self.state.observe_scores(np.concatenate([s.scores for s in summaries]))
         self.state.step += 1
         self.state.samples += lease.samples
-        self.pipeline.make_again(self.buffer.evict(self.state.step))
         return summaries
 
     def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:
@@ -179,7 +181,7 @@ class Coordinator:
 
     @property
     def _pauses(self) -> bool:
-        """Whether an evaluation or a checkpoint follows this step; new work starts after it."""
+        """Whether an evaluation or a checkpoint follows this step; new batches are begun after it."""
         return self._due(self.config.checkpoint.every) or (
             self.config.evaluation is not None and self._due(self.config.evaluation.every))
 

@@ -44,7 +44,8 @@ class TrainEngine:
         if config.gradient_checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._partly_frozen = _leave_out_frozen(module)
-        stage = _useful_stage(config, self.world)
+        self._training: bool | None = None
+        stage = self._stage = _useful_stage(config, self.world)
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=_adamw(module, config), config=_deepspeed_config(config, stage),
             dist_init_required=False,
@@ -130,8 +131,10 @@ class TrainEngine:
         """Take back what `save` wrote, for the same number of ranks.
 
         Raises:
-            CheckpointError: there is nothing of this engine in `directory`, or more than a checkpoint may hold.
+            CheckpointError: there is nothing of this engine in `directory`, or more than a checkpoint may hold, or it
+                was saved at another ZeRO stage.
         """
+        self._check_stage(directory)
         # DeepSpeed answers a missing folder with an assertion of its own.
         found = (directory / "engine").is_dir()
         path, client = self.engine.load_checkpoint(
@@ -139,6 +142,14 @@ class TrainEngine:
         if path is None:
             raise CheckpointError(f"{directory} holds no learner state to load")
         self.optimizer_steps = int(client["optimizer_steps"])
+
+    def _check_stage(self, directory: Path) -> None:
+        """DeepSpeed takes another stage's files for weights without an optimizer, and says nothing."""
+        sharded = any((directory / "engine").glob("*zero_pp_rank_*_optim_states.pt"))
+        if (directory / "engine").is_dir() and sharded != (self._stage > 0):
+            raise CheckpointError(f"{directory} was saved {'with' if sharded else 'without'} ZeRO's shards, and this "
+                                  f"run has stage {self._stage}: set zero_stage and offload_optimizer back, or begin a "
+                                  "new run. (One rank below stage 3 keeps no shards.)")
 
     def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and full shape of every parameter of the inner model, tied ones once, in a fixed order."""
@@ -158,8 +169,9 @@ class TrainEngine:
 
     def _train(self, mode: bool) -> None:
         """Tell all layers whether they are being trained; there are many, and mostly they know."""
-        if self.engine.training is not mode:
+        if self._training is not mode:  # what the engine says of itself is not what its layers are told
             self.engine.train(mode)
+            self._training = mode
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type if hasattr(self.device, "type") else "cpu", dtype=torch.bfloat16,

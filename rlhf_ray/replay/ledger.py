@@ -88,6 +88,8 @@ class Ledger:
                        (LOST,))
             db.execute(f"DELETE {UNMADE}")
             db.executemany("INSERT OR IGNORE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", lost)
+            db.execute("UPDATE samples SET attempt = 1 + (SELECT count(*) FROM attempts AS a WHERE (a.epoch, a.row, "
+                       "a.sample) = (samples.epoch, samples.row, samples.sample)) WHERE state = ?", (State.SCORED,))
         return ledger
 
     def lease(self, keys: Iterable[SampleKey], version: int) -> None:
@@ -191,7 +193,11 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     try:
         check_ledger(db, path)
     except sqlite3.Error as error:
+        db.close()
         raise LedgerError(f"{path} cannot be read: {error}") from error
+    except LedgerError:
+        db.close()
+        raise
     return db
 
 

@@ -191,6 +191,7 @@ def _geometry(config: PPOConfig) -> dict[str, int | str]:
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
         "policy.workers": config.policy.workers, "policy.zero_stage": config.policy.zero_stage,
+        "training on the update's own forward pass (see PPOConfig)": config.trains_on_own_forward,
     }
     if config.shares_backbone:
         numbers |= {"critic.backbone": config.critic.backbone}
@@ -205,7 +206,8 @@ async def _resume(coordinator: Coordinator, store: CheckpointStore, resume_at: i
     if found is None:
         return
     open_places = await coordinator.recovery.restore(found[1])
-    await coordinator.weights.publish(coordinator.state.step)
+    if coordinator.state.step:  # version 0 is what they loaded
+        await coordinator.weights.publish(coordinator.state.step)
     coordinator.progress.note(f"resuming after step {coordinator.state.step}")
     coordinator.pipeline.start_again(open_places)
     if (said := await coordinator.best.resume(coordinator.state.step)) is not None:

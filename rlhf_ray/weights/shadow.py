@@ -123,6 +123,7 @@ def twin_of(layer: nn.Module, given: dict[str, Any] | None = None) -> Twin:
     for name, shape in shapes.items():
         parameter = (given or {}).get(name)
         if parameter is None:
-            parameter = materialize_meta_tensor(restore_layer_refs(shape, double))
+            # Bound to the layer: what is bound to a double would keep the weights that it ends with alive.
+            parameter = restore_layer_refs(materialize_meta_tensor(shape), layer)
         double.register_parameter(name, parameter)
     return Twin(layer, double, {})

@@ -187,6 +187,20 @@ def test_a_request_to_stop_is_met_after_the_step_with_a_checkpoint(ppo_config, s
     assert run.events[-2:] == ["publish 2", "save 2"]
 
 
+def test_a_request_is_met_although_the_next_batch_is_ready(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=50, staleness=3), summary, stop_after=2)
+    publish = run.coordinator.weights.publish
+
+    async def slowly(version):  # the lead fills up meanwhile
+        await asyncio.sleep(0.1)
+        return await publish(version)
+
+    run.coordinator.weights.publish = slowly
+    with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 2 of 50"):
+        run.go()
+    assert run.world.buffer.stats().samples_ready >= 4
+
+
 def test_a_request_in_the_last_step_changes_nothing(ppo_config, summary):
     assert Run(ppo_config(prompts=4, steps=2), summary, stop_after=2).go()[-1] == "save 2"
 

@@ -26,6 +26,7 @@ class TwoWeights(torch.nn.Module):
             self.model.weight.copy_(torch.tensor([[1.0, 2.0]]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.told = self.model.training
         return self.model(x)
 
 
@@ -42,6 +43,26 @@ class NaNGradient(torch.autograd.Function):
 def engine(zero_stage: int = 1) -> TrainEngine:
     optimizer = OptimizerConfig(learning_rate=0.1, warmup_steps=2, betas=(0.9, 0.99))
     return TrainEngine(TwoWeights(), LearnerConfig(optimizer=optimizer, zero_stage=zero_stage), total_steps=10)
+
+
+def modes(it: TrainEngine) -> list[bool]:
+    """Whether layers that were loaded for use, as transformers loads them, are told of training in each pass."""
+    it.module.model.eval()
+    found = []
+    for work in (it.forward, it.infer, it.infer, it.forward, it.forward):
+        work(X)
+        found.append(it.module.told)
+    return found
+
+
+def other_stage(folder: Path) -> str:
+    """What loading the shards of stage 3 into an engine without any says."""
+    engine(3).save(folder)
+    try:
+        engine(0).load(folder)
+    except RLHFError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def weights(it: TrainEngine) -> list[float]:
@@ -111,6 +132,7 @@ def main(folder: Path) -> dict[str, Any]:
         "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
         "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
         "nan_loss": failing_step(lambda y: y * float("nan")), "nan_gradient": failing_step(NaNGradient.apply),
+        "modes": modes(engine()), "other_stage": other_stage(folder / "other"),
         "poisoned": [poisoned(folder / f"stage_{stage}", stage) for stage in range(4)],
         "nan_gradient_unsharded": failing_step(NaNGradient.apply, zero_stage=0),
     }

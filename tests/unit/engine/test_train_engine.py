@@ -56,6 +56,14 @@ def test_a_checkpoint_with_a_call_in_it_is_refused_and_the_call_never_made(told,
         assert what.startswith("CheckpointError: ") and name in what and "was not read" in what and "io.open" in what
 
 
+def test_layers_are_told_when_they_are_trained_whatever_they_were_told_before(told):
+    assert told["modes"] == [True, False, False, True, True]
+
+
+def test_shards_of_another_stage_are_refused(told):
+    assert told["other_stage"].startswith("CheckpointError: ") and "set zero_stage" in told["other_stage"]
+
+
 def test_inference_builds_no_graph(told):
     assert told["graph"] is False
 

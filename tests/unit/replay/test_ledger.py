@@ -106,6 +106,19 @@ def test_a_resumed_run_goes_on_from_the_copy_and_remembers_what_was_lost(ledger,
     assert not wrong(again.path)
 
 
+def test_whole_experience_that_was_given_up_after_the_copy_goes_on_under_a_number_of_its_own(ledger, tmp_path):
+    ledger.lease(keys(0, 3), 0)
+    ledger.generated(keys(0, 3), "generator/0")
+    ledger.scored(keys(0, 3), 0)
+    ledger.save(tmp_path / "copy.sqlite")
+    ledger.give_up(keys(0), "stale")
+    again = Ledger.resume(ledger.path, tmp_path / "copy.sqlite", FACTS)
+    assert {row[:2] for row in again._db.execute("SELECT row, attempt FROM samples")} == {(0, 2), (3, 1)}
+    assert not wrong(again.path)
+    again.give_up(keys(0), "stale again")
+    again.consumed(keys(3), 1)
+
+
 @pytest.mark.parametrize("damage", ["gone", "garbage"])
 def test_a_lost_or_damaged_file_beside_a_whole_copy_costs_nothing_that_counts(ledger, tmp_path, damage):
     trained(ledger, keys(0, 3), 1)
