@@ -55,8 +55,8 @@ def recommend(shares: Shares, max_staleness: int, publish_share: float = 0.0) ->
     if limit is None:
         return "nothing was measured yet"
     if publish_share > NOTICEABLE:
-        return (f"publishing weights takes {publish_share:.0%} of the time: larger weights.bucket_mb, or more learning "
-                "per version (coordinator.prompts_per_step)")
+        return (f"publishing weights takes {publish_share:.0%} of the time: more learning per version "
+                "(coordinator.prompts_per_step), or adapters (policy.lora), whose untouched layers are not sent")
     nobody = min(share.get(COORDINATOR, 0.0) for share in shares.values())
     if nobody > NOTICEABLE:
         return (f"for {nobody:.0%} of the time no role works: larger chunks (generator.chunk) or larger steps "
