@@ -58,13 +58,14 @@ class Coordinator:
             RunInterrupted: asked to stop; everything done so far is in a checkpoint.
         """
         self.stop.can_save = True
-        gc.freeze()  # modules and configuration stay to the end: no use in looking through them for garbage
+        gc.freeze()  # modules and configuration outlive the loop: no use in looking through them for garbage
         try:
             if self.state.unmeasured and await self._evaluate():
                 await self._keep_best()
             while not self._ended:
                 await self._step_or_stop()
         finally:
+            gc.unfreeze()
             await self.pipeline.close()
 
     async def _step_or_stop(self) -> None:
