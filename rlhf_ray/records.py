@@ -121,6 +121,11 @@ class SampleKey:
     row: int
     sample: int
 
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """The three as they are written down; `SampleKey(*numbers)` is the key again."""
+        return self.epoch, self.row, self.sample
+
 
 @dataclass(frozen=True)
 class Prompts(Ragged):

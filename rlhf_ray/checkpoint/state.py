@@ -80,7 +80,7 @@ def save_records(path: Path, record: Ragged) -> None:
             arrays[f.name] = value
         elif value and all(isinstance(item, SampleKey) for item in value):
             header["keys"].append(f.name)
-            arrays[f.name] = np.array([(k.epoch, k.row, k.sample) for k in value], dtype=np.int64).reshape(-1, 3)
+            arrays[f.name] = np.array([key.numbers for key in value], dtype=np.int64).reshape(-1, 3)
         else:
             header["lists"][f.name] = _to_json(value, f"{type(record).__name__}.{f.name}")
     for name, array in arrays.items():

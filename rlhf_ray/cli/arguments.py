@@ -1,8 +1,8 @@
-"""Takes a stage's command-line arguments apart: the configuration file, and overrides."""
+"""Arguments that several commands take: a stage's configuration file and overrides, a run's directory."""
 
 from pathlib import Path
 
-from rlhf_ray.errors import ConfigError
+from rlhf_ray.errors import ConfigError, DataError
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -27,3 +27,13 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
             raise ConfigError(f"unexpected argument {fields[0]!r}; a field is changed by --{fields[0]}")
         raise ConfigError(f"one configuration file at a time; got {' and '.join(files)}")
     return (Path(files[0]) if files else None), overrides
+
+
+def require_run(run: Path) -> None:
+    """Refuse a RUN that is no directory.
+
+    Raises:
+        DataError: naming it.
+    """
+    if not run.is_dir():
+        raise DataError(f"there is no run directory {run}; name the one that a stage wrote (its run.dir)")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.errors import DataError
+from rlhf_ray.cli.arguments import require_run
 
 if TYPE_CHECKING:
     import sqlite3
@@ -25,8 +25,7 @@ def ledger(
     every sample committed once or quarantined with a reason, updates without a gap and each of one whole batch,
     staleness within its bound, every row visited in an epoch before the next begins.
     """
-    if not run.is_dir():
-        raise DataError(f"there is no run directory {run}; name the one that a stage wrote (its run.dir)")
+    require_run(run)
     from rlhf_ray.observability.run_directory import RunDirectory
     from rlhf_ray.replay.audit import require_sound
     from rlhf_ray.replay.ledger import open_for_reading

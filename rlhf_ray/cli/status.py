@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf_ray.errors import DataError
+from rlhf_ray.cli.arguments import require_run
 
 
 def status(
@@ -17,8 +17,7 @@ def status(
 
     It reads the run's directory alone, so it works from any machine that sees it, during the run and after.
     """
-    if not run.is_dir():
-        raise DataError(f"there is no run directory {run}; name the one that a stage wrote (its run.dir)")
+    require_run(run)
     from rich.console import Console
     from rich.live import Live
 

@@ -52,6 +52,7 @@ class Evaluator:
         """One chunk, measured; what was measured stays in the object store."""
         team = self._pipeline.team
         async with self._room:  # deadlines run from the call on, so a long queue must wait here
-            scored = await self._pipeline.score(keys, self.config.seed, self._prompts, self.config.sampling)
+            scored = await self._pipeline.route.score(
+                keys, self.config.seed, self._prompts, self.config.sampling)
             return await team.done(team.assembler.call(
                 0, "measure", keep_texts, scored.rollout.ref, scored.reward.ref, scored.reference.ref), "evaluate")

@@ -9,10 +9,9 @@ import asyncio
 from typing import Any, NamedTuple
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import PromptSource
-from rlhf_ray.coordinator.route import Route, Scored
+from rlhf_ray.coordinator.route import Route
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import BufferError
@@ -126,7 +125,7 @@ class Pipeline:
     def _start(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         self.state.in_flight[reservation.order] = keys
         self._generating += len(keys)
-        self.ledger.lease(keys, self.state.step)
+        self.ledger.lease(keys, self.version)
         task = asyncio.create_task(self._make(reservation, keys), name=f"chunk {reservation.order}")
         self._running[task] = reservation
         task.add_done_callback(self._over.put_nowait)
@@ -153,8 +152,8 @@ class Pipeline:
             self.ledger.give_up(keys, f"{outcome}: made by version {summary.min_version}, finished at version "
                                 f"{self.state.step}")
             self._generating += len(keys)
-            self.ledger.lease(keys, self.state.step)
             again = self.buffer.reserve_again(reservation.samples, self.version)
+            self.ledger.lease(keys, self.version)
             if reservation.order in self._with_texts:
                 self._with_texts = self._with_texts - {reservation.order} | {again.order}
             self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
@@ -173,9 +172,3 @@ class Pipeline:
 
     def _note(self, reservation: Reservation, doing: str) -> None:
         self.stations[reservation.order] = Station(reservation, doing, self.team.clock.now())
-
-    async def score(
-        self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None = None
-    ) -> Scored:
-        """Generate a chunk and have it scored by the frozen models, beside what is under way; see `Route.score`."""
-        return await self.route.score(keys, seed, source, sampling)

@@ -96,4 +96,4 @@ def summary_of(state: dict[str, Any]) -> ExperienceSummary:
 
 
 def _plain(keys: list[SampleKey]) -> list[list[int]]:
-    return [[k.epoch, k.row, k.sample] for k in keys]
+    return [list(key.numbers) for key in keys]

@@ -134,11 +134,12 @@ class TrainEngine:
             CheckpointError: there is nothing of this engine in `directory`, or more than a checkpoint may hold, or it
                 was saved at another ZeRO stage.
         """
-        self._check_stage(directory)
         # DeepSpeed answers a missing folder with an assertion of its own.
-        found = (directory / "engine").is_dir()
-        path, client = self.engine.load_checkpoint(
-            str(directory), tag="engine", load_module_strict=not self._partly_frozen) if found else (None, {})
+        path, client = None, {}
+        if (directory / "engine").is_dir():
+            self._check_stage(directory)
+            path, client = self.engine.load_checkpoint(
+                str(directory), tag="engine", load_module_strict=not self._partly_frozen)
         if path is None:
             raise CheckpointError(f"{directory} holds no learner state to load")
         self.optimizer_steps = int(client["optimizer_steps"])
@@ -146,7 +147,7 @@ class TrainEngine:
     def _check_stage(self, directory: Path) -> None:
         """DeepSpeed takes another stage's files for weights without an optimizer, and says nothing."""
         sharded = any((directory / "engine").glob("*zero_pp_rank_*_optim_states.pt"))
-        if (directory / "engine").is_dir() and sharded != (self._stage > 0):
+        if sharded != (self._stage > 0):
             raise CheckpointError(f"{directory} was saved {'with' if sharded else 'without'} ZeRO's shards, and this "
                                   f"run has stage {self._stage}: set zero_stage and offload_optimizer back, or begin a "
                                   "new run. (One rank below stage 3 keeps no shards.)")

@@ -98,7 +98,7 @@ class Ledger:
             db.executemany(
                 "INSERT INTO samples (epoch, row, sample, attempt, state, version) VALUES (?1, ?2, ?3, 1 + (SELECT "
                 "count(*) FROM attempts WHERE epoch = ?1 AND row = ?2 AND sample = ?3), ?4, ?5)",
-                [(*_plain(key), State.LEASED, version) for key in keys])
+                [(*key.numbers, State.LEASED, version) for key in keys])
 
     def generated(self, keys: Iterable[SampleKey], worker: str) -> None:
         """`worker` has drawn the responses."""
@@ -118,7 +118,7 @@ class Ledger:
 
     def give_up(self, keys: Iterable[SampleKey], reason: str) -> None:
         """The present attempt at these samples is over without success; they count as never admitted until leased."""
-        plain = [(*_plain(key), reason) for key in keys]
+        plain = [(*key.numbers, reason) for key in keys]
         with self._writing() as db:
             moved = db.executemany(
                 "INSERT INTO attempts SELECT epoch, row, sample, attempt, state, worker, ?4 FROM samples WHERE "
@@ -153,7 +153,7 @@ class Ledger:
 
     def _move(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], column: str, value: Any) -> None:
         """Bring samples from one of the states `since` to the next, and set one column."""
-        rows = [(value, to, *_plain(key), *since) for key in keys]
+        rows = [(value, to, *key.numbers, *since) for key in keys]
         marks = ", ".join("?" * len(since))
         with self._writing() as db:
             changed = db.executemany(f"UPDATE samples SET {column}, state = ? WHERE epoch = ? AND row = ? AND "
@@ -235,7 +235,3 @@ def _attempts_beyond(path: Path, copy: Path) -> list[tuple[Any, ...]]:
 
 def _uri(path: Path, mode: str) -> str:
     return f"{path.absolute().as_uri()}?mode={mode}"
-
-
-def _plain(key: SampleKey) -> tuple[int, int, int]:
-    return key.epoch, key.row, key.sample

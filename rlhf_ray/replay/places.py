@@ -150,7 +150,7 @@ class Places:
 
 
 def _entry_state(entry: Entry) -> dict[str, Any]:
-    keys = [[key.epoch, key.row, key.sample] for key in entry.keys]
+    keys = [list(key.numbers) for key in entry.keys]
     return {"order": entry.order, "keys": keys, "min_version": entry.min_version, "nbytes": entry.nbytes}
 
 

@@ -77,7 +77,7 @@ class StandInPipeline:
             n = len(keys)
             return part([k.row for k in keys], [1] * n, [True] * n, range(n), [], [0] * n, [0] * n, texts=texts)
 
-        self.team = team_of(assembler=measure)
+        self.team, self.route = team_of(assembler=measure), self
 
     async def score(self, keys, seed, prompts, sampling):
         self.asked.append((keys, seed, prompts.name, sampling))
