@@ -74,7 +74,7 @@ async def publishing_team(learner: ModelConfig, generator: ModelConfig) -> Async
         )
         generators, learners = groups
         try:
-            await asyncio.gather(generators.values("start"), start_learners(learners, TIMEOUT_S))
+            await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
             yield Team(generators=generators, reference=None, reward=generators, assembler=generators,
                        policy=learners, critic=None, clock=StepClock())
             await asyncio.gather(generators.values("stop"), learners.values("leave"))

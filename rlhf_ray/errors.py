@@ -4,6 +4,8 @@ Every error we raise on purpose derives from `RLHFError`. The command line print
 traceback, and exits with `exit_code`. `retryable` says whether doing the same thing again may succeed.
 """
 
+from typing import Literal
+
 
 class RLHFError(Exception):
     """Base of all errors with a message meant for a person."""
@@ -68,6 +70,30 @@ class WorkerError(RLHFError):
     """A worker process that died, hung past its deadline, or could not be placed; names role, rank and call."""
 
     retryable = True
+
+
+class WorkerBroken(WorkerError):
+    """A worker says of itself that it lives and cannot work any more: what it runs on died. It must be restarted."""
+
+
+class WorkerLost(WorkerError):
+    """A call that its worker will not answer. Not the role's own error: another worker, or the next one, may answer."""
+
+    role: str = ""
+    rank: int = -1
+    incarnation: int = 0
+    """Which process of that rank, counted from 1."""
+    method: str = ""
+    kind: Literal["died", "hung", "broke", "result", "stale"] = "died"
+    """The process is gone; it did not answer or made no progress in time; it says that it cannot work any more; its
+    result, or an argument, is not in the object store any more; it answered after it had been given up."""
+    age_s: float = 0.0
+    """Seconds from the call to the end of hope."""
+
+    @property
+    def worker(self) -> str:
+        """Readable name of the worker, e.g. "generator/1"."""
+        return f"{self.role}/{self.rank}"
 
 
 class ClusterError(RLHFError):

@@ -2,13 +2,16 @@
 
 import asyncio
 import pickle
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rlhf_ray.errors import RLHFError, WorkerError
+from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError, WorkerLost
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,35 @@ class Traffic:
 traffic = Traffic()
 
 
+class Fence:
+    """Around one incarnation of a worker. Once closed, nothing that it says counts, and nobody waits for it."""
+
+    def __init__(self, incarnation: int = 1) -> None:
+        self.incarnation = incarnation
+        """Which process of its rank the worker is, counted from 1."""
+        self.closed: str | None = None
+        """Why, if it is."""
+        self._waiting: set[asyncio.Timeout] = set()
+
+    def close(self, reason: str) -> None:
+        """Give the worker up: waits for it end now. For the event loop's thread; the first reason stays."""
+        self.closed = self.closed or reason
+        for deadline in self._waiting:
+            if not deadline.expired():
+                deadline.reschedule(0.0)
+
+    @contextmanager
+    def around(self, deadline: asyncio.Timeout) -> Iterator[None]:
+        """A wait that ends early when the worker is given up."""
+        self._waiting.add(deadline)
+        if self.closed is not None:
+            deadline.reschedule(0.0)
+        try:
+            yield
+        finally:
+            self._waiting.discard(deadline)
+
+
 @dataclass(frozen=True)
 class Call:
     """A call under way. Pass `ref` (or `refs`) on to other workers; await `done` or `value`."""
@@ -46,6 +78,8 @@ class Call:
     timeout_s: float
     started: float
     """By the event loop's clock, which is `time.monotonic`."""
+    fence: Fence = field(default_factory=Fence)
+    """Of the incarnation that was called."""
 
     @property
     def worker(self) -> str:
@@ -62,7 +96,8 @@ class Call:
 
         Raises:
             RLHFError: the role's own error, as raised in the worker.
-            WorkerError: the worker died, hung past the deadline, or failed in a way it has no words for.
+            WorkerLost: the worker died, hung past the deadline or was given up, or a result is not there any more.
+            WorkerError: the role failed in a way it has no words for.
         """
         timing: Timing = await self._fetch(self.timing)
         traffic.received += TIMING_BYTES
@@ -77,24 +112,44 @@ class Call:
     async def _fetch(self, ref: ray.ObjectRef) -> Any:
         at_least = asyncio.get_running_loop().time() + GRACE_S
         try:
-            async with asyncio.timeout_at(max(self.started + self.timeout_s, at_least)):
-                return await ref
+            async with asyncio.timeout_at(max(self.started + self.timeout_s, at_least)) as deadline:
+                with self.fence.around(deadline):
+                    value = await ref
         except RayTaskError as error:
             raise self._told_by_worker(error) from error
         except RayActorError as error:
-            raise WorkerError(f"{self.worker} died in {self.method}: {_first_line(error)}") from error
+            raise self._lost("died", f"{self.worker} died in {self.method}: {_first_line(error)}") from error
         except RayError as error:
-            raise WorkerError(f"the result of {self.method} of {self.worker} was lost: {_first_line(error)}") from error
+            raise self._lost("result", f"the result of {self.method} of {self.worker} was lost: "
+                             f"{_first_line(error)}") from error
         except TimeoutError:
-            raise WorkerError(f"{self.worker} did not answer {self.method} within {self.timeout_s:g} s "
-                              "(cluster.call_timeout_s)") from None
+            raise self._lost("hung", f"{self.worker} did not answer {self.method} within {self.timeout_s:g} s "
+                             "(cluster.call_timeout_s)") from None
+        if self.fence.closed is not None:
+            raise self._lost("stale", "")
+        return value
+
+    def _lost(self, kind: Literal["died", "hung", "broke", "result", "stale"], message: str) -> WorkerLost:
+        """The error; where the worker was given up before, that is the reason."""
+        age_s = time.monotonic() - self.started
+        if self.fence.closed is not None:
+            kind, message = "stale", (f"{self.worker} was given up while {self.method} was under way for {age_s:.1f} s:"
+                                      f" {self.fence.closed}")
+        error = WorkerLost(message)
+        error.role, error.rank, error.incarnation = self.role, self.rank, self.fence.incarnation
+        error.method, error.kind, error.age_s = self.method, kind, age_s
+        return error
 
     def _told_by_worker(self, error: RayTaskError) -> RLHFError:
         cause: BaseException = error
         while isinstance(cause, RayTaskError) and cause.cause is not None and cause.cause is not cause:
             cause = cause.cause
+        if isinstance(cause, WorkerBroken):
+            return self._lost("broke", str(cause))
         if isinstance(cause, RLHFError):
             return cause
+        if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
+            return self._lost("result", f"an argument of {self.method} of {self.worker} was lost: {_first_line(cause)}")
         return WorkerError(f"{self.worker} failed in {self.method}: {type(cause).__name__}: {cause}\n{error}")
 
 

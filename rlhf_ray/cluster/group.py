@@ -11,8 +11,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_ray.cluster.calls import Call, Timing
+from rlhf_ray.cluster.calls import Call, Fence, Timing
 from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node, own_processes
 from rlhf_ray.config.run import PlacementConfig
 
 
@@ -29,34 +30,64 @@ class WorkerGroup:
         environment: Mapping[str, str],
         call_timeout_s: float,
     ) -> None:
-        """Spawn the workers. Returns at once; `call_all("start")` is the first thing that waits for them.
+        """Spawn the workers. Returns at once; `start` is the first thing that waits for them.
 
         Args:
-            role: name in the dashboard; workers are called `role/rank`.
+            role: name in the dashboard; workers are called `role/rank`, a rank's later processes `role/rank (2)`.
             cls: the role's class.
             arguments: keyword arguments of the class for each rank.
             environment: variables of the worker processes, set before they import anything.
         """
         self.role = role
         self.call_timeout_s = call_timeout_s
-        self._handles = [
-            _actor_class(cls)
-            .options(
-                name=f"{role}/{rank}",
-                num_cpus=placement.cpus,
-                num_gpus=placement.gpus,
-                max_concurrency=1000 if _is_async(cls) else 1,
-                enable_task_events=False,  # a quarter of the driver's bytes; `under_way` of the step clock says as much
-                scheduling_strategy=PlacementGroupSchedulingStrategy(pools.group(placement.pool)),
-                runtime_env={"env_vars": _environment(placement, environment)},
-            )
-            .remote(**arguments(rank))
-            for rank in range(placement.workers)
-        ]
-        self._methods: dict[tuple[int, int], Any] = {}
+        self._class, self._placement, self._pools = _actor_class(cls), placement, pools
+        self._concurrency = 1000 if _is_async(cls) else 1
+        self._arguments, self._environment = arguments, _environment(placement, environment)
+        self._workers = [self._spawned(rank, 1) for rank in range(placement.workers)]
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._workers)
+
+    def incarnation(self, rank: int) -> int:
+        """Which process of that rank is the present one, counted from 1."""
+        return self._workers[rank].fence.incarnation
+
+    def processes(self, rank: int) -> Processes | None:
+        """The worker's processes, as it named them when it had started; None before."""
+        return self._workers[rank].processes
+
+    async def start(self, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call every role's `start`; what they return, in rank order. Same errors as `values`."""
+        return list(await asyncio.gather(*(self.start_one(rank, *args, timeout_s=timeout_s)
+                                           for rank in range(len(self)))))
+
+    async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call one role's `start`, and note its processes, so that they can be killed whatever state they are in."""
+        worker = self._workers[rank]
+        started = await self.call(rank, "start", *args, timeout_s=timeout_s).value()
+        processes = self.call(rank, "own_processes", timeout_s=timeout_s)
+        worker.processes = await processes.value()
+        return started
+
+    def give_up(self, rank: int, reason: str) -> None:
+        """Wait for no answer of a rank's present process any more, and refuse those that come: calls under way fail
+        with `reason`."""
+        self._workers[rank].fence.close(reason)
+
+    async def respawn(self, rank: int, reason: str = "it was restarted") -> None:
+        """End a rank's processes for certain, and spawn its successor in their place: the same class in the same pool
+        with the same arguments, whose incarnation is one more. It is not started.
+
+        Args:
+            reason: what calls under way, and calls to the old process, fail with.
+        """
+        old = self._workers[rank]
+        old.fence.close(reason)
+        if old.processes is not None:  # before Ray does: it would kill what cleans up after them, too
+            await kill_on_their_node(old.processes)
+        ray.kill(old.handle)
+        if self._workers[rank] is old:
+            self._workers[rank] = self._spawned(rank, old.fence.incarnation + 1)
 
     def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
         """Call one worker. Object references among `args` arrive as their values; results stay in the store.
@@ -65,14 +96,10 @@ class WorkerGroup:
             outputs: how many values the method returns as a tuple, each to become an object of its own.
             timeout_s: deadline, where it is another than the group's.
         """
-        *refs, timing = self._timed_call(rank, outputs + 1).remote(method, outputs, *args)
-        return Call(self.role, rank, method, tuple(refs), timing, timeout_s or self.call_timeout_s, time.monotonic())
-
-    def _timed_call(self, rank: int, returns: int) -> Any:
-        """The worker's one method, with options that Ray checks but once."""
-        if (rank, returns) not in self._methods:
-            self._methods[rank, returns] = self._handles[rank].timed_call.options(num_returns=returns)
-        return self._methods[rank, returns]
+        worker = self._workers[rank]
+        *refs, timing = worker.timed_call(outputs + 1).remote(method, outputs, *args)
+        return Call(self.role, rank, method, tuple(refs), timing, timeout_s or self.call_timeout_s, time.monotonic(),
+                    worker.fence)
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
         """The same call to every worker, in rank order."""
@@ -84,9 +111,40 @@ class WorkerGroup:
         return list(await asyncio.gather(*(call.value() for call in calls)))
 
     def kill(self) -> None:
-        """End the worker processes now."""
-        for handle in self._handles:
-            ray.kill(handle)
+        """End the worker processes now, stopped ones too, with all that they have started."""
+        for worker in self._workers:
+            ray.kill(worker.handle)
+        here = [worker.processes for worker in self._workers if worker.processes and is_here(worker.processes)]
+        kill(member for processes in here for member in processes.members)
+
+    def _spawned(self, rank: int, incarnation: int) -> "_Worker":
+        # Ray frees the name of a killed actor some time later, so the next one has another.
+        name = f"{self.role}/{rank}" if incarnation == 1 else f"{self.role}/{rank} ({incarnation})"
+        options = self._class.options(
+            name=name,
+            num_cpus=self._placement.cpus,
+            num_gpus=self._placement.gpus,
+            max_concurrency=self._concurrency,
+            enable_task_events=False,  # a quarter of the driver's bytes; `under_way` of the step clock says as much
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._pools.group(self._placement.pool)),
+            runtime_env={"env_vars": self._environment},
+        )
+        return _Worker(options.remote(**self._arguments(rank)), Fence(incarnation))
+
+
+class _Worker:
+    """One process of a rank."""
+
+    def __init__(self, handle: Any, fence: Fence) -> None:
+        self.handle, self.fence = handle, fence
+        self.processes: Processes | None = None
+        self._methods: dict[int, Any] = {}
+
+    def timed_call(self, returns: int) -> Any:
+        """The worker's one method, with options that Ray checks but once."""
+        if returns not in self._methods:
+            self._methods[returns] = self.handle.timed_call.options(num_returns=returns)
+        return self._methods[returns]
 
 
 def _is_async(cls: type) -> bool:
@@ -114,7 +172,8 @@ def _actor_class(cls: type) -> Any:
             with imports_spared(method):
                 return outcome(getattr(self, method)(*args), outputs, began)
 
-    members = {"timed_call": timed_call, "node_host": _node_host, "__doc__": cls.__doc__}
+    members = {"timed_call": timed_call, "node_host": _node_host, "own_processes": own_processes,
+               "__doc__": cls.__doc__}
     return ray.remote(type(cls.__name__, (cls,), members))
 
 

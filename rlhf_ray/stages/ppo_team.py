@@ -91,7 +91,7 @@ async def start_team(
     sources, started, *_ = await asyncio.gather(
         _read_prompts(config, reader, progress),
         asyncio.gather(*(start_learners(group, limit) for group in learners)),
-        asyncio.gather(*(group.values("start", timeout_s=limit) for group in frozen)),
+        asyncio.gather(*(group.start(timeout_s=limit) for group in frozen)),
         hand_out_pretraining_text(config, place, team, progress),
     )
     for group, sizes in zip(learners, started, strict=True):
@@ -102,7 +102,7 @@ async def start_team(
 async def _read_prompts(
     config: PPOConfig, reader: WorkerGroup, progress: StageProgress
 ) -> tuple[PromptSource, PromptSource | None]:
-    await reader.values("start")
+    await reader.start()
     training = await PromptSource.open(reader, "training", config.prompts)
     for report in training.reports:
         progress.note(report)

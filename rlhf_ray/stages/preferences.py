@@ -84,7 +84,7 @@ class _Sampler:
     async def start(cls, config: PreferencesStageConfig, place: Workplace) -> "_Sampler":
         """All workers ready and the prompts read."""
         self = cls(config, place)
-        await asyncio.gather(*(g.values("start") for g in (self._generators, self._ranker, self._reader)))
+        await asyncio.gather(*(g.start() for g in (self._generators, self._ranker, self._reader)))
         self.prompts = await PromptSource.open(self._reader, "training", config.prompts)
         return self
 

@@ -31,7 +31,7 @@ async def hand_out_pretraining_text(
         return
     reader = place.spawn("text_reader", DataReader, PlacementConfig(pool=config.policy.pool, cpus=0),
                          lambda _: {"model": config.model})
-    await reader.values("start")
+    await reader.start()
     call = reader.call(0, "pretraining_text", config.ptx, outputs=2)
     progress.note(await call.value(1))
     await asyncio.gather(*(c.done() for c in team.policy.call_all("take_pretraining_text", config.ptx, call.ref)))

@@ -89,7 +89,7 @@ async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProg
     progress.note(f"starting {len(learners)} learner(s) and reading {config.data.title}")
 
     async def read() -> tuple[Any, DataSummary]:
-        await reader.values("start")
+        await reader.start()
         call = reader.call(0, stage.method, config.data, *stage.reading, outputs=3)
         summary: DataSummary = await call.value(2)
         for report in summary.reports:

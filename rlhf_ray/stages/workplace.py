@@ -73,7 +73,7 @@ async def start_learners(group: WorkerGroup, timeout_s: float) -> list[Any]:
     """Let the ranks of a learner meet and build their engines, within `timeout_s`."""
     host = await group.call(0, "node_host", timeout_s=timeout_s).value()
     address = await group.call(0, "rendezvous", host, timeout_s=timeout_s).value()
-    return await group.values("start", address, group.call_timeout_s, timeout_s=timeout_s)
+    return await group.start(address, group.call_timeout_s, timeout_s=timeout_s)
 
 
 def sizes_note(role: str, started: Mapping[str, float]) -> str:

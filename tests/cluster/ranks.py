@@ -27,7 +27,8 @@ def floor():
         room = workplace(config)
         place = loop.run_until_complete(room.__aenter__())
         try:
-            yield SimpleNamespace(loop=loop, spawn=lambda ranks, name: spawn(place, ranks, name))
+            yield SimpleNamespace(loop=loop, spawn=lambda ranks, name: spawn(place, ranks, name),
+                                  spawn_role=place.spawn)
         finally:
             loop.run_until_complete(room.__aexit__(None, None, None))
             loop.close()

@@ -1,0 +1,91 @@
+"""The operating system's processes behind a worker, and their certain end.
+
+Ray ends an actor by asking its process, which one that is stopped does not hear, and knows nothing of processes that a
+role has started (vLLM's engine runs in one of its own). So a worker names them all, and whoever restarts it kills them.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+GONE_S = 5.0
+"""How long the system gets to take away a killed process; one in the middle of a write to a disk needs a moment."""
+ELSEWHERE_S = 60.0
+"""Longest wait for another node to kill: it starts a process for that."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """A worker's process and all that it has started."""
+
+    node: str
+    """Ray's id of the node they are on."""
+    members: tuple[tuple[int, float], ...]
+    """(pid, when it began): together they name a process for good, while pids alone are used again."""
+
+    @property
+    def pid(self) -> int:
+        """The worker's own."""
+        return self.members[0][0]
+
+
+def own_processes(_: Any = None) -> Processes:
+    """Those of this process; without Python's resource trackers, which clean up after processes that were killed."""
+    own = psutil.Process()
+    found = [own, *(child for child in own.children(recursive=True) if not _tidies_up(child))]
+    return Processes(ray.get_runtime_context().get_node_id(), tuple((p.pid, p.create_time()) for p in found))
+
+
+def kill(members: Iterable[tuple[int, float]]) -> list[int]:
+    """Kill processes of this host, stopped ones too, with all that they have started since.
+
+    Returns:
+        pids of those that are still there after some seconds.
+    """
+    doomed: dict[int, psutil.Process] = {}
+    for pid, began in members:
+        try:
+            process = psutil.Process(pid)
+            if process.create_time() == began:
+                doomed[pid] = process
+                doomed |= {child.pid: child for child in process.children(recursive=True) if not _tidies_up(child)}
+        except psutil.NoSuchProcess:
+            continue
+    for process in doomed.values():
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(doomed.values(), timeout=GONE_S)
+    return [process.pid for process in alive]
+
+
+async def kill_on_their_node(processes: Processes) -> None:
+    """`kill`, wherever they are. A node that cannot be asked has lost its processes, or will end them itself: Ray
+    declares it dead, and it exits when it hears so."""
+    if is_here(processes):
+        await asyncio.to_thread(kill, processes.members)
+        return
+    there = NodeAffinitySchedulingStrategy(processes.node, soft=False)
+    try:
+        ref = ray.remote(num_cpus=0, max_retries=0)(kill).options(scheduling_strategy=there).remote(processes.members)
+        await asyncio.wait_for(ref, ELSEWHERE_S)
+    except (ray.exceptions.RayError, TimeoutError):
+        return
+
+
+def is_here(processes: Processes) -> bool:
+    """Whether they are on this process's node."""
+    return bool(processes.node == ray.get_runtime_context().get_node_id())
+
+
+def _tidies_up(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
