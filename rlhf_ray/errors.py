@@ -63,7 +63,7 @@ class LedgerError(RLHFError):
 
 
 class TrainingError(RLHFError):
-    """Training that cannot go on: a loss or gradient that is not finite. The first one ends the run."""
+    """Training that cannot go on: losses or gradients that are not finite, update after update."""
 
 
 class WorkerError(RLHFError):

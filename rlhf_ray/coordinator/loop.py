@@ -1,18 +1,14 @@
 """PPO's loop on one page: get a batch, learn from it, publish the new policy, keep the books."""
 
-import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from rlhf_ray.cluster.calls import traffic
-from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best import BestKeeper
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
+from rlhf_ray.coordinator.learning import Learning
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState
@@ -24,7 +20,6 @@ from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import SampleWriter
-from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import BufferStats, Lease
 
@@ -50,6 +45,9 @@ class Coordinator:
     """Told of every evaluation and the step it belongs to."""
     _saved_at: int | None = None
     """Step of the newest checkpoint of this process."""
+
+    def __post_init__(self) -> None:
+        self._learning = Learning(self.config, self.team, self.state, self.pipeline, self.progress.warn)
 
     async def run(self) -> None:
         """Make the run's remaining steps, or as many as `early_stop` allows.
@@ -86,16 +84,15 @@ class Coordinator:
         version, coef = self.state.step, self.state.kl.value
         depth = self.buffer.stats()
         with self.pipeline.route.forward_passes_held():
-            policy, critic = await self._learn(lease)
-            summaries = self._acknowledge(lease)
+            learned, summaries = await self._learning.learn(lease)
             too_old = self.buffer.evict(self.state.step)
             published = await self.weights.publish(self.state.step)
         self.pipeline.version = self.state.step
         self.pipeline.make_again(too_old)
         if not self._pauses:
             self.pipeline.admit()
-        outcome = StepOutcome(summaries, policy, critic, version, coef, published, traffic.received - received, began,
-                              self.team.clock.now())
+        outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
+                              traffic.received - received, began, self.team.clock.now())
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
@@ -112,38 +109,6 @@ class Coordinator:
     async def _save(self) -> None:
         await self.recovery.save()
         self._saved_at = self.state.step
-
-    async def _learn(self, lease: Lease) -> tuple[UpdateStats | None, UpdateStats | None]:
-        """Policy and critic learn from the same experience, side by side; None for one that does not."""
-        if self.config.shares_backbone:
-            both: tuple[UpdateStats, UpdateStats] = await self._update(
-                self.team.policy, lease, "policy_update", self.state.kl.value, method="update_both")
-            return both
-        warming_up = self.state.step < self.config.algorithm.critic_warmup_steps
-        return await asyncio.gather(
-            self._update(None if warming_up else self.team.policy, lease, "policy_update", self.state.kl.value),
-            self._update(self.team.critic, lease, "critic_update"),
-        )
-
-    async def _update(
-        self, group: WorkerGroup | None, lease: Lease, phase: str, *numbers: float, method: str = "update"
-    ) -> Any:
-        if group is None:
-            return None
-        calls = group.call_all(method, self.state.step, *numbers, *lease.refs)
-        await asyncio.gather(*(self.team.done(call, phase) for call in calls))
-        return await calls[0].value()
-
-    def _acknowledge(self, lease: Lease) -> list[ExperienceSummary]:
-        """The batch is trained on: a new version begins."""
-        self.buffer.ack(lease, self.state.step)
-        self.pipeline.ledger.consumed(lease.keys, self.state.step + 1)
-        summaries = [self.pipeline.summaries.pop(entry.order) for entry in lease.entries]
-        self.state.kl.update(float(np.concatenate([s.kl for s in summaries]).mean()), lease.samples)
-        self.state.observe_scores(np.concatenate([s.scores for s in summaries]))
-        self.state.step += 1
-        self.state.samples += lease.samples
-        return summaries
 
     def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:
         row = step_metrics(outcome, depth, self.team.clock, self.team.workers())

@@ -62,6 +62,7 @@ def step_metrics(
     for name, stats in (("policy", outcome.policy), ("critic", outcome.critic)):
         if stats is not None:
             metrics.update({f"{name}/{key}": value for key, value in stats.metrics.items()})
+            metrics[f"{name}/skipped_steps"] = float(stats.skipped)
     if "policy/logprob_gap" in metrics:  # measured in the update where no pass before it did
         metrics["rollout/logprob_gap"] = metrics.pop("policy/logprob_gap")
     phases = [p for p in PHASES if "critic_learner" in workers or p not in CRITIC_PHASES]

@@ -62,14 +62,6 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def all_finite(value: torch.Tensor) -> bool:
-    """Whether `value` is finite on every rank; a collective call."""
-    flag = torch.isfinite(value).all().to(torch.float32).reshape(1)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item() == 1)
-
-
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum of a small float64 vector over all ranks; a collective call."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.engine.distributed import all_finite
 from rlhf_ray.engine.safe_checkpoint import read_safely
 from rlhf_ray.engine.schedule import learning_rate
 from rlhf_ray.errors import CheckpointError, TrainingError
@@ -26,8 +25,10 @@ from rlhf_ray.errors import CheckpointError, TrainingError
 class StepResult:
     """What one optimizer step did."""
 
+    applied: bool
+    """False where a loss or gradient was not finite on some rank: on all ranks, weights and optimizer are as before."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping; not finite where the step was not applied."""
     learning_rate: float
 
 
@@ -40,6 +41,9 @@ class TrainEngine:
         self.config = config
         self.total_steps = total_steps
         self.optimizer_steps = 0
+        """Applied so far."""
+        self.updates_in_vain = 0
+        """Updates in a row that applied no step; see `count_update`."""
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -78,52 +82,53 @@ class TrainEngine:
     def step(self, losses: Iterable[Tensor]) -> StepResult:
         """Run backward on each loss as it is made, then one optimizer step.
 
+        A loss or gradient that is not finite on any rank reaches the gradient's norm, which is one number for all ranks
+        at every ZeRO stage: they leave the step out together, and the next one is as if it had not been tried.
+
         Args:
             losses: this rank's losses, each already divided by the global count; made lazily, so that one
                 micro-batch's graph is freed before the next is built. All ranks give the same number.
-
-        Raises:
-            TrainingError: a loss or the gradient is not finite on some rank; weights are as they were before.
         """
-        total = torch.zeros((), device=self.device)
         for loss in losses:
             # DeepSpeed averages gradients over ranks; the losses are parts of a sum.
-            self.engine.backward(loss * self.world, scale_wrt_gas=False)
-            total += loss.detach()
-        if not all_finite(total):
-            raise TrainingError(f"the loss of optimizer step {self.optimizer_steps} is not finite on some rank "
-                                f"(here {float(total)}); the weights were left as they are. Lower the learning rate, "
-                                "or look at the rewards of this step.")
+            self.engine.backward(loss * _seen_in_gradient(loss, self.world), scale_wrt_gas=False)
         rate = learning_rate(self.config.optimizer, self.optimizer_steps, self.total_steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
-        if not self.engine.was_step_applied():
-            raise self._bad_gradient()
-        self.optimizer_steps += 1
-        norm = self.engine.get_global_grad_norm() if self._norm is None else self._norm
-        return StepResult(float(norm) if norm is not None else 0.0, rate)
+        norm = float(self.engine.get_global_grad_norm() if self._norm is None else self._norm)
+        applied = self.engine.was_step_applied() and math.isfinite(norm)
+        self.optimizer_steps += applied
+        return StepResult(applied, norm, rate)
+
+    def count_update(self, applied: int) -> None:
+        """An update is over, `applied` of whose steps were applied.
+
+        Raises:
+            TrainingError: none of them, in as many updates in a row as `optimizer.max_updates_in_vain`.
+        """
+        self.updates_in_vain = 0 if applied else self.updates_in_vain + 1
+        if self.updates_in_vain >= self.config.optimizer.max_updates_in_vain:
+            raise TrainingError(f"no loss and gradient was finite in {self.updates_in_vain} updates in a row "
+                                "(optimizer.max_updates_in_vain); the weights are as they were before. Lower the "
+                                "learning rate, look at the rewards of these steps, and resume from the last "
+                                "checkpoint.")
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Clip the gradients, summed over ranks by now, and keep their norm. DeepSpeed neither keeps it at stage 0 nor
-        looks whether it is finite."""
+        looks whether it is finite; without gradients the optimizer does nothing."""
         gradients = [p for group in optimizer.param_groups for p in group["params"]]
         limit = self.config.optimizer.grad_clip or math.inf
         self._norm = float(torch.nn.utils.clip_grad_norm_(gradients, limit))
         if not math.isfinite(self._norm):
             self.engine.zero_grad()
-            raise self._bad_gradient()
-
-    def _bad_gradient(self) -> TrainingError:
-        return TrainingError(f"the gradient of optimizer step {self.optimizer_steps} is not finite; "
-                             "the weights were left as they are. Lower the learning rate.")
 
     def save(self, directory: Path) -> None:
         """Write trained weights, optimizer and progress of this rank under `directory`, each rank its part.
 
         Frozen parameters are left out: they are as the module was built.
         """
-        progress = {"optimizer_steps": self.optimizer_steps}
+        progress = {"optimizer_steps": self.optimizer_steps, "updates_in_vain": self.updates_in_vain}
         self.engine.save_checkpoint(str(directory), tag="engine", client_state=progress,
                                     exclude_frozen_parameters=self._partly_frozen)
 
@@ -143,6 +148,7 @@ class TrainEngine:
         if path is None:
             raise CheckpointError(f"{directory} holds no learner state to load")
         self.optimizer_steps = int(client["optimizer_steps"])
+        self.updates_in_vain = int(client.get("updates_in_vain", 0))  # earlier versions ended at the first
 
     def _check_stage(self, directory: Path) -> None:
         """DeepSpeed takes another stage's files for weights without an optimizer, and says nothing."""
@@ -177,6 +183,11 @@ class TrainEngine:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type if hasattr(self.device, "type") else "cpu", dtype=torch.bfloat16,
                               enabled=self.config.autocast == "bfloat16")
+
+
+def _seen_in_gradient(loss: Tensor, weight: float) -> Tensor:
+    """A factor for the loss: `weight`, or NaN for a loss that is not finite, some of which have finite gradients."""
+    return torch.where(torch.isfinite(loss.detach()), weight, torch.nan)
 
 
 def _leave_out_frozen(module: nn.Module) -> bool:

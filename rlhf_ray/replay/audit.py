@@ -59,27 +59,33 @@ def audit(db: sqlite3.Connection, ended: bool) -> list[Problem]:
 def _states(db: sqlite3.Connection) -> Iterator[Problem]:
     known = ", ".join(f"'{state}'" for state in State)
     yield from _examples(db, "every sample is in a state of its life", f"state NOT IN ({known})")
-    yield from _examples(db, "a sample has a step exactly if an update consumed it",
-                         "(step IS NOT NULL) != (state IN ('consumed', 'committed'))")
-    yield from _examples(db, "a quarantined sample has a reason", "state = 'quarantined' AND reason IS NULL")
+    yield from _examples(db, "a sample has a step exactly if an update was made with it",
+                         "(step IS NOT NULL) != (state IN ('consumed', 'committed', 'not_applied'))")
+    yield from _examples(db, "a sample that was quarantined, or not trained on by its update, has a reason",
+                         "state IN ('quarantined', 'not_applied') AND reason IS NULL")
 
 
 def _steps(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
-    """Updates follow one another, each consumed a whole batch, and no later one is committed before an earlier one."""
-    rows = db.execute("SELECT step, count(*), sum(state = 'committed') FROM samples WHERE step IS NOT NULL "
-                      "GROUP BY step ORDER BY step").fetchall()
-    numbers = [step for step, _, _ in rows]
+    """Updates follow one another, each consumed a whole batch, and no later one is committed before an earlier one.
+    Those that changed nothing are counted, and never committed."""
+    rows = db.execute("SELECT step, count(*), sum(state = 'committed'), sum(state = 'not_applied') FROM samples WHERE "
+                      "step IS NOT NULL GROUP BY step ORDER BY step").fetchall()
+    numbers = [step for step, *_ in rows]
     if numbers != list(range(1, len(rows) + 1)):
         yield Problem("updates are numbered 1, 2, 3, ... without a gap", f"there are updates {_short(numbers)}")
-    for step, samples, committed in rows:
+    for step, samples, committed, vain in rows:
         if samples != facts.samples_per_step:
             yield Problem("each update consumed one batch",
                           f"update {step} consumed {samples} samples, a batch has {facts.samples_per_step}")
         if committed not in (0, samples):
             yield Problem("an update is committed whole", f"{committed} of {samples} samples of update {step} are")
-    whole = [bool(committed) for _, _, committed in rows]
+        if vain not in (0, samples):
+            yield Problem("an update is applied or not", f"{vain} of {samples} samples of update {step} say not")
+    applied = [(step, bool(committed)) for step, _, committed, vain in rows if not vain]
+    whole = [committed for _, committed in applied]
     if whole != sorted(whole, reverse=True):
-        yield Problem("updates are committed in order", f"update {1 + whole.index(False)} is not, a later one is")
+        yield Problem("updates are committed in order",
+                      f"update {applied[whole.index(False)][0]} is not, a later one is")
 
 
 def _staleness(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
@@ -123,8 +129,8 @@ def _attempts(db: sqlite3.Connection) -> Iterator[Problem]:
 
 
 def _nothing_open(db: sqlite3.Connection) -> Iterator[Problem]:
-    yield from _examples(db, "when a run has ended, every sample is committed or quarantined",
-                         "state NOT IN ('committed', 'quarantined')")
+    yield from _examples(db, "when a run has ended, every sample is committed, not_applied or quarantined",
+                         "state NOT IN ('committed', 'not_applied', 'quarantined')")
 
 
 def _examples(db: sqlite3.Connection, invariant: str, broken: str) -> Iterator[Problem]:

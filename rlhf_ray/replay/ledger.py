@@ -3,7 +3,7 @@
 A sample is known by its key (epoch, row, sample) for ever; attempts to make it are numbered apart. Its life:
 
     lease ──► generated ──► scored ──► consumed(step) ──► committed        the step is in a checkpoint
-      │           │            │
+      │           │            │ └───► not_applied(step, reason)           the step was made and changed no weight
       └───────────┴────────────┴──► given up: the attempt is over, and another may follow
                                └──► quarantined(reason): there will be no other
 
@@ -102,19 +102,23 @@ class Ledger:
 
     def generated(self, keys: Iterable[SampleKey], worker: str) -> None:
         """`worker` has drawn the responses."""
-        self._move(keys, State.GENERATED, (State.LEASED,), "worker = ?", worker)
+        self._move(keys, State.GENERATED, (State.LEASED,), worker=worker)
 
     def scored(self, keys: Iterable[SampleKey], min_version: int) -> None:
         """The samples' experience is whole; `min_version` is the oldest version among its tokens."""
-        self._move(keys, State.SCORED, (State.GENERATED,), "version = ?", min_version)
+        self._move(keys, State.SCORED, (State.GENERATED,), version=min_version)
 
     def consumed(self, keys: Iterable[SampleKey], step: int) -> None:
         """Update number `step` (from 1) was made with the samples."""
-        self._move(keys, State.CONSUMED, (State.SCORED,), "step = ?", step)
+        self._move(keys, State.CONSUMED, (State.SCORED,), step=step)
+
+    def not_applied(self, keys: Iterable[SampleKey], step: int, reason: str) -> None:
+        """Update number `step` was made with the samples and changed nothing: they were not trained on."""
+        self._move(keys, State.NOT_APPLIED, (State.SCORED,), step=step, reason=reason)
 
     def quarantine(self, keys: Iterable[SampleKey], reason: str) -> None:
         """The samples are set aside for good."""
-        self._move(keys, State.QUARANTINED, UNDER_WAY, "reason = ?", reason)
+        self._move(keys, State.QUARANTINED, UNDER_WAY, reason=reason)
 
     def give_up(self, keys: Iterable[SampleKey], reason: str) -> None:
         """The present attempt at these samples is over without success; they count as never admitted until leased."""
@@ -151,12 +155,12 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=DELETE")
             self._db.close()
 
-    def _move(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], column: str, value: Any) -> None:
-        """Bring samples from one of the states `since` to the next, and set one column."""
-        rows = [(value, to, *key.numbers, *since) for key in keys]
-        marks = ", ".join("?" * len(since))
+    def _move(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], **columns: Any) -> None:
+        """Bring samples from one of the states `since` to the next, and set some columns."""
+        rows = [(*columns.values(), to, *key.numbers, *since) for key in keys]
+        named, marks = "".join(f"{name} = ?, " for name in columns), ", ".join("?" * len(since))
         with self._writing() as db:
-            changed = db.executemany(f"UPDATE samples SET {column}, state = ? WHERE epoch = ? AND row = ? AND "
+            changed = db.executemany(f"UPDATE samples SET {named}state = ? WHERE epoch = ? AND row = ? AND "
                                      f"sample = ? AND state IN ({marks})", rows)
             self._require(changed.rowcount, len(rows), to, since)
 

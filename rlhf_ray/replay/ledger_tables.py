@@ -22,7 +22,7 @@ CREATE TABLE samples (
     version INTEGER,           -- of the weights when it was leased; once scored, the oldest among its tokens
     worker TEXT,               -- who drew it
     step INTEGER,              -- the update that consumed it, from 1
-    reason TEXT,               -- of a quarantine
+    reason TEXT,               -- of a quarantine, and of an update that changed nothing
     PRIMARY KEY (epoch, row, sample)
 );
 CREATE INDEX by_step ON samples (step);
@@ -44,6 +44,7 @@ class State(StrEnum):
     SCORED = "scored"
     CONSUMED = "consumed"
     COMMITTED = "committed"
+    NOT_APPLIED = "not_applied"
     QUARANTINED = "quarantined"
 
 

@@ -1,5 +1,7 @@
 """Means of a loss's statistics over micro-batches, mini-batches and ranks."""
 
+from typing import Self
+
 import torch
 
 from rlhf_ray.engine.distributed import sum_over_ranks
@@ -17,6 +19,12 @@ class Meter:
         for name, value in stats.items():
             self._weights[name] = self._weights.get(name, 0.0) + weight
             self._sums[name] = self._sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
+
+    def copy(self) -> Self:
+        """What was added so far, to go back to where what is added next turns out not to count."""
+        other = type(self)()
+        other._sums, other._weights = dict(self._sums), dict(self._weights)
+        return other
 
     def means(self) -> dict[str, float]:
         """Weighted means over everything added on every rank; a collective call, names must agree between ranks."""

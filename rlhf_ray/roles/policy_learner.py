@@ -94,7 +94,7 @@ class PolicyLearner(Learner):
         """As `Learner.optimize`, with pretraining text if there is some; the average takes the new weights in."""
         losses = self._shares(mini_batch, meter)
         result = self.engine.step(self.ptx.join(self, losses, meter) if self.ptx else losses)
-        if self.average:
+        if self.average and result.applied:
             self.average.update()
         return result
 

@@ -47,14 +47,15 @@ class SupervisedLearner(Learner):
         """Update number `step` (from 1), on the batch that belongs to it.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite.
+            TrainingError: as `TrainEngine.count_update`.
         """
         began, meter = time.perf_counter(), Meter()
         batch = self._train.select(self._rows_of(step))
         result = self.optimize(batch, meter)
+        self.engine.count_update(result.applied)
         metrics = {**meter.means(), "grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
-        return UpdateStats(step=step, applied=1, skipped=0, seconds=time.perf_counter() - began,
-                           tokens=int(batch.lengths.sum()), metrics=metrics)
+        return UpdateStats(step=step, applied=int(result.applied), skipped=int(not result.applied),
+                           seconds=time.perf_counter() - began, tokens=int(batch.lengths.sum()), metrics=metrics)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ Every rank sees the whole batch (the columns come out of the object store withou
 so ranks agree on whitening and on the number of backward passes without talking.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -39,16 +40,22 @@ def mini_batches(rows: int, epochs: int, per_epoch: int, seed: int, step: int) -
 def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step: int) -> UpdateStats:
     """Several epochs of mini-batch steps on one batch (Schulman et al. 2017, algorithm 1).
 
+    Steps that are not applied, see `TrainEngine.step`, are counted and leave no trace in the metrics.
+
     Raises:
-        TrainingError: a loss or gradient is not finite; the step's remaining updates are not made.
+        TrainingError: as `TrainEngine.count_update`.
     """
     began, meter = time.perf_counter(), Meter()
-    results = [
-        learner.optimize(batch.select(rows), meter)
-        for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, learner.seed, step)
-    ]
-    metrics = meter.means()
-    metrics["grad_norm"] = float(np.mean([r.grad_norm for r in results]))
-    metrics["learning_rate"] = results[-1].learning_rate
-    return UpdateStats(step=step, applied=len(results), skipped=0, seconds=time.perf_counter() - began,
+    norms, skipped, rate = [], 0, 0.0
+    for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, learner.seed, step):
+        before = meter.copy()
+        result = learner.optimize(batch.select(rows), meter)
+        rate = result.learning_rate
+        if result.applied:
+            norms.append(result.grad_norm)
+        else:
+            meter, skipped = before, skipped + 1
+    learner.engine.count_update(len(norms))
+    metrics = {**meter.means(), "grad_norm": float(np.mean(norms)) if norms else math.nan, "learning_rate": rate}
+    return UpdateStats(step=step, applied=len(norms), skipped=skipped, seconds=time.perf_counter() - began,
                        tokens=algorithm.epochs * len(batch.tokens), metrics=metrics)

@@ -89,6 +89,7 @@ class SupervisedRun:
             stats = (await asyncio.gather(*(call.value() for call in under_way.pop(0))))[0]
             self.step = stats.step
             row = {f"{self.name}/{key}": value for key, value in stats.metrics.items()}
+            row[f"{self.name}/skipped_steps"] = float(stats.skipped)
             row |= {"throughput/tokens_per_second": stats.tokens / stats.seconds, "time/step": stats.seconds}
             self.metrics.write(self.step, row)
             self.progress.update(self.step, loss=stats.metrics["loss"],

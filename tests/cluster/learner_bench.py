@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.shards import full_shape, own_shard, whole
@@ -18,6 +19,18 @@ from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner
 
 LEARNERS = (PolicyLearner, ActorCriticLearner, CriticLearner, SFTLearner, RewardModelLearner, ProcessRewardLearner)
 CLASSES = {cls.__name__: cls for cls in LEARNERS}
+
+
+class NoNumber(torch.autograd.Function):
+    """The same number with a gradient that is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("nan")
 
 
 class LearnerBench:
@@ -42,6 +55,12 @@ class LearnerBench:
             build = self._learner.build
             self._learner.build = lambda: in_chunks(build(), chunk_elements)
         self._learner.start(self._address, 300.0)
+
+    def spoil(self, rank: int) -> None:
+        """From now on, on this rank alone, losses stay what they are and their gradients are not finite."""
+        if rank == self._rank:
+            loss = self._learner.loss
+            self._learner.loss = lambda part: (NoNumber.apply((told := loss(part))[0]), told[1])
 
     def do(self, method: str, *args: Any) -> Any:
         """Call the learner."""

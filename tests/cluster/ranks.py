@@ -56,6 +56,10 @@ class Ranks:
         """The learners' answers, by rank."""
         return self._values("do", method, *args)
 
+    def spoil(self, rank):
+        """See `LearnerBench.spoil`."""
+        self._values("spoil", rank)
+
     def weights(self, which="weights"):
         """Rank 0's view of the weights; all ranks must agree."""
         found = self._values(which)

@@ -134,10 +134,12 @@ def critic_terms(model, batch, i, algorithm):
     return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
 
 
-def plain_update(model, batch, terms, algorithm, config=OPTIMIZER):
-    """The update of step 0; weights before and after, by name."""
+def plain_update(model, batch, terms, algorithm, config=OPTIMIZER, without=None):
+    """The update of step 0; weights before and after, by name. Mini-batches of the row `without` are left out."""
     before, optimizer = numbers(model), plain_adamw(model, config)
     for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, SEED, 0):
+        if without in rows:
+            continue
         mini = batch.select(rows)
         losses = [terms(model, mini, i, algorithm) for i in range(len(mini))]
         plain_step(model, optimizer, torch.cat(losses).mean() if algorithm.aggregate == "token"
@@ -392,21 +394,63 @@ def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_fo
     assert resumed[0].metrics == uninterrupted[0].metrics
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_weights_change(ranks, files, experiences):
-    from dataclasses import replace
-
-    from rlhf_ray.errors import TrainingError
-
+def poisoned(experiences):
+    """The same with one advantage of the first row that is no number."""
     advantages = experiences[0].advantages.copy()
     advantages[experiences[0].response_mask.argmax()] = np.nan
-    poisoned = [replace(experiences[0], advantages=advantages), experiences[1]]
-    for zero in (0, 1, 2, 3):
-        learners = ranks.make(2, "PolicyLearner", policy_arguments(files, zero, SMALL))
-        before = learners.weights()
-        with pytest.raises(TrainingError, match="loss of optimizer step 0 is not finite"):
-            learners.do("update", 0, 0.0, *poisoned)
-        after = learners.weights()
-        assert all(np.array_equal(before[name], after[name]) for name in before)
+    return [replace(experiences[0], advantages=advantages), experiences[1]]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_steps_with_a_loss_that_is_not_finite_are_left_out_by_all_ranks(ranks, files, experiences, zero, world):
+    """Without whitening one advantage spoils one mini-batch of each epoch, and with it the row that one rank has."""
+    arguments = policy_arguments(files, zero, SMALL, algo=algorithm(whiten_advantages=False))
+    learners = ranks.make(world, "PolicyLearner", arguments)
+    before = learners.weights()
+    stats = learners.do("update", 0, 0.0, *poisoned(experiences))
+    assert [(s.applied, s.skipped) for s in stats] == [(2, 2)] * world
+    assert np.isfinite(stats[0].metrics["loss"]), "what was left out is not in the means"
+    batch = training_batch(experiences, whiten=False)
+    expected = plain_update(load_policy(files.tied), batch, policy_terms, algorithm(), without=0)
+    assert_same_update(expected, before, learners.weights())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_update_in_vain_leaves_weights_and_optimizer_as_they_were(ranks, files, experiences, zero, world):
+    """Whitened, one advantage spoils all; the update after it is as if there had been none in between."""
+    found = []
+    for spoilt in (True, False):
+        learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, SMALL))
+        learners.do("update", 0, 0.0, *experiences)
+        if spoilt:
+            before = learners.weights()
+            stats = learners.do("update", 1, 0.0, *poisoned(experiences))
+            assert [(s.applied, s.skipped) for s in stats] == [(0, 4)] * world
+            after = learners.weights()
+            assert all(np.array_equal(before[name], after[name]) for name in before)
+        learners.do("update", 2, 0.0, *experiences)
+        found.append(learners.weights())
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_too_many_in_a_row_the_run(
+    ranks, files, experiences, zero
+):
+    from rlhf_ray.errors import TrainingError
+
+    optimizer = OPTIMIZER.model_copy(update={"max_updates_in_vain": 2})
+    learners = ranks.make(2, "PolicyLearner", policy_arguments(files, zero, SMALL, optimizer=optimizer))
+    before = learners.weights()
+    learners.spoil(1)
+    stats = learners.do("update", 0, 0.0, *experiences)
+    assert [(s.applied, s.skipped) for s in stats] == [(0, 4)] * 2
+    with pytest.raises(TrainingError, match="2 updates in a row"):
+        learners.do("update", 1, 0.0, *experiences)
+    after = learners.weights()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 # The stages before PPO

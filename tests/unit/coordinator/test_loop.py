@@ -1,6 +1,7 @@
 """The order of a run's steps. Workers are stand-ins; pipeline, buffer and state are real."""
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.errors import RunInterrupted, TrainingError
 from rlhf_ray.records import UpdateStats
+from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.entries import Reservation
+from rlhf_ray.replay.ledger import open_for_reading
 from tests.unit.coordinator.stand_ins import StandInGroup, team_of
 from tests.unit.coordinator.test_pipeline import World
 
@@ -22,10 +25,10 @@ class Run:
     """A coordinator whose every act is noted in `events`."""
 
     def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True, best_at=(),
-                 stop_in_evaluation=None):
+                 stop_in_evaluation=None, in_vain=()):
         self.events, self.rows, self.warnings, self.update_arguments = [], {}, [], []
         self.stop_after, self.fail_at, self.best_at = stop_after, fail_at, best_at
-        self.stop_in_evaluation = stop_in_evaluation
+        self.stop_in_evaluation, self.in_vain = stop_in_evaluation, in_vain
         world = self.world = World(config, summary)
         learners = {role: StandInGroup(role, self._learner(role), workers=2) for role in ("policy", "critic")}
         if not critic:
@@ -53,7 +56,9 @@ class Run:
             if rank == 0:
                 self.events.append(f"{role} {args[0]}")
                 self.update_arguments.append((role, *args))
-            stats = UpdateStats(step=args[0], applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
+            vain = (role, args[0]) in self.in_vain
+            stats = UpdateStats(step=args[0], applied=int(not vain), skipped=int(vain), seconds=0.1, tokens=1,
+                                metrics={"loss": 1.0})
             return stats if method == "update" else [stats, replace(stats, metrics={"loss": 2.0})]
 
         return behave
@@ -278,3 +283,17 @@ def test_generators_and_learner_that_disagree_raise_an_alarm(ppo_config, summary
     assert len(run.warnings) == warnings
     if warnings:
         assert "0.250 nats a token (weights.logprob_gap_alarm=0.2)" in run.warnings[0]
+
+
+def test_a_batch_that_changed_nothing_is_not_applied_and_teaches_the_controllers_nothing(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=3), summary, in_vain=[("policy", 0), ("policy", 1), ("critic", 1)])
+    run.go()
+    with closing(open_for_reading(run.world.pipeline.ledger.path)) as db:
+        told = dict(db.execute("SELECT step, state FROM samples GROUP BY step"))
+        assert audit(db, ended=False) == []
+    assert told == {1: "consumed", 2: "not_applied", 3: "consumed"}
+    assert run.world.state.scores.count == 8, "of 12 samples"
+    assert [(run.rows[n]["policy/skipped_steps"], run.rows[n]["critic/skipped_steps"]) for n in (1, 2, 3)] == [
+        (1, 0), (1, 1), (0, 0)]
+    assert run.warnings[0].startswith("step 1: 1 of the policy's 1 optimizer steps left out")
+    assert "policy's 1 optimizer steps and 1 of the critic's" in run.warnings[1] and len(run.warnings) == 2

@@ -69,15 +69,37 @@ def weights(it: TrainEngine) -> list[float]:
     return it.gather(["weight"])["weight"].flatten().tolist()
 
 
-def failing_step(spoil: Any, zero_stage: int = 1) -> dict[str, Any]:
-    it = engine(zero_stage)
-    before = weights(it)
-    try:
-        it.step([spoil(it.forward(X)).sum()])
-        said = "nothing"
-    except RLHFError as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"said": said, "before": before, "after": weights(it), "steps": it.optimizer_steps}
+SPOILED = {
+    "loss": lambda y: y * float("nan"),
+    "infinite loss without a gradient": lambda y: y.clamp(max=1.0) + float("inf"),
+    "gradient": NaNGradient.apply,
+}
+
+
+def failing_step(spoil: Any, zero_stage: int) -> dict[str, Any]:
+    """A step, one of whose two losses or gradients is not finite, between two that are well; and the two alone."""
+    disturbed, plain = engine(zero_stage), engine(zero_stage)
+    found = []
+    for it in (disturbed, plain):
+        it.step([it.forward(X).sum()])
+        if it is disturbed:
+            between = weights(it), it.step(way(it.forward(X)).sum() for way in (spoil, lambda y: y)), weights(it)
+        after = vars(it.step([it.forward(X).sum()]))
+        found.append({"weights": weights(it), "steps": it.optimizer_steps, "after": after})
+    return {"before": between[0], "applied": between[1].applied, "norm": str(between[1].grad_norm), "left": between[2],
+            "disturbed": found[0], "plain": found[1]}
+
+
+def in_vain() -> dict[str, Any]:
+    """How many updates in a row may come to nothing, and what is said then; one that is well begins the count anew."""
+    it, told, said = engine(), [], "nothing"
+    for applied in (0, 0, 4, 0, 0, 0):
+        try:
+            it.count_update(applied)
+        except RLHFError as error:
+            said = f"{type(error).__name__}: {error}"
+        told.append(it.updates_in_vain)
+    return {"counts": told, "said": said}
 
 
 class Sentinel:
@@ -131,10 +153,9 @@ def main(folder: Path) -> dict[str, Any]:
         "unsharded": {"result": plain, "first": weights(unsharded)},
         "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
         "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
-        "nan_loss": failing_step(lambda y: y * float("nan")), "nan_gradient": failing_step(NaNGradient.apply),
-        "modes": modes(engine()), "other_stage": other_stage(folder / "other"),
+        "spoiled": {kind: [failing_step(spoil, stage) for stage in range(4)] for kind, spoil in SPOILED.items()},
+        "in_vain": in_vain(), "modes": modes(engine()), "other_stage": other_stage(folder / "other"),
         "poisoned": [poisoned(folder / f"stage_{stage}", stage) for stage in range(4)],
-        "nan_gradient_unsharded": failing_step(NaNGradient.apply, zero_stage=0),
     }
 
 

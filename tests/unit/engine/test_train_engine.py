@@ -22,7 +22,7 @@ def told(tmp_path_factory):
 
 def test_the_first_update_by_hand(told):
     # Loss 3 w1 - 4 w2: gradient (3, -4) of norm 5, clipped to norm 1. Adam's first step is the rate times its sign.
-    assert told["results"][0] == pytest.approx({"grad_norm": 5.0, "learning_rate": 0.05}, rel=1e-5)
+    assert told["results"][0] == pytest.approx({"applied": True, "grad_norm": 5.0, "learning_rate": 0.05}, rel=1e-5)
     assert told["first"] == pytest.approx([0.95, 2.05], abs=1e-6)
 
 
@@ -68,11 +68,16 @@ def test_inference_builds_no_graph(told):
     assert told["graph"] is False
 
 
-@pytest.mark.parametrize("kind, said", [("nan_loss", "the loss of optimizer step 0 is not finite"),
-                                        ("nan_gradient", "the gradient of optimizer step 0 is not finite"),
-                                        ("nan_gradient_unsharded", "the gradient of optimizer step 0 is not finite")])
-def test_what_is_not_finite_stops_the_step_and_leaves_the_weights(told, kind, said):
-    failed = told[kind]
-    assert failed["said"].startswith(f"TrainingError: {said}") and "weights were left as they are" in failed["said"]
-    assert failed["before"] == failed["after"] == [1.0, 2.0]
-    assert failed["steps"] == 0
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", ["loss", "infinite loss without a gradient", "gradient"])
+def test_a_step_with_a_number_that_is_not_finite_is_as_if_it_had_never_been_tried(told, kind, stage):
+    failed = told["spoiled"][kind][stage]
+    assert not failed["applied"] and failed["norm"] in ("nan", "inf")
+    assert failed["before"] == failed["left"]
+    assert failed["disturbed"] == failed["plain"] and failed["plain"]["steps"] == 2
+
+
+def test_several_updates_in_a_row_that_apply_nothing_are_too_many(told):
+    assert told["in_vain"]["counts"] == [1, 2, 0, 1, 2, 3]
+    said = told["in_vain"]["said"]
+    assert said.startswith("TrainingError: ") and "3 updates in a row (optimizer.max_updates_in_vain)" in said

@@ -37,7 +37,9 @@ def problems(path, ended=True):
 
 BROKEN = {
     "UPDATE samples SET state = 'lost' WHERE step = 1": "every sample is in a state",
-    "UPDATE samples SET step = NULL WHERE step = 3": "exactly if an update consumed it",
+    "UPDATE samples SET step = NULL WHERE step = 3": "exactly if an update was made with it",
+    "UPDATE samples SET state = 'not_applied' WHERE step = 3": "not trained on by its update, has a reason",
+    "UPDATE samples SET state = 'not_applied', reason = 'nan' WHERE step = 3 AND sample = 0": "is applied or not",
     "UPDATE samples SET state = 'quarantined', step = NULL WHERE step = 3": "has a reason",
     "UPDATE samples SET step = 7 WHERE step = 2": "without a gap",
     "UPDATE samples SET step = 2 WHERE step = 1 AND sample = 0": "each update consumed one batch",
@@ -67,8 +69,8 @@ def test_a_run_under_way_may_have_samples_under_way(tmp_path):
     ledger = Ledger(path)
     ledger.lease([SampleKey(2, 0, 0), SampleKey(2, 0, 1)], 3)
     assert problems(path, ended=False) == []
-    assert [problem.invariant for problem in problems(path)] == ["when a run has ended, every sample is committed or "
-                                                                "quarantined"]
+    assert [problem.invariant for problem in problems(path)] == ["when a run has ended, every sample is committed, "
+                                                                "not_applied or quarantined"]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,3 +108,13 @@ def test_whatever_happens_to_a_run_its_ledger_adds_up(tmp_path_factory, events, 
         assert problems(ledger.path, ended=False) == []
     with closing(open_for_reading(ledger.path)) as db:
         assert db.execute("SELECT count(*) FROM samples").fetchone()[0] == 4 * step
+
+
+def test_an_update_that_changed_nothing_counts_among_the_updates_and_is_never_committed(tmp_path):
+    path = finished(tmp_path / "ledger.sqlite")
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE samples SET state = 'not_applied', reason = 'no number' WHERE step = 2")
+    assert problems(path) == []
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE samples SET state = 'consumed' WHERE step = 1")
+    assert any(p.invariant == "updates are committed in order" and "update 1 is not" in p.found for p in problems(path))

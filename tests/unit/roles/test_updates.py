@@ -66,16 +66,17 @@ def test_the_epoch_does_not_depend_on_how_many_there_are():
 
 
 def test_an_update_makes_every_step_and_says_what_it_did():
-    seen = []
+    seen, counted = [], []
 
     def optimize(batch, meter):
         seen.append(batch)
         meter.add(float(batch.response_mask.sum()), {"loss": float(len(seen))})
-        return StepResult(grad_norm=float(len(seen)), learning_rate=0.1 * len(seen))
+        return StepResult(applied=True, grad_norm=float(len(seen)), learning_rate=0.1 * len(seen))
 
     batch = training_batch([PARTS[0], experience_of([[None, 3.0], [None, 4.0]], first=5)], whiten=False)
-    learner = SimpleNamespace(optimize=optimize, seed=3)
+    learner = SimpleNamespace(optimize=optimize, seed=3, engine=SimpleNamespace(count_update=counted.append))
     stats = run_update(learner, batch, AlgorithmConfig(epochs=2, mini_batches=2), step=7)
+    assert counted == [4]
     assert (stats.step, stats.applied, stats.skipped, stats.tokens) == (7, 4, 0, 2 * 9)
     assert [part.tokens.tolist() for part in seen] == [
         batch.select(rows).tokens.tolist() for rows in mini_batches(4, 2, 2, 3, 7)]
@@ -83,6 +84,26 @@ def test_an_update_makes_every_step_and_says_what_it_did():
     assert stats.metrics["loss"] == pytest.approx(np.average([1, 2, 3, 4], weights=weights))
     assert stats.metrics["grad_norm"] == 2.5 and stats.metrics["learning_rate"] == pytest.approx(0.4)
     assert stats.seconds >= 0
+
+
+@pytest.mark.parametrize("spoiled", [[2], [1, 2, 3, 4]])
+def test_steps_that_were_not_applied_are_counted_and_leave_no_trace_in_the_means(spoiled):
+    made, counted = [], []
+
+    def optimize(batch, meter):
+        made.append(len(made) + 1)
+        good = made[-1] not in spoiled
+        meter.add(1.0, {"loss": float(made[-1]) if good else float("nan")})
+        return StepResult(good, grad_norm=2.0 if good else float("inf"), learning_rate=0.1)
+
+    learner = SimpleNamespace(optimize=optimize, seed=3, engine=SimpleNamespace(count_update=counted.append))
+    stats = run_update(learner, critic_batch([1.0] * 4, [1.0] * 4).select([0] * 4),
+                       AlgorithmConfig(epochs=2, mini_batches=2), step=7)
+    assert (stats.applied, stats.skipped) == (4 - len(spoiled), len(spoiled)) and counted == [stats.applied]
+    if stats.applied:
+        assert stats.metrics == pytest.approx({"loss": (1 + 3 + 4) / 3, "grad_norm": 2.0, "learning_rate": 0.1})
+    else:
+        assert "loss" not in stats.metrics and np.isnan(stats.metrics["grad_norm"])
 
 
 def critic_batch(returns, values):
