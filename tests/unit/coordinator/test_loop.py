@@ -295,5 +295,6 @@ def test_a_batch_that_changed_nothing_is_not_applied_and_teaches_the_controllers
     assert run.world.state.scores.count == 8, "of 12 samples"
     assert [(run.rows[n]["policy/skipped_steps"], run.rows[n]["critic/skipped_steps"]) for n in (1, 2, 3)] == [
         (1, 0), (1, 1), (0, 0)]
-    assert run.warnings[0].startswith("step 1: 1 of the policy's 1 optimizer steps left out")
-    assert "policy's 1 optimizer steps and 1 of the critic's" in run.warnings[1] and len(run.warnings) == 2
+    told = [text for text in run.warnings if "left out" in text]
+    assert told[0].startswith("step 1: 1 of the policy's 1 optimizer steps left out")
+    assert "policy's 1 optimizer steps and 1 of the critic's" in told[1] and len(told) == 2
