@@ -1,11 +1,14 @@
 """Models: where they come from, or what to make from scratch."""
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_ray.config.base import Section
 
+COMMIT = r"[0-9a-f]{40}"
+"""A commit's whole hash: it names one state of a repository for ever."""
 DType = Literal["float32", "bfloat16"]
 
 
@@ -52,9 +55,20 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _pinned(self) -> "ModelConfig":
-        if self.trust_remote_code and not self.revision:
-            raise ValueError("trust_remote_code=true runs foreign code: pin it with `revision` (a commit hash)")
+        if self.trust_remote_code and not re.fullmatch(COMMIT, self.revision or ""):
+            raise ValueError("trust_remote_code=true runs foreign code: pin it with `revision`, a commit hash of 40 "
+                             "hex digits (branches and tags move)")
         return self
+
+    @property
+    def trust(self) -> dict[str, Any]:
+        """Which files may be loaded, and whether code among them: arguments of every `from_pretrained`.
+
+        Code is taken from the pinned commit alone. Code that lies in another repository has no such commit, and is
+        not found.
+        """
+        code = {"code_revision": self.revision} if self.trust_remote_code else {}
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code, **code}
 
 
 class NewModelConfig(Section):

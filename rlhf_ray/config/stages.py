@@ -171,7 +171,7 @@ class SamplePairsConfig(Section):
     """Judge that ranks the two samples of a pair."""
     min_margin: float = Field(0.1, ge=0)
     """Pairs whose judge scores differ by less are left out (and counted)."""
-    output: str = "preferences.jsonl"
+    output: str = Field("preferences.jsonl", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     """File to write, relative to run.dir."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from rlhf_ray.checkpoint.tensors import load_tensors
 from rlhf_ray.engine.shards import full_shape, own_shard, whole
 from rlhf_ray.errors import CheckpointError
 
@@ -61,7 +62,7 @@ class WeightAverage:
         if not path.is_file():
             raise CheckpointError(f"the checkpoint has no average of the weights ({path.name}): the run that saved it "
                                   "had no policy.ema_decay. Leave it empty to go on, or begin a new run.")
-        saved = torch.load(path, weights_only=True)
+        saved = load_tensors(path)
         mine = {name: tuple(shard.shape) for name, shard in self._shards.items()}
         if {name: tuple(shard.shape) for name, shard in saved.items()} != mine:
             raise CheckpointError(f"{path} holds averages of other weights than this run trains")

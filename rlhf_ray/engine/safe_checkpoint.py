@@ -5,11 +5,9 @@ classes below are rebuilt; a file that asks for more is refused before anything 
 against damage, not against somebody who writes a new one.)
 """
 
-import pickle
-import re
 from typing import Any
 
-from rlhf_ray.errors import CheckpointError
+from rlhf_ray.checkpoint.tensors import load_tensors
 
 
 def read_safely(engine: Any) -> None:
@@ -32,19 +30,10 @@ def load_allowed(path: str, map_location: Any = None) -> Any:
     Raises:
         CheckpointError: the file holds something else than tensors, plain types and the classes that DeepSpeed needs.
     """
-    import torch
-
-    with torch.serialization.safe_globals(_allowed()):
-        try:
-            return torch.load(path, map_location=map_location, weights_only=True)
-        except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL (\S+)", str(error))
-            raise CheckpointError(f"{path} asks for {named[1] if named else 'objects'} to be run or built, which no "
-                                  "checkpoint of ours does, and was not read. Use another checkpoint, and find out who "
-                                  "wrote this one.") from error
+    return load_tensors(path, _allowed(), map_location)
 
 
-def _allowed() -> list[Any]:
+def _allowed() -> list[type]:
     """Classes that stand in DeepSpeed's states beside tensors."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.attention import local_window
-from rlhf_ray.models.loading import load_scalar_model
+from rlhf_ray.models.loading import load_scalar_model, pretrained_config
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
 
@@ -53,9 +53,7 @@ def check_packs(config: ModelConfig, field: str) -> None:
     Raises:
         ModelError: naming the field and the architecture.
     """
-    from transformers import AutoConfig
-
-    shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    shape = pretrained_config(config)
     if not packs(shape):
         raise ModelError(f"{field}: {config.path!r} is of architecture {shape.model_type!r}, which runs on padded rows "
                          f"only and cannot be trained here; architectures that can: {', '.join(sorted(PACKED))} "
@@ -70,9 +68,7 @@ class Classifier:
         Raises:
             ModelError: no such model, or no classifier with one label.
         """
-        from transformers import AutoConfig
-
-        shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+        shape = pretrained_config(config)
         self._packs = packs(shape)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_scalar_model(config, new_head=False, packed=self._packs)

@@ -12,7 +12,7 @@ from rlhf_ray.errors import ModelError
 from rlhf_ray.models.hub import check_on_hub
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def check_model_directory(config: ModelConfig, field: str, *, argument: bool = False) -> None:
@@ -49,13 +49,21 @@ def load_tokenizer(config: ModelConfig | NewModelConfig) -> "PreTrainedTokenizer
     """
     where = config.tokenizer or str(getattr(config, "path", ""))
     try:
-        tokenizer = _tokenizer_class(Path(where)).from_pretrained(where, revision=getattr(config, "revision", None))
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = _tokenizer_class(Path(where)).from_pretrained(where, **_tokenizer_trust(config))
+    except Exception as error:  # a damaged tokenizer.json raises the library's own kinds, or a plain Exception
         raise ModelError(f"no tokenizer could be loaded from {where!r}: {_first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer at {where!r} has no end-of-sequence token; responses could never end. "
                          "Set `eos_token` in its tokenizer_config.json.")
     return tokenizer
+
+
+def _tokenizer_trust(config: ModelConfig | NewModelConfig) -> dict[str, Any]:
+    """The model's trust holds for its own tokenizer. One from elsewhere brings no code, said so that nobody is asked:
+    transformers puts the question to whoever sits at the terminal."""
+    if isinstance(config, NewModelConfig):
+        return {"trust_remote_code": False}
+    return config.trust if config.tokenizer is None else {"revision": config.revision, "trust_remote_code": False}
 
 
 def _tokenizer_class(directory: Path) -> Any:
@@ -124,18 +132,32 @@ def check_scalar_head(config: ModelConfig) -> None:
                          "Train one with `rlhf-ray reward-model`.")
 
 
+def pretrained_config(config: ModelConfig) -> "PretrainedConfig":
+    """A model's Hugging Face configuration.
+
+    Raises:
+        ModelError: there is none at that path or Hub name, or it is damaged, or of a kind that needs code of its own.
+    """
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(config.path, **config.trust)
+    except Exception as error:  # an unknown kind, a field of another type, no JSON: each raises its own
+        raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
+
+
 def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
     """Architectures and number of labels that a model's configuration names.
 
     A local file of a known kind is read as it is: the kind's own class would import all of transformers' model code.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     file = Path(config.path) / "config.json"
     values = json.loads(file.read_text()) if file.is_file() else {}
     if values.get("model_type") in CONFIG_MAPPING_NAMES:
         return values.get("architectures") or [], values.get("num_labels") or len(values.get("id2label") or "01")
-    shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    shape = pretrained_config(config)
     return shape.architectures or [], shape.num_labels
 
 
@@ -176,10 +198,9 @@ def _load(auto: Any, config: ModelConfig, packed: bool = True, **more: Any) -> "
     attention = {"attn_implementation": register()} if packed else {}
     try:
         return use_onednn(auto.from_pretrained(
-            config.path, revision=config.revision, dtype=getattr(torch, config.dtype), use_safetensors=True,
-            trust_remote_code=config.trust_remote_code, **attention, **more,
+            config.path, dtype=getattr(torch, config.dtype), use_safetensors=True, **config.trust, **attention, **more,
         ))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file, a pickle where none may be, weights of another shape
         raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
 
 

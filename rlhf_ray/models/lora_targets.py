@@ -8,6 +8,7 @@ from torch import nn
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
+from rlhf_ray.models.loading import pretrained_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,14 +30,10 @@ def check_targets(targets: list[str], model: ModelConfig, field: str, scalar: bo
     """
     if targets == [ALL_LINEAR]:
         return
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    try:
-        shape = AutoConfig.from_pretrained(model.path, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no model could be loaded from {model.path!r}: {error}") from error
+    shape = pretrained_config(model)
     with torch.device("meta"):
         skeleton = auto.from_config(shape, trust_remote_code=model.trust_remote_code)
     chosen_layers(skeleton, targets, field)

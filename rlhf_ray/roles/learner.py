@@ -16,6 +16,7 @@ from rlhf_ray.checkpoint.disk import is_disk_full
 from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.rng import rng_state, set_rng_state
+from rlhf_ray.checkpoint.tensors import load_tensors
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan
@@ -173,7 +174,7 @@ class Learner:
         path = Path(directory)
         check_description(self.adapters, path)
         self.engine.load(path)
-        set_rng_state(torch.load(path / f"rng_{self.rank}.pt", weights_only=True))
+        set_rng_state(load_tensors(path / f"rng_{self.rank}.pt"))
         self.load_more(path)
 
     def save_more(self, path: Path) -> None:

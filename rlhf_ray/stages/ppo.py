@@ -28,6 +28,7 @@ from rlhf_ray.replay.audit import counts, require_sound
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
+from rlhf_ray.roles.engines.settings import refuse_open_serialization
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.ppo_export import export_policy, export_run
 from rlhf_ray.stages.ppo_team import spawn_team, start_team
@@ -64,8 +65,9 @@ def preflight(config: PPOConfig) -> None:
     """Refuse what cannot work before anything is started.
 
     Raises:
-        ModelError, DataError: naming the field, the value and the fix.
+        ConfigError, ModelError, DataError: naming the field, the value and the fix.
     """
+    refuse_open_serialization()
     check_data(config.prompts, "prompts")
     held_out = config.evaluation_prompts
     if held_out:

@@ -14,6 +14,7 @@ from rlhf_ray.coordinator.team import Rotation
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 from rlhf_ray.records import SampleKey
+from rlhf_ray.roles.engines.settings import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.roles.prompt_reader import PromptReader
@@ -27,6 +28,7 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
+    refuse_open_serialization()
     check_data(config.prompts, "prompts")
     check_model(config.model, "model")
     check_first_rows(config.prompts, config.model)

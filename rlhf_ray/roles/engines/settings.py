@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.engines.interface import EngineSettings
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """The C library keeps what is freed. Weights are replaced by as many new ones at every publication, and to have the
 kernel take and give the pages each time costs several times as much as the copying. (glibc's mallopt(3))"""
+OPEN_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"
 
 
@@ -25,11 +27,27 @@ def engine_kind(config: GenerationConfig) -> str:
     return "async" if config.gpus > 0 or config.tensor_parallel > 1 else "in_process"
 
 
+def refuse_open_serialization() -> None:
+    """Refuse a switch of vLLM's that unpickles what arrives between its processes, and so runs what anybody sends.
+
+    Raises:
+        ConfigError: it is set. We pass bytes and paths, and nothing here needs it.
+    """
+    value = os.environ.get(OPEN_SERIALIZATION, "")
+    if value not in ("", "0"):
+        raise ConfigError(f"the environment variable {OPEN_SERIALIZATION}={value} lets vLLM unpickle, and so run, "
+                          "whatever reaches its sockets; unset it (on every node), nothing here needs it")
+
+
 def generator_environment(config: GenerationConfig) -> dict[str, str]:
     """Environment variables for a generator's process; they count only if set before torch and vLLM are imported.
 
     What the person who started the run set for `VLLM_LOGGING_LEVEL` stays.
+
+    Raises:
+        ConfigError: as `refuse_open_serialization`.
     """
+    refuse_open_serialization()
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if engine_kind(config) == "async" else "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
@@ -58,8 +76,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
     on_cpu = generation.gpus == 0
     return AsyncEngineArgs(
         model=model.path,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
+        **model.trust,
         load_format="safetensors",
         dtype=model.dtype,
         skip_tokenizer_init=True,

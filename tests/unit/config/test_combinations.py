@@ -32,6 +32,8 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--policy.gpus=1"], ["policy.gpus=1 is more than a bundle of pools.default has (0)"]),
         ("ppo", ["--pools.default.gpus=1", "--policy.gpus=1", "--policy.workers=2"],
          ["pools.default gives 1 gpus", "ask for 2", "policy 2x1"]),
+        *(("preferences", [f"--pairs.output={path}"], ["pairs.output"])
+          for path in ("../pairs.jsonl", "/tmp/pairs.jsonl", "a/b.jsonl", "..", ".hidden")),
         ("ppo", ["--reference.micro_batch_tokens=100"], ["reference.micro_batch_tokens=100", "longest sample"]),
         ("ppo", ["--algorithm.critic_warmup_steps=100"], ["algorithm.critic_warmup_steps=100", "run.steps=100"]),
         ("ppo", ["--algorithm.kl.kind=adaptive", "--algorithm.kl.horizon=20"], ["algorithm.kl.horizon=20"]),

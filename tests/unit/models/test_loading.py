@@ -193,4 +193,10 @@ def test_a_tokenizer_without_an_end_is_refused(copy):
 def test_foreign_code_needs_a_pinned_revision():
     with pytest.raises(ValidationError, match="pin it with `revision`"):
         ModelConfig(path="a/b", trust_remote_code=True)
-    assert ModelConfig(path="a/b", trust_remote_code=True, revision="0123abc").trust_remote_code
+    for movable in ("main", "v1.0", "0123abc", "0" * 39 + "g"):
+        with pytest.raises(ValidationError, match="branches and tags move"):
+            ModelConfig(path="a/b", trust_remote_code=True, revision=movable)
+    commit = "0123456789" * 4
+    pinned = ModelConfig(path="a/b", trust_remote_code=True, revision=commit)
+    assert pinned.trust == {"revision": commit, "trust_remote_code": True, "code_revision": commit}
+    assert ModelConfig(path="a/b", revision="main").trust == {"revision": "main", "trust_remote_code": False}

@@ -361,3 +361,15 @@ def test_a_critic_starts_from_a_reward_model_of_the_policy_s_tokens_alone(ppo_co
     ppo.preflight(ppo_config(rewards=rewards))
     with pytest.raises(ModelError, match=r"from which critic\.init=reward starts.* have different tokenizers"):
         ppo.preflight(ppo_config(rewards=rewards, critic={"init": "reward"}))
+
+
+def test_a_switch_that_lets_vllm_unpickle_is_refused(ppo_config, monkeypatch):
+    from rlhf_ray.config.generation import GenerationConfig
+    from rlhf_ray.roles.engines.settings import generator_environment
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    for begin in (lambda: ppo.preflight(ppo_config()), lambda: generator_environment(GenerationConfig())):
+        with pytest.raises(ConfigError, match=r"VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets vLLM unpickle.*unset it"):
+            begin()
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in generator_environment(GenerationConfig())

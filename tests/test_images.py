@@ -1,0 +1,50 @@
+"""What the container images promise, read off their files: an ordinary user, pinned bases, no secrets."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "docker").glob("*Dockerfile"))
+SECRET = re.compile(r"token|secret|passw|api_?key|credential", re.I)
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(instruction, its text) of a Dockerfile, lines that go on joined."""
+    lines = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M)).splitlines()
+    return [(line.split()[0].upper(), line.partition(" ")[2].strip()) for line in lines if line.strip()]
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.name)
+def image(request):
+    return instructions(request.param)
+
+
+def test_there_are_two():
+    assert [path.name for path in FILES] == ["cpu.Dockerfile", "gpu.Dockerfile"]
+
+
+def test_the_last_stage_ends_as_an_ordinary_user(image):
+    last = [name for name, _ in image]
+    last_stage = image[len(last) - 1 - last[::-1].index("FROM"):]
+    users = [text for name, text in last_stage if name == "USER"]
+    assert users and users[-1] not in ("root", "0") and f"useradd --create-home --uid 1000 {users[-1]}" in str(image)
+
+
+def test_bases_are_pinned(image):
+    own = {text.rpartition(" AS ")[2] for name, text in image if name == "FROM" and " AS " in text}
+    bases = [text.partition(" AS ")[0] for name, text in image if name == "FROM"]
+    bases += [found[1] for name, text in image if name == "COPY" and (found := re.match(r"--from=(\S+)", text))
+              and found[1] not in own]
+    assert bases and all(re.search(r":v?\d+\.\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$", base) for base in bases), bases
+
+
+def test_no_secret_is_baked_in(image):
+    """ARG and ENV stay readable in an image's history."""
+    assert not [text for name, text in image if name in ("ARG", "ENV") and SECRET.search(text)]
+    assert not [text for name, text in image if name == "ADD"], "ADD fetches and unpacks; COPY does not"
+
+
+def test_what_is_no_part_of_the_image_is_left_out():
+    assert {".git", ".venv", "runs"} <= set((ROOT / ".dockerignore").read_text().split())
