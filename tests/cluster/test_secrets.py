@@ -52,7 +52,7 @@ def watched(command, environment):
                 with suppress(psutil.NoSuchProcess):
                     for process in [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]:
                         look_at(process, seen)
-                time.sleep(0.3)
+                time.sleep(0.7)
         finally:
             if run.poll() is None:
                 run.terminate()
