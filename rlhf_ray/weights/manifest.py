@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -82,15 +82,13 @@ def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) ->
     return arrays
 
 
-def unpack(
-    entries: Sequence[TensorEntry], arrays: Sequence[NDArray[np.uint8]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named views into `arrays`, without a copy. They must not be written to: the bytes may be shared memory."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        flat = [torch.from_numpy(array) for array in arrays]
-    for entry, tensor in zip(entries, flat, strict=True):
-        yield entry.name, tensor.view(torch_dtype(entry.dtype)).view(entry.shape)
+def unpack(tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named views into arrays of bytes, without a copy. They must not be written to: it may be shared memory."""
+    for entry, array in tensors:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            flat = torch.from_numpy(array)
+        yield entry.name, flat.view(torch_dtype(entry.dtype)).view(entry.shape)
 
 
 def digest_of(entry: TensorEntry, array: NDArray[np.uint8]) -> str:
@@ -114,11 +112,11 @@ def seal(version: int, index: int, count: int, entries: list[TensorEntry],
                         checksum(entries, digests, version, index, count))
 
 
-def verify(bucket: WeightBucket) -> None:
-    """Recompute a bucket's digests.
+def verified(bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
+    """A bucket's tensors, each once its digest is found to be right: who copies it at once finds it in the caches.
 
     Raises:
-        WeightsError: one differs from the one sent along, or a tensor has more or fewer bytes than its entry says.
+        WeightsError: a digest differs from the one sent along, or a tensor has more or fewer bytes than its entry says.
     """
     label = f"bucket {bucket.index} of {bucket.count}, weights version {bucket.version}"
     found = checksum(bucket.entries, bucket.digests, bucket.version, bucket.index, bucket.count)
@@ -130,3 +128,4 @@ def verify(bucket: WeightBucket) -> None:
         if (found := digest_of(entry, array)) != digest:
             raise WeightsError(f"{label}: tensor {entry.name!r} has digest {found}, expected {digest}; "
                                "publish this version again")
+        yield entry, array

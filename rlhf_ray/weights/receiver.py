@@ -15,19 +15,23 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, NoReturn, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.records import WeightBucket
-from rlhf_ray.weights.manifest import verify
+from rlhf_ray.records import TensorEntry, WeightBucket
+from rlhf_ray.weights.manifest import verified
 
 
 class Stage(Protocol):
-    """Where one publication's verified buckets wait to be applied."""
+    """Where one publication's tensors wait to be applied."""
 
-    def add(self, bucket: WeightBucket) -> None:
-        """Take in one bucket."""
+    def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
+        """Take in one bucket's tensors; asking for the next one raises `WeightsError` when that one is damaged. They
+        are views of memory that goes when the publication is over, and must not be written to."""
         ...
 
 
@@ -123,11 +127,9 @@ class Receiver(Generic[StageT]):
         if not 0 <= bucket.index < count or bucket.index in self._buckets:
             self.fail(f"bucket {bucket.index} of version {version} came twice or is not one of {count}")
         try:
-            verify(bucket)
+            stage.add(self._checked(bucket))
         except WeightsError as error:
             self.fail(str(error))
-        self._check_tensors(bucket)
-        stage.add(bucket)
         self._buckets.add(bucket.index)
 
     def finish(self, version: int) -> StageT:
@@ -168,18 +170,26 @@ class Receiver(Generic[StageT]):
         self._forget()
         raise WeightsError(f"{self.name} refuses the weights: {reason}")
 
-    def _check_tensors(self, bucket: WeightBucket) -> None:
-        for entry, digest in zip(bucket.entries, bucket.digests, strict=True):
+    def _checked(self, bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
+        """A bucket's tensors, each verified and wanted.
+
+        Raises:
+            WeightsError: one is not.
+        """
+        for (entry, array), digest in zip(verified(bucket), bucket.digests, strict=True):
             if entry.name in self._left_out:
-                self.fail(f"tensor {entry.name!r} came in bucket {bucket.index} and was to be left out")
+                raise WeightsError(f"tensor {entry.name!r} came in bucket {bucket.index} and was to be left out")
             if entry.name in self._tensors:
-                self.fail(f"tensor {entry.name!r} is in buckets {self._tensors[entry.name]} and {bucket.index}")
+                raise WeightsError(
+                    f"tensor {entry.name!r} is in buckets {self._tensors[entry.name]} and {bucket.index}")
             if entry.name not in self._shapes:
-                self.fail(f"tensor {entry.name!r} is not one of the model's {len(self._shapes)}")
+                raise WeightsError(f"tensor {entry.name!r} is not one of the model's {len(self._shapes)}")
             if entry.shape != self._shapes[entry.name]:
-                self.fail(f"tensor {entry.name!r} has shape {entry.shape}, the model's is {self._shapes[entry.name]}")
+                raise WeightsError(
+                    f"tensor {entry.name!r} has shape {entry.shape}, the model's is {self._shapes[entry.name]}")
             self._tensors[entry.name] = bucket.index
             self._digests[entry.name] = digest
+            yield entry, array
 
     def _expected(self, what: str) -> tuple[int, int, StageT]:
         if self._coming is None:

@@ -7,11 +7,15 @@ is memory: until then the process holds its weights twice.
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -20,12 +24,14 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.records import WeightBucket
+from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
 from rlhf_ray.weights.routes import Routes
 
 OWN = frozenset({"_parameters", "_buffers", "training"})
 """Attributes of a twin that are its own from the start."""
+CACHE_LINE = 64
+"""Bytes."""
 
 
 @dataclass
@@ -65,9 +71,9 @@ class Shadow:
         self._missing: dict[str, set[str]] = {}
         self._has_head = any(isinstance(layer, ParallelLMHead) for layer in routes.layers.values())
 
-    def add(self, bucket: WeightBucket) -> None:
-        """Load a bucket's tensors, and process the layers that are complete with them."""
-        for name, tensor in unpack(bucket.entries, bucket.arrays):
+    def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
+        """Load tensors, and process the layers that are complete with them."""
+        for name, tensor in unpack(tensors):
             for route in self._routes.of(name, tensor):
                 twin = self._twin(route.layer)
                 parameter = twin.double._parameters[route.parameter]
@@ -115,15 +121,32 @@ class Shadow:
 
 def twin_of(layer: nn.Module, given: dict[str, Any] | None = None) -> Twin:
     """A double of `layer` with empty parameters as a checkpoint fills them, and `given` ones as they are."""
-    double = copy.copy(layer)
+    double = layer.__new__(type(layer))
+    double.__dict__.update(layer.__dict__)
     double._parameters = {name: None for name, parameter in layer._parameters.items() if parameter is None}
     double._buffers = dict(layer._buffers)
-    shapes: dict[str, Any] = {**{name: to_meta_tensor(p) for name, p in layer._parameters.items() if p is not None},
-                              **get_layerwise_info(layer).restore_metadata[0]}
+    shapes: dict[str, Tensor] = get_layerwise_info(layer).restore_metadata[0]
+    for name, own in layer._parameters.items():
+        if own is not None and name not in shapes:
+            shapes = {**shapes, name: to_meta_tensor(own)}
     for name, shape in shapes.items():
         parameter = (given or {}).get(name)
         if parameter is None:
             # Bound to the layer: what is bound to a double would keep the weights that it ends with alive.
             parameter = restore_layer_refs(materialize_meta_tensor(shape), layer)
+            if isinstance(layer, LinearBase):
+                spread_rows(parameter)
         double.register_parameter(name, parameter)
     return Twin(layer, double, {})
+
+
+def spread_rows(parameter: Tensor) -> None:
+    """Lay a float32 matrix out with a cache line of room after each row.
+
+    Packing reads a column of rows at a time. Where rows lie a power of two of bytes apart, as in most models, all of
+    them compete for the same few places in the processor's caches: with the room packing takes about 0.6 of the time.
+    (Kernels that vLLM packs other dtypes for want matrices without gaps.)
+    """
+    if parameter.ndim == 2 and parameter.dtype is torch.float32:
+        rows, columns = parameter.shape
+        parameter.data = torch.empty(rows, columns + CACHE_LINE // parameter.itemsize)[:, :columns]

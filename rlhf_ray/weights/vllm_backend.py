@@ -39,7 +39,7 @@ class NoInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """One bucket: its entries as plain tuples, and its bytes as arrays or as a file's path (see `file_offsets`)."""
+    """One bucket: its entries as plain tuples, and its bytes as arrays or as a file's path (see `aligned`)."""
 
     entries: list[Any]
     arrays: list[NDArray[np.uint8]] | None = None
@@ -53,12 +53,18 @@ def bucket_info(
     return asdict(BucketInfo([list(astuple(e)) for e in entries], None, path)) | {"arrays": arrays}
 
 
-def file_offsets(entries: Sequence[TensorEntry]) -> Iterator[int]:
-    """Where each tensor of a bucket begins in its file, in bytes."""
+def aligned(nbytes: int) -> int:
+    """How many bytes behind a tensor of `nbytes` the next one begins in a bucket's file."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def read_file(path: str, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
+    """The tensors in a bucket's file, which is mapped."""
+    data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
     offset = 0
     for entry in entries:
-        yield offset
-        offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
+        yield entry, data[offset : offset + entry.nbytes]
+        offset += aligned(entry.nbytes)
 
 
 class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
@@ -83,11 +89,10 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Hand a bucket's tensors to the model's own loader. Layers hold on to them until they are complete."""
         entries = [TensorEntry(name, dtype, tuple(shape), size) for name, dtype, shape, size in update_info.entries]
-        arrays = update_info.arrays
-        if arrays is None:
-            data: NDArray[np.uint8] = np.memmap(str(update_info.path), dtype=np.uint8, mode="r")
-            arrays = [data[at : at + e.nbytes] for e, at in zip(entries, file_offsets(entries), strict=True)]
-        self.model.load_weights(unpack(entries, arrays))
+        if update_info.arrays is None:
+            self.model.load_weights(unpack(read_file(str(update_info.path), entries)))
+        else:
+            self.model.load_weights(unpack(zip(entries, update_info.arrays, strict=True)))
 
     def finish_weight_update(self) -> None:
         """Put the loaded layers in service.

@@ -12,7 +12,7 @@ from rlhf_ray.data.sequences import Pairs
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
 from rlhf_ray.roles.updates import training_batch
-from rlhf_ray.weights.manifest import unpack, verify
+from rlhf_ray.weights.manifest import unpack, verified
 from tests.cluster.test_learner_update import (
     LARGE,
     OPTIMIZER,
@@ -170,8 +170,7 @@ def test_what_is_published_is_the_merged_model_under_the_base_s_names(ranks, fil
     found = {}
     for index in range(count):
         bucket = learners.do("weight_bucket", 1, index)[0]
-        verify(bucket)
-        found.update({name: t.clone() for name, t in unpack(bucket.entries, bucket.arrays)})
+        found.update({name: t.clone() for name, t in unpack(verified(bucket))})
     base = dict(load_policy(path).named_parameters())
     assert list(found) == list(base)
     merged = peft_s_merge(adapted(load_policy(path), before))

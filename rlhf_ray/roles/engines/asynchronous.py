@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import IO, Any
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import RLHFError, WorkerError
-from rlhf_ray.records import TensorEntry, WeightBucket
+from rlhf_ray.records import TensorEntry
 from rlhf_ray.roles.engines.in_process import quiet_start, unfinished_tokens
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.messages import (
@@ -45,18 +45,21 @@ class StagedFiles:
     def __init__(self) -> None:
         self.buckets: list[StagedFile] = []
 
-    def add(self, bucket: WeightBucket) -> None:
-        """Copy the bucket."""
-        from rlhf_ray.weights.vllm_backend import file_offsets
+    def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
+        """Copy a bucket's tensors."""
+        from rlhf_ray.weights.vllm_backend import aligned
 
-        descriptor = os.memfd_create(f"weights-{bucket.version}-{bucket.index}")
+        descriptor = os.memfd_create(f"weights-{len(self.buckets)}")
         file = os.fdopen(descriptor, "wb", buffering=0)
-        for offset, array in zip(file_offsets(bucket.entries), bucket.arrays, strict=True):
+        entries, offset = [], 0
+        for entry, array in tensors:
             file.seek(offset)
             rest = array.data
             while rest:
                 rest = rest[file.write(rest) :]
-        self.buckets.append(StagedFile(bucket.entries, file, f"/proc/{os.getpid()}/fd/{descriptor}"))
+            entries.append(entry)
+            offset += aligned(entry.nbytes)
+        self.buckets.append(StagedFile(entries, file, f"/proc/{os.getpid()}/fd/{descriptor}"))
 
 
 class AsynchronousEngine:

@@ -13,9 +13,10 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import RLHFError, WorkerError
-from rlhf_ray.records import WeightBucket
+from rlhf_ray.records import TensorEntry
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.messages import (
     completion_of,
@@ -43,15 +44,46 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass
+class Together:
+    """The requests of one call. It is woken once, when the last of them is over: waking another thread costs both of
+    them more than a response's other handling together."""
+
+    outputs: dict[str, Any]
+    """By request, in the call's order; None while it is drawn."""
+    done: Future[list[Any]]
+    left: int
+
+    @classmethod
+    def of(cls, request_ids: Sequence[str]) -> Together:
+        """None of them is over."""
+        return cls(dict.fromkeys(request_ids), Future(), len(request_ids))
+
+    def take(self, output: Any) -> None:
+        """One of them is over."""
+        self.outputs[output.request_id] = output
+        self.left -= 1
+        if not self.left and self._wanted():
+            self.done.set_result(list(self.outputs.values()))
+
+    def fail(self, error: Exception) -> None:
+        """They will not all be; may be said more than once."""
+        if self._wanted():
+            self.done.set_exception(error)
+
+    def _wanted(self) -> bool:
+        return not self.done.done() and self.done.set_running_or_notify_cancel()
+
+
 class KeptBuckets:
-    """One publication's buckets, left where they are: in the object store."""
+    """One publication's tensors, left where they are: in the object store."""
 
     def __init__(self) -> None:
-        self.buckets: list[WeightBucket] = []
+        self.buckets: list[list[tuple[TensorEntry, NDArray[np.uint8]]]] = []
 
-    def add(self, bucket: WeightBucket) -> None:
-        """Keep the bucket."""
-        self.buckets.append(bucket)
+    def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
+        """Keep a bucket's tensors."""
+        self.buckets.append(list(tensors))
 
 
 class InProcessEngine:
@@ -63,7 +95,8 @@ class InProcessEngine:
         self._settings = settings
         self._engine: Any = None
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        self._waiting: dict[str, Future[Any]] = {}
+        self._waiting: dict[str, Together] = {}
+        """By request that is not over."""
         self._numbers = count()
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
@@ -122,20 +155,26 @@ class InProcessEngine:
     # On the caller's thread.
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
-        if not self._thread.is_alive():
-            raise self._dead or WorkerError(f"{self._settings.name}: vLLM's thread is not running")
+        self._require_thread()
         done: Future[T] = Future()
         self._jobs.put((work, done))
         return await asyncio.wrap_future(done)
 
     async def _finish(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
-        results: dict[str, Future[Any]] = {str(next(self._numbers)): Future() for _ in requests}
+        if not requests:
+            return []
+        self._require_thread()
+        together = Together.of([str(next(self._numbers)) for _ in requests])
+        self._jobs.put((lambda: self._add(together, requests), Future()))
         try:
-            await self._on_thread(lambda: self._add(results, requests))
-            return await asyncio.gather(*(asyncio.wrap_future(f) for f in results.values()))
+            return await asyncio.wrap_future(together.done)
         except BaseException:
-            self._jobs.put((lambda: self._abort(list(results)), Future()))
+            self._jobs.put((lambda: self._abort(list(together.outputs)), Future()))
             raise
+
+    def _require_thread(self) -> None:
+        if not self._thread.is_alive():
+            raise self._dead or WorkerError(f"{self._settings.name}: vLLM's thread is not running")
 
     # On the engine's thread.
 
@@ -171,8 +210,8 @@ class InProcessEngine:
         """A request is over: give its caller the output."""
         self._finished_tokens += len(output.outputs[0].token_ids)
         waiting = self._waiting.pop(output.request_id, None)
-        if waiting is not None and waiting.set_running_or_notify_cancel():
-            waiting.set_result(output)
+        if waiting is not None:
+            waiting.take(output)
 
     def _build(self) -> None:
         with quiet_start(), thread_count(self._settings.generation.threads):
@@ -188,10 +227,13 @@ class InProcessEngine:
             self._engine.set_weight_version("0")
             [self._model] = self._engine.apply_model(lambda model: model)
 
-    def _add(self, results: dict[str, Future[Any]], requests: list[tuple[list[int], Any]]) -> None:
-        for (request_id, result), (prompt, parameters) in zip(results.items(), requests, strict=True):
-            self._engine.add_request(request_id, prompt_of(prompt), parameters)
-            self._waiting[request_id] = result
+    def _add(self, together: Together, requests: list[tuple[list[int], Any]]) -> None:
+        try:
+            for request_id, (prompt, parameters) in zip(together.outputs, requests, strict=True):
+                self._engine.add_request(request_id, prompt_of(prompt), parameters)
+                self._waiting[request_id] = together
+        except Exception as error:
+            together.fail(error)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -219,7 +261,7 @@ class InProcessEngine:
             stage.require_whole_layers()
         try:
             if isinstance(stage, KeptBuckets):
-                self._load(stage.buckets)
+                self._load(stage)
             else:
                 stage.exchange()
             self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -233,12 +275,12 @@ class InProcessEngine:
             self._die(broken)
             raise broken from error
 
-    def _load(self, buckets: Sequence[WeightBucket]) -> None:
+    def _load(self, kept: KeptBuckets) -> None:
         from rlhf_ray.weights.vllm_backend import bucket_info
 
         self._engine.collective_rpc("start_weight_update")
-        for bucket in buckets:
-            info = bucket_info(bucket.entries, bucket.arrays)
+        for tensors in kept.buckets:
+            info = bucket_info([entry for entry, _ in tensors], [array for _, array in tensors])
             self._engine.collective_rpc("update_weights", kwargs={"update_info": info})
         self._engine.collective_rpc("finish_weight_update")
 
@@ -254,8 +296,7 @@ class InProcessEngine:
     def _die(self, error: RLHFError) -> None:
         self._dead = error
         for waiting in self._waiting.values():
-            if waiting.set_running_or_notify_cancel():
-                waiting.set_exception(error)
+            waiting.fail(error)
         self._waiting.clear()
 
 

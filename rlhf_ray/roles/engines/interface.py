@@ -79,7 +79,7 @@ class SamplingEngine(Protocol):
 
     def open_stage(self) -> Stage:
         """A place for one publication's buckets, where they come as near to the model as is possible without pausing
-        it. Buckets may be added from another thread."""
+        it. It may be filled from another thread."""
         ...
 
     async def apply(self, stage: Any, version: int) -> float:

@@ -14,14 +14,14 @@ TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5), "c": torch.ze
 SHAPES = {name: tuple(t.shape) for name, t in TENSORS.items()}
 
 
-class Numbers:
-    """A stage that keeps the buckets' numbers in their order of arrival."""
+class Names:
+    """A stage that keeps the tensors' names in their order of arrival."""
 
     def __init__(self):
-        self.indices = []
+        self.names = []
 
-    def add(self, bucket):
-        self.indices.append(bucket.index)
+    def add(self, tensors):
+        self.names.extend(entry.name for entry, _ in tensors)
 
 
 def publisher_of(tensors=TENSORS, changing=None, bucket_bytes=20):
@@ -37,9 +37,9 @@ def buckets_of(version, tensors=TENSORS):
     return [publisher.bucket(version, i) for i in range(publisher.plan.whole.buckets)]
 
 
-def make_receiver(version=4):
-    """A receiver that stages numbers."""
-    return Receiver("generator/7", version, SHAPES, Numbers)
+def make_receiver(version=4, stage=Names):
+    """A receiver that stages names."""
+    return Receiver("generator/7", version, SHAPES, stage)
 
 
 def publish(receiver, version, **options):
@@ -65,7 +65,7 @@ def test_a_whole_publication_is_accepted_whatever_order_it_came_in():
     for bucket in reversed(buckets_of(5)):
         receiver.load(bucket)
         assert receiver.version == 4 and receiver.ready
-    assert receiver.finish(5).indices == [2, 1, 0]
+    assert receiver.finish(5).names == ["c", "b", "a"]
     assert receiver.version == 4, "not confirmed before it is applied"
     assert receiver.confirm() == 5 == receiver.version
     receiver.require_ready()
@@ -94,6 +94,19 @@ def test_a_damaged_bucket_breaks_the_publication_until_a_whole_one_is_confirmed(
         receiver.load(second)
     assert publish(receiver, 5) == 5
     receiver.require_ready()
+
+
+def test_a_stage_never_sees_a_damaged_tensor_nor_what_comes_after_it():
+    stage = Names()
+    receiver = make_receiver(stage=lambda: stage)
+    whole = publisher_of(bucket_bytes=1 << 20).bucket(5, 0)
+    first, second, third = (array.copy() for array in whole.arrays)
+    second[0] ^= 255
+    receiver.begin(5, 1)
+    with pytest.raises(WeightsError, match="tensor 'b' has digest"):
+        receiver.load(replace(whole, arrays=[first, second, third]))
+    assert stage.names == ["a"]
+    assert_not_ready(receiver, 4)
 
 
 @pytest.mark.parametrize("wrong, said", [
