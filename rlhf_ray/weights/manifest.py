@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -84,11 +85,19 @@ def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) ->
 
 def unpack(tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Named views into arrays of bytes, without a copy. They must not be written to: it may be shared memory."""
+    _hear_torch_s_warning()
     for entry, array in tensors:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(array)
-        yield entry.name, flat.view(torch_dtype(entry.dtype)).view(entry.shape)
+        yield entry.name, torch.from_numpy(array).view(torch_dtype(entry.dtype)).view(entry.shape)
+
+
+@cache
+def _hear_torch_s_warning() -> None:
+    """A process's first tensor of read-only memory makes torch warn, once for all."""
+    array = np.zeros(1, dtype=np.uint8)
+    array.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        torch.from_numpy(array)
 
 
 def digest_of(entry: TensorEntry, array: NDArray[np.uint8]) -> str:

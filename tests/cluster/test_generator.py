@@ -349,6 +349,20 @@ def test_a_publication_under_way_leaves_generation_on_the_old_weights(loop, runn
         loop.run_until_complete(generator.finish_weights(1))
 
 
+def test_matrices_that_get_packed_arrive_with_room_after_each_row_and_others_without(running):
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from rlhf_ray.weights.shadow import CACHE_LINE, twin_of
+
+    _, generator, _ = running
+    layers = list(generator._engine._model.modules())
+    doubles = {layer: twin_of(layer).double.weight for layer in layers if getattr(layer, "weight", None) is not None}
+    packed = [weight for layer, weight in doubles.items() if isinstance(layer, LinearBase)]
+    assert len(packed) == 4 * len(generator._engine._model.model.layers)
+    assert {(4 * (w.stride(0) - w.shape[1]), w.stride(1)) for w in packed} == {(CACHE_LINE, 1)}
+    assert all(w.is_contiguous() for layer, w in doubles.items() if not isinstance(layer, LinearBase))
+
+
 async def publish_changing(generator, publisher, version):
     """A publication without what does not change."""
     count = publisher.plan.changing.buckets

@@ -1,0 +1,40 @@
+"""The requests of one call to an engine: it is woken once."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_ray.errors import WorkerError
+from rlhf_ray.roles.engines.in_process import Together
+
+
+def output(request_id):
+    return SimpleNamespace(request_id=request_id)
+
+
+def test_a_call_is_woken_when_its_last_request_is_over_and_gets_the_outputs_in_its_own_order():
+    together, woken = Together.of(["3", "4", "5"]), []
+    together.done.add_done_callback(lambda done: woken.append([each.request_id for each in done.result()]))
+    for request_id in ("4", "5"):
+        together.take(output(request_id))
+        assert not woken
+    together.take(output("3"))
+    assert woken == [["3", "4", "5"]]
+
+
+def test_a_call_fails_once_whatever_happens_to_its_other_requests():
+    together = Together.of(["3", "4"])
+    together.fail(WorkerError("vLLM broke"))
+    together.fail(WorkerError("it was stopped"))
+    together.take(output("3"))
+    together.take(output("4"))
+    with pytest.raises(WorkerError, match="vLLM broke"):
+        together.done.result(0)
+
+
+def test_nobody_is_told_of_the_end_of_a_cancelled_call():
+    together = Together.of(["3"])
+    assert together.done.cancel()
+    together.take(output("3"))
+    together.fail(WorkerError("vLLM broke"))
+    assert together.done.cancelled()
