@@ -17,6 +17,8 @@ from rlhf_ray.config.fields import section_tagged, sections_of, sections_of_valu
 from rlhf_ray.errors import ConfigError
 
 Path_ = tuple[str, ...]
+MOST_NODES = 100_000
+"""Keys and values of a configuration file; real ones have some hundreds."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,15 @@ def read_yaml(path: Path) -> Layer:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"the configuration file {path} cannot be read: {e}") from None
     try:
-        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_size(node)
+        values = yaml.safe_load(text)
     except yaml.YAMLError as e:
         raise ConfigError(_yaml_problem(path, e)) from None
+    except RecursionError:
+        raise ConfigError(f"{path}: sections inside sections, too deep to read or without an end") from None
+    except (ValueError, TypeError) as e:  # a date with no such day, a number of thousands of digits
+        raise ConfigError(f"{path}: a value cannot be read: {e}; put texts in quotes") from None
     if values is None:
         return Layer({})
     if not isinstance(values, dict):
@@ -175,7 +183,7 @@ def _parsed(value: Any, origin: str) -> Any:
         return value
     try:
         return yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError):
         raise ConfigError(f"{origin}: {value!r} is not the list, mapping or text in quotes it begins as; check its "
                           "brackets or quotes") from None
 
@@ -194,6 +202,28 @@ def _lines(node: yaml.Node | None, prefix: Path_) -> Iterator[tuple[Path_, int]]
             path = (*prefix, str(key.value))
             yield path, key.start_mark.line + 1
             yield from _lines(value, path)
+
+
+def _check_size(node: yaml.Node | None) -> None:
+    """Refuse a document whose aliases say more than a person would write: each `*name` counts as all it stands for.
+
+    Raises:
+        YAMLError: it is larger than `MOST_NODES`.
+        RecursionError: it holds itself.
+    """
+    left = MOST_NODES
+
+    def visit(node: yaml.Node | None) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise yaml.YAMLError(f"its aliases (*name) stand for more than {MOST_NODES} values")
+        if isinstance(node, yaml.CollectionNode):
+            for child in node.value:
+                for part in child if isinstance(child, tuple) else (child,):
+                    visit(part)
+
+    visit(node)
 
 
 def _yaml_problem(path: Path, error: yaml.YAMLError) -> str:
