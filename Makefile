@@ -15,7 +15,7 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart example test test-slow lint typecheck bench bench-estimators bench-growth docs requirements clean
+.PHONY: help install install-test quickstart example test test-slow fuzz lint typecheck bench bench-estimators bench-growth docs requirements clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ test: install-test ## Run the default tests
 
 test-slow: install-test ## Run the slow tests: minutes of real training each
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 3600 $(ARGS)
+
+fuzz: install-test ## Try thousands of senseless configurations, rows, replies and files (FUZZ_CASES=2000 of each kind)
+	FUZZ_CASES=$${FUZZ_CASES:-2000} $(BIN)/python -m pytest tests/fuzz --timeout 3600 $(ARGS)
 
 lint: install-test typecheck ## Check style, imports and types
 	$(BIN)/ruff check .

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -101,22 +100,26 @@ def load_records(path: Path, kind: type[R]) -> R:
         with np.load(path, allow_pickle=False) as data:
             header = json.loads(data[_HEADER].tobytes())
             columns: dict[str, Any] = {name: data[name] for name in data.files if name != _HEADER}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+        held = header["type"]
+    except Exception as error:  # bytes of no such file: zipfile, zlib, struct and NumPy raise kinds of their own
         raise CheckpointError(f"{path} cannot be read as saved records: {error!r}") from error
-    if header["type"] != kind.__name__:
-        raise CheckpointError(f"{path} holds {header['type']} records instead of {kind.__name__}")
-    columns.update({name: [SampleKey(*map(int, k)) for k in columns[name]] for name in header["keys"]})
-    columns.update({name: _from_json(value) for name, value in header["lists"].items()})
-    columns.update(dict.fromkeys(header["absent"]))
+    if held != kind.__name__:
+        raise CheckpointError(f"{path} holds {held} records instead of {kind.__name__}")
     try:
+        columns.update({name: [SampleKey(*map(int, k)) for k in columns[name]] for name in header["keys"]})
+        columns.update({name: _from_json(value) for name, value in header["lists"].items()})
+        columns.update(dict.fromkeys(header["absent"]))
         record = kind(**columns)
-    except TypeError as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} does not have the columns of {kind.__name__}: {error}") from error
     _check_lengths(path, record)
     return record
 
 
 def _check_lengths(path: Path, record: Ragged) -> None:
+    offsets = record.offsets
+    if offsets.ndim != 1 or offsets.dtype.kind != "i" or not len(offsets) or offsets[0] or (np.diff(offsets) < 0).any():
+        raise CheckpointError(f"{path}: its offsets are no row boundaries")
     expected = {"token": int(record.offsets[-1]), "row": len(record)}
     for f in fields(record):
         value, axis = getattr(record, f.name), f.metadata.get("axis")

@@ -156,7 +156,7 @@ def _read_parquet(file: Path) -> Numbered:
         parquet = pq.ParquetFile(file)
         rows = (row for batch in parquet.iter_batches(BLOCK) for row in batch.to_pylist())
         yield from enumerate(rows, start=1)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # texts that are not UTF-8 are a ValueError
         raise DataError(f"{file}: not a readable parquet file: {error}") from error
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf_ray.errors import LedgerError
-from rlhf_ray.replay.ledger_tables import LedgerFacts, State
+from rlhf_ray.replay.ledger_tables import LedgerFacts, State, unharmed
 
 SHOWN = 3
 """Examples named of what is wrong."""
@@ -26,8 +26,9 @@ class Problem:
 
 def counts(db: sqlite3.Connection) -> dict[str, int]:
     """Samples by state, in the order of their life, and the attempts that came to nothing."""
-    found = dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
-    lost = db.execute("SELECT count(*) FROM attempts").fetchone()[0]
+    with unharmed(db):
+        found = dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
+        lost = db.execute("SELECT count(*) FROM attempts").fetchone()[0]
     return {**{state.value: found.get(state, 0) for state in State}, "attempts given up": lost}
 
 
@@ -53,7 +54,8 @@ def audit(db: sqlite3.Connection, ended: bool) -> list[Problem]:
               _attempts(db)]
     if ended:
         checks.append(_nothing_open(db))
-    return [problem for check in checks for problem in check]
+    with unharmed(db):
+        return [problem for check in checks for problem in check]
 
 
 def _states(db: sqlite3.Connection) -> Iterator[Problem]:

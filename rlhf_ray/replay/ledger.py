@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from rlhf_ray.errors import LedgerError
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.ledger_tables import CREATE, SCHEMA, LedgerFacts, State
+from rlhf_ray.replay.ledger_tables import CREATE, SCHEMA, LedgerFacts, State, contents, unharmed
 
 UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
 LOST = "the process ended before the next checkpoint"
@@ -196,26 +196,32 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(_uri(path, "ro"), uri=True)
     try:
         check_ledger(db, path)
-    except sqlite3.Error as error:
-        db.close()
-        raise LedgerError(f"{path} cannot be read: {error}") from error
-    except LedgerError:
+    except BaseException:
         db.close()
         raise
     return db
 
 
 def check_ledger(db: sqlite3.Connection, path: Path) -> None:
-    """Refuse a damaged file, and one of another schema.
+    """Refuse a damaged file, one of another schema, and one with other tables, or triggers, whoever put them there.
 
     Raises:
         LedgerError: says which.
     """
+    with unharmed(db):
+        _check_ledger(db, path)
+
+
+def _check_ledger(db: sqlite3.Connection, path: Path) -> None:
     if (said := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
         raise LedgerError(f"{path} is damaged: {said}")
     schema = db.execute("SELECT value FROM facts WHERE name = 'schema'").fetchone()
     if schema is None or schema[0] != SCHEMA:
         raise LedgerError(f"{path} has schema {schema and schema[0]}, this version reads {SCHEMA}")
+    with closing(sqlite3.connect(":memory:")) as empty:
+        empty.executescript(CREATE)
+        if contents(db) != contents(empty):
+            raise LedgerError(f"{path} is damaged, or no ledger: it has other tables or columns than one has")
 
 
 def _commit_consumed(db: sqlite3.Connection) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import operator
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
+
+from rlhf_ray.errors import LedgerError
 
 SCHEMA = 1
 
@@ -65,7 +69,35 @@ class LedgerFacts:
 
     @classmethod
     def read(cls, db: sqlite3.Connection) -> Self:
-        """The facts in a ledger."""
-        found = dict(db.execute("SELECT name, value FROM facts"))
-        values = {f.name: json.loads(found[f.name]) for f in fields(cls)}
-        return cls(**{**values, "source_rows": tuple(values["source_rows"])})
+        """The facts in a ledger.
+
+        Raises:
+            LedgerError: one is missing, or is no number.
+        """
+        with unharmed(db):
+            found = dict(db.execute("SELECT name, value FROM facts"))
+            numbers = {f.name: json.loads(found[f.name]) for f in fields(cls)}
+            rows = tuple(map(operator.index, numbers.pop("source_rows")))
+            return cls(**{name: operator.index(value) for name, value in numbers.items()}, source_rows=rows)
+
+
+@contextmanager
+def unharmed(db: sqlite3.Connection) -> Iterator[None]:
+    """What reading a damaged file raises, as an error that names the file.
+
+    Raises:
+        LedgerError: the block met bytes that no ledger has.
+    """
+    try:
+        yield
+    except (sqlite3.Error, ValueError, KeyError, TypeError, RecursionError) as error:
+        with suppress(sqlite3.Error, ValueError):
+            path = db.execute("PRAGMA database_list").fetchone()[2]
+            raise LedgerError(f"{path} cannot be read: {error}") from error
+        raise LedgerError(f"the ledger cannot be read: {error}") from error
+
+
+def contents(db: sqlite3.Connection) -> list[tuple[str, str, str | None]]:
+    """(kind, name, column) of all tables, indices and whatever else a file has."""
+    return db.execute("SELECT m.type, m.name, c.name FROM sqlite_master AS m LEFT JOIN pragma_table_info(m.name) AS c "
+                      "WHERE m.name NOT LIKE 'sqlite_%' ORDER BY 1, 2, c.cid").fetchall()

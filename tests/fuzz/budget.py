@@ -9,5 +9,10 @@ CASES = int(os.environ.get("FUZZ_CASES", 0))
 
 def cases(usual: int) -> settings:
     """Settings of a fuzz test that tries `usual` cases by default, always the same ones."""
-    return settings(max_examples=CASES or usual, derandomize=not CASES, deadline=None, database=None,
-                    suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=CASES or usual,
+        derandomize=not CASES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )

@@ -7,8 +7,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ray.config.load import STAGES, load, save
 from rlhf_ray.config.fields import describe_fields
+from rlhf_ray.config.load import STAGES, load, save
 from rlhf_ray.errors import ConfigError
 from tests.fuzz.budget import cases
 from tests.fuzz.values import ANYTHING, TEXTS
@@ -23,7 +23,9 @@ def documents(draw):
     command = draw(st.sampled_from(sorted(MINIMAL)))
     document = {key: dict(value) for key, value in MINIMAL[command].items()}
     for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.one_of(st.sampled_from(PATHS[command]), TEXTS)).replace("NAME", draw(st.sampled_from(["x", "../x"])))
+        path = draw(st.one_of(st.sampled_from(PATHS[command]), TEXTS)).replace(
+            "NAME", draw(st.sampled_from(["x", "../x"]))
+        )
         keys, section = path.split("."), document
         for key in keys[:-1]:
             section = section.setdefault(key, {})
@@ -68,9 +70,39 @@ def test_a_document_is_taken_as_it_stands_or_refused(tmp_path_factory, found):
         assert not list(differing(yaml.safe_load(text), written(config, folder)))
 
 
-YAML_PIECES = st.sampled_from(["run:", "steps: 3", "\n", "  ", "- ", "[", "]", "{", "}", "&a ", "*a", "<<: *a", "!!python/",
-                               "!!python/object/apply:os.system [id]", "!!binary ", "? ", ": ", "| ", "> ", "'", '"',
-                               "%YAML 1.1\n", "---\n", "...", "# ", "\t", "\x07", "é", "model: {path: m}\n"])
+YAML_PIECES = st.sampled_from(
+    [
+        "run:",
+        "steps: 3",
+        "\n",
+        "  ",
+        "- ",
+        "[",
+        "]",
+        "{",
+        "}",
+        "&a ",
+        "*a",
+        "<<: *a",
+        "!!python/",
+        "!!python/object/apply:os.system [id]",
+        "!!binary ",
+        "? ",
+        ": ",
+        "| ",
+        "> ",
+        "'",
+        '"',
+        "%YAML 1.1\n",
+        "---\n",
+        "...",
+        "# ",
+        "\t",
+        "\x07",
+        "é",
+        "model: {path: m}\n",
+    ]
+)
 
 
 @given(st.one_of(st.binary(max_size=40), st.lists(YAML_PIECES, max_size=12).map(lambda parts: "".join(parts).encode())))
@@ -82,7 +114,11 @@ def test_any_bytes_are_a_configuration_or_refused(tmp_path_factory, content):
         load(STAGES["ppo"], path, [])
 
 
-@given(st.lists(st.one_of(TEXTS, st.tuples(st.sampled_from(PATHS["ppo"]), TEXTS).map("--{0[0]}={0[1]}".format)), max_size=3))
+@given(
+    st.lists(
+        st.one_of(TEXTS, st.tuples(st.sampled_from(PATHS["ppo"]), TEXTS).map("--{0[0]}={0[1]}".format)), max_size=3
+    )
+)
 @cases(100)
 def test_any_arguments_are_taken_or_refused(tmp_path_factory, arguments):
     path = tmp_path_factory.mktemp("config") / "run.yaml"
@@ -100,16 +136,25 @@ def test_an_argument_made_to_break_its_reader(tmp_path, text):
         load(STAGES["ppo"], tmp_path / "run.yaml", [f"--run.steps={text}"])
 
 
-@pytest.mark.parametrize("text", [
-    "run: " + "[" * 3000 + "]" * 3000,
-    "run: " + "{a: " * 3000 + "1" + "}" * 3000,
-    "run: &a {b: *a}",
-    "run: &a\n  dir: x\n  <<: *a",
-    "\n".join(["a0: &a0 {x: 1, y: 1}", *(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 40))]),
-    "run: {steps: !!python/object/apply:os.system ['true']}",
-    "run: {steps: 2001-02-30}", "run: {steps: " + "9" * 5000 + "}", "? [a]\n: 1", "? {a: 1}\n: 1", "run: {? [x]: 1}",
-    "run: {steps: 60:60}", "run: {dir: !!binary x}", "run: {seed: 1_0__}",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run: " + "[" * 3000 + "]" * 3000,
+        "run: " + "{a: " * 3000 + "1" + "}" * 3000,
+        "run: &a {b: *a}",
+        "run: &a\n  dir: x\n  <<: *a",
+        "\n".join(["a0: &a0 {x: 1, y: 1}", *(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 40))]),
+        "run: {steps: !!python/object/apply:os.system ['true']}",
+        "run: {steps: 2001-02-30}",
+        "run: {steps: " + "9" * 5000 + "}",
+        "? [a]\n: 1",
+        "? {a: 1}\n: 1",
+        "run: {? [x]: 1}",
+        "run: {steps: 60:60}",
+        "run: {dir: !!binary x}",
+        "run: {seed: 1_0__}",
+    ],
+)
 def test_a_document_made_to_break_its_reader(tmp_path, text):
     (tmp_path / "run.yaml").write_text(text)
     began = time.process_time()

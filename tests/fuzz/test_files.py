@@ -21,15 +21,22 @@ from tests.fuzz.budget import cases
 
 FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3, 2))
 PROMPTS = Prompts(offsets_of([2, 1]), np.array([5, 6, 7], np.int32), ["x", "y"], [{"a": 1}, {}], np.arange(2))
-STATE = {"geometry": {"a": 1}, "run": {"step": 3, "kl": np.float64(0.1), "moments": np.arange(4.0), "keys": [(0, 1, 2)]},
-         "buffer": {"ready": [], "bytes": b"abc"}, "summaries": []}
+STATE = {
+    "geometry": {"a": 1},
+    "run": {"step": 3, "kl": np.float64(0.1), "moments": np.arange(4.0), "keys": [(0, 1, 2)]},
+    "buffer": {"ready": [], "bytes": b"abc"},
+    "summaries": [],
+}
 
 
 @st.composite
 def damages(draw):
     """A function that changes bytes: cut off, replaced, put in or turned over."""
-    kind, where, some = draw(st.sampled_from(["cut", "replace", "insert", "flip"])), draw(st.floats(0, 1)), draw(st.binary(
-        min_size=1, max_size=6))
+    kind, where, some = (
+        draw(st.sampled_from(["cut", "replace", "insert", "flip"])),
+        draw(st.floats(0, 1)),
+        draw(st.binary(min_size=1, max_size=6)),
+    )
     bit = draw(st.integers(0, 7))
 
     def damage(content: bytes) -> bytes:
@@ -38,10 +45,10 @@ def damages(draw):
             case "cut":
                 return content[:at]
             case "replace":
-                return content[:at] + some + content[at + len(some):]
+                return content[:at] + some + content[at + len(some) :]
             case "insert":
                 return content[:at] + some + content[at:]
-        return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1:]
+        return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
 
     return damage
 
@@ -74,7 +81,7 @@ def told(path, error):
 def test_a_manifest(whole, tmp_path_factory, damage):
     folder = tmp_path_factory.mktemp("damaged")
     for file in whole.iterdir():
-        (folder / file.name).symlink_to(file) if False else (folder / file.name).write_bytes(file.read_bytes())
+        (folder / file.name).write_bytes(file.read_bytes())
     path = folder / "manifest.json"
     before = path.read_bytes()
     path.write_bytes(damage(before))
@@ -139,9 +146,20 @@ def test_a_ledger(whole, tmp_path_factory, damage):
         assert "ledger.sqlite" in str(error) or "next.sqlite" in str(error)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3)
-                    | st.dictionaries(st.sampled_from(["__array__", "__bytes__", "__tuple__", "dtype", "shape", "scalar", "run"]),
-                                      inner, max_size=4), max_leaves=8))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["__array__", "__bytes__", "__tuple__", "dtype", "shape", "scalar", "run"]),
+                inner,
+                max_size=4,
+            )
+        ),
+        max_leaves=8,
+    )
+)
 @cases(200)
 def test_state_of_any_content(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("state") / "coordinator.json"

@@ -1,4 +1,4 @@
-"""What a reward server may answer: scores as agreed, or an error of ours that names the server; never another number."""
+"""What a reward server may answer: scores as agreed, or an error of ours that names the server; no other number."""
 
 import asyncio
 import json
@@ -18,15 +18,33 @@ from tests.unit.rewards.http.conftest import requests_of
 
 COUNT = 2
 BODIES = st.one_of(
-    st.builds(lambda given, more: json.dumps({"scores": given, **more}).encode("utf-8", "replace"),
-              st.lists(ANYTHING, max_size=3), st.dictionaries(st.sampled_from(["version", "model", "scores", "x"]), ANYTHING,
-                                                              max_size=2)),
+    st.builds(
+        lambda given, more: json.dumps({"scores": given, **more}).encode("utf-8", "replace"),
+        st.lists(ANYTHING, max_size=3),
+        st.dictionaries(st.sampled_from(["version", "model", "scores", "x"]), ANYTHING, max_size=2),
+    ),
     ANYTHING.map(lambda value: json.dumps(value).encode("utf-8", "replace")),
-    st.sampled_from([b"", b"[" * 100_000, b'{"scores":' * 20_000, b'{"scores": [1e999, 1]}', b'{"scores": [NaN, 1]}',
-                     b'{"scores": [-Infinity, 1]}', b'{"scores": [' + b"1" * 5000 + b', 1]}', b'{"scores": [1, 2]}',
-                     b'{"scores": [1, 2]', b'\xff{"scores": [1, 2]}', b'{"scores": [1, 2], "scores": [3, 4]}',
-                     b'{"scores": ["1", 2]}', b'{"scores": [true, 2]}', b"\xef\xbb\xbf{}", '{"scores": [1, 2]}'.encode("utf-16")]),
-    st.binary(max_size=50))
+    st.sampled_from(
+        [
+            b"",
+            b"[" * 100_000,
+            b'{"scores":' * 20_000,
+            b'{"scores": [1e999, 1]}',
+            b'{"scores": [NaN, 1]}',
+            b'{"scores": [-Infinity, 1]}',
+            b'{"scores": [' + b"1" * 5000 + b", 1]}",
+            b'{"scores": [1, 2]}',
+            b'{"scores": [1, 2]',
+            b'\xff{"scores": [1, 2]}',
+            b'{"scores": [1, 2], "scores": [3, 4]}',
+            b'{"scores": ["1", 2]}',
+            b'{"scores": [true, 2]}',
+            b"\xef\xbb\xbf{}",
+            '{"scores": [1, 2]}'.encode("utf-16"),
+        ]
+    ),
+    st.binary(max_size=50),
+)
 
 
 def finite(value):
@@ -50,18 +68,45 @@ def test_a_body_is_scores_or_an_error(body):
 def replies(draw):
     """The bytes of an answer to a request: mostly HTTP."""
     body = draw(BODIES)
-    status = draw(st.one_of(st.just(b"200 OK"), st.sampled_from([b"204 x", b"301 x", b"408 x", b"429 x", b"500 x", b"999 x",
-                                                                 b"99999 x", b"-1", b"", b"abc"])))
-    headers = draw(st.lists(st.sampled_from([
-        b"Content-Type: application/json", b"Content-Type: text/html", b"Content-Type: application/json; charset=\xff",
-        b"Content-Encoding: gzip", b"Transfer-Encoding: chunked", b"Location: http://169.254.169.254/", b"Retry-After: 0",
-        b"Retry-After: -1", b"Retry-After: Mon, 01 Jan 0001 00:00:00 +2359", b"Retry-After: \xb2", b"Connection: close",
-        b"Retry-After: Fri, 31 Dec 9999 23:59:59 -2359", b"Retry-After: Mon, 01 Jan 0001 00:00:00", b"Content-Length: x",
-        b"X: " + b"y" * 70_000, b"no colon", b"Set-Cookie: a=b"]), max_size=4))
+    status = draw(
+        st.one_of(
+            st.just(b"200 OK"),
+            st.sampled_from(
+                [b"204 x", b"301 x", b"408 x", b"429 x", b"500 x", b"999 x", b"99999 x", b"-1", b"", b"abc"]
+            ),
+        )
+    )
+    headers = draw(
+        st.lists(
+            st.sampled_from(
+                [
+                    b"Content-Type: application/json",
+                    b"Content-Type: text/html",
+                    b"Content-Type: application/json; charset=\xff",
+                    b"Content-Encoding: gzip",
+                    b"Transfer-Encoding: chunked",
+                    b"Location: http://169.254.169.254/",
+                    b"Retry-After: 0",
+                    b"Retry-After: -1",
+                    b"Retry-After: Mon, 01 Jan 0001 00:00:00 +2359",
+                    b"Retry-After: \xb2",
+                    b"Connection: close",
+                    b"Retry-After: Fri, 31 Dec 9999 23:59:59 -2359",
+                    b"Retry-After: Mon, 01 Jan 0001 00:00:00",
+                    b"Content-Length: x",
+                    b"X: " + b"y" * 70_000,
+                    b"no colon",
+                    b"Set-Cookie: a=b",
+                ]
+            ),
+            max_size=4,
+        )
+    )
     length = draw(st.sampled_from([len(body), len(body), 0, len(body) + 5, 10**30]))
     whole = b"\r\n".join([b"HTTP/1.1 " + status, *headers, b"Content-Length: %d" % length, b"", body])
-    return draw(st.one_of(st.just(whole), st.integers(0, len(whole)).map(whole.__getitem__).map(lambda _: whole), st.binary(max_size=30),
-                          st.integers(0, len(whole)).map(lambda end: whole[:end])))
+    return draw(
+        st.one_of(st.just(whole), st.binary(max_size=30), st.integers(0, len(whole)).map(lambda end: whole[:end]))
+    )
 
 
 class Replying:
@@ -93,8 +138,12 @@ def asking():
 
     async def ask(reply):
         server.reply = reply
-        source = HTTPSource("far", HTTPReward.model_validate(
-            {"type": "http", "urls": [url], "retries": 0, "timeout_s": 0.5, "request_timeout_s": 0.3}))
+        source = HTTPSource(
+            "far",
+            HTTPReward.model_validate(
+                {"type": "http", "urls": [url], "retries": 0, "timeout_s": 0.5, "request_timeout_s": 0.3}
+            ),
+        )
         await source.start()
         try:
             return (await source.score(requests_of(COUNT))).scores.tolist()

@@ -21,10 +21,24 @@ from tests.fuzz.values import ANYTHING, TEXTS
 from tests.models import make_tiny_tokenizer
 
 COLUMNS = ["prompt", "response", "chosen", "rejected", "text", "chosen_finished", "margin", "other"]
-GOOD = st.fixed_dictionaries({"prompt": st.just("w2 w3"), "response": st.just("w4"), "chosen": st.just("w5"),
-                              "rejected": st.just("w6 w7"), "text": st.just("w8 w9")})
-ROWS = st.one_of(GOOD, st.builds(lambda good, odd: {**good, **odd}, GOOD,
-                                 st.dictionaries(st.one_of(st.sampled_from(COLUMNS), TEXTS), ANYTHING, max_size=2)), ANYTHING)
+GOOD = st.fixed_dictionaries(
+    {
+        "prompt": st.just("w2 w3"),
+        "response": st.just("w4"),
+        "chosen": st.just("w5"),
+        "rejected": st.just("w6 w7"),
+        "text": st.just("w8 w9"),
+    }
+)
+ROWS = st.one_of(
+    GOOD,
+    st.builds(
+        lambda good, odd: {**good, **odd},
+        GOOD,
+        st.dictionaries(st.one_of(st.sampled_from(COLUMNS), TEXTS), ANYTHING, max_size=2),
+    ),
+    ANYTHING,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +61,8 @@ def answered(path, tokenizer):
 
 def preferences(path, tokenizer):
     training, held, report = load_preferences(
-        PreferencesConfig(path=path, max_tokens=16, held_out=0, margin="margin"), tokenizer)
+        PreferencesConfig(path=path, max_tokens=16, held_out=0, margin="margin"), tokenizer
+    )
     return len(training) + len(held), report
 
 
@@ -80,10 +95,34 @@ def test_json_lines(tmp_path_factory, tokenizer, rows):
     check(path, tokenizer, len(rows))
 
 
-PIECES = st.one_of(st.binary(max_size=10), st.sampled_from([
-    b'{"prompt": "w2", "text": "w3"}', b"\n", b"\r", b"\r\n", b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"{",
-    b'"', b",", b"prompt,text,chosen,rejected\n", b"w2,w3,w4,w5\n", b'"w2\n', b"[" * 2000, b'{"a":' * 2000, b"1" * 5000, b"NaN",
-    b'{"prompt": "\\ud800"}', b'{"prompt": 1e999}', b"x" * 200_000]))
+PIECES = st.one_of(
+    st.binary(max_size=10),
+    st.sampled_from(
+        [
+            b'{"prompt": "w2", "text": "w3"}',
+            b"\n",
+            b"\r",
+            b"\r\n",
+            b"\x00",
+            b"\xff\xfe",
+            b"\xed\xa0\x80",
+            b"\xef\xbb\xbf",
+            b"{",
+            b'"',
+            b",",
+            b"prompt,text,chosen,rejected\n",
+            b"w2,w3,w4,w5\n",
+            b'"w2\n',
+            b"[" * 2000,
+            b'{"a":' * 2000,
+            b"1" * 5000,
+            b"NaN",
+            b'{"prompt": "\\ud800"}',
+            b'{"prompt": 1e999}',
+            b"x" * 200_000,
+        ]
+    ),
+)
 
 
 @given(st.sampled_from([".jsonl", ".csv", ".parquet"]), st.lists(PIECES, max_size=8).map(b"".join))
@@ -105,20 +144,36 @@ def test_csv(tmp_path_factory, tokenizer, rows):
     check(path, tokenizer)
 
 
-COLUMN = st.sampled_from([
-    ([1, 2], pa.int64()), ([b"a", b"\xff"], pa.binary()), (["w2", None], pa.string()), (["w2", "w3 w4"], pa.string()),
-    ([[{"role": "user", "content": "w2"}], []], pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-    ([0, 1], pa.timestamp("ns")), ([None, None], pa.null()), ([True, False], pa.bool_()), ([[1], None], pa.list_(pa.int8())),
-    ([float("nan"), 1e300], pa.float64()), (["", " "], pa.large_string()),
-])
+COLUMN = st.sampled_from(
+    [
+        ([1, 2], pa.int64()),
+        ([b"a", b"\xff"], pa.binary()),
+        (["w2", None], pa.string()),
+        (["w2", "w3 w4"], pa.string()),
+        (
+            [[{"role": "user", "content": "w2"}], []],
+            pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
+        ),
+        ([0, 1], pa.timestamp("ns")),
+        ([None, None], pa.null()),
+        ([True, False], pa.bool_()),
+        ([[1], None], pa.list_(pa.int8())),
+        ([float("nan"), 1e300], pa.float64()),
+        (["", " "], pa.large_string()),
+    ]
+)
 
 
-@given(st.dictionaries(st.sampled_from(COLUMNS), COLUMN, min_size=1, max_size=4), st.integers(0, 300), st.binary(max_size=3))
+@given(
+    st.dictionaries(st.sampled_from(COLUMNS), COLUMN, min_size=1, max_size=4),
+    st.integers(0, 300),
+    st.binary(max_size=3),
+)
 @cases(60)
 def test_parquet(tmp_path_factory, tokenizer, columns, at, damage):
     path = tmp_path_factory.mktemp("rows") / "rows.parquet"
     pq.write_table(pa.table({name: pa.array(values, kind) for name, (values, kind) in columns.items()}), path)
     content = bytearray(path.read_bytes())
-    content[at:at + len(damage)] = damage
+    content[at : at + len(damage)] = damage
     path.write_bytes(bytes(content))
     check(path, tokenizer)
