@@ -134,7 +134,7 @@ async def run_coordinator(config: PPOConfig, team: Team, reader: Any, live: bool
                            shown, StopRequest(shown.warn), EvaluationLog(directory, None), None)
         coordinator.state.unmeasured = False
         metrics.mark(0)
-        async with live_status(coordinator, directory) if live else nothing():
+        async with live_status(lambda: coordinator, directory) if live else nothing():
             await coordinator.run()
     metrics.close()
     return {"marks": [asdict(mark) for mark in metrics.marks], "ledger": close_books(coordinator.pipeline.ledger)}

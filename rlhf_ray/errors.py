@@ -70,6 +70,8 @@ class WorkerError(RLHFError):
     """A worker process that died, hung past its deadline, or could not be placed; names role, rank and call."""
 
     retryable = True
+    role: str = ""
+    """Of the worker, where it is known."""
 
 
 class WorkerBroken(WorkerError):
@@ -79,7 +81,6 @@ class WorkerBroken(WorkerError):
 class WorkerLost(WorkerError):
     """A call that its worker will not answer. Not the role's own error: another worker, or the next one, may answer."""
 
-    role: str = ""
     rank: int = -1
     incarnation: int = 0
     """Which process of that rank, counted from 1."""

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_ray.checkpoint.atomic import (
     clear_leftovers,
@@ -23,6 +23,14 @@ from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, Manifest, NewerSchemaErr
 from rlhf_ray.errors import CheckpointError
 
 _STEP = re.compile(r"step_(\d+)")
+
+
+class Checkpoint(NamedTuple):
+    """One whose every byte was compared with its manifest."""
+
+    step: int
+    path: Path
+    manifest: Manifest
 
 
 class CheckpointStore:
@@ -96,8 +104,8 @@ class CheckpointStore:
         """Step and path of what is named as the newest checkpoint, without a look at its bytes; None without any."""
         return next(iter(self._steps()), None)
 
-    def latest(self) -> tuple[int, Path, Manifest] | None:
-        """Step, path and manifest of the newest checkpoint whose every byte is as written; None without any.
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint whose every byte is as written; None without any.
 
         Raises:
             NewerSchemaError: the newest was written by a later version of this package.
@@ -109,7 +117,7 @@ class CheckpointStore:
                 manifest = verify_manifest(path)
                 if manifest.step != step:
                     raise CheckpointError(f"checkpoint {path} holds step {manifest.step}; it was renamed")
-                return step, path, manifest
+                return Checkpoint(step, path, manifest)
             except NewerSchemaError:
                 raise
             except CheckpointError as error:

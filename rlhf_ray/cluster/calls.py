@@ -150,7 +150,9 @@ class Call:
             return cause
         if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
             return self._lost("result", f"an argument of {self.method} of {self.worker} was lost: {_first_line(cause)}")
-        return WorkerError(f"{self.worker} failed in {self.method}: {type(cause).__name__}: {cause}\n{error}")
+        failed = WorkerError(f"{self.worker} failed in {self.method}: {type(cause).__name__}: {cause}\n{error}")
+        failed.role = self.role
+        return failed
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf_ray.cluster.beat import begin_beating
 from rlhf_ray.cluster.calls import Call, Fence, Timing
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node, own_processes
@@ -173,7 +174,7 @@ def _actor_class(cls: type) -> Any:
                 return outcome(getattr(self, method)(*args), outputs, began)
 
     members = {"timed_call": timed_call, "node_host": _node_host, "own_processes": own_processes,
-               "__doc__": cls.__doc__}
+               "begin_beating": begin_beating, "__doc__": cls.__doc__}
     return ray.remote(type(cls.__name__, (cls,), members))
 
 

@@ -51,6 +51,12 @@ class ClusterConfig(Section):
     """Longest wait for pools to be placed and for workers to be ready."""
     call_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for any single call to a worker once it is ready, and of its ranks for each other."""
+    lease_s: float = Field(60.0, ge=5)
+    """Longest time without a sign of life from a learner's process before it is given up (about what Ray itself waits
+    for a silent node)."""
+    max_rebuilds: int = Field(1, ge=0)
+    """Times in a row that lost learners are rebuilt from the last checkpoint although no new one was made in between;
+    one loss more ends the run (0: the first)."""
 
 
 class PlacementConfig(Section):

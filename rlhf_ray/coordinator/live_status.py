@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -19,14 +19,19 @@ EVERY_S = 2.0
 
 
 @asynccontextmanager
-async def live_status(coordinator: Coordinator, directory: RunDirectory) -> AsyncIterator[None]:
-    """Write status.json every two seconds while the enclosed work goes on, and how it ended at last."""
+async def live_status(present: Callable[[], Coordinator | None], directory: RunDirectory) -> AsyncIterator[None]:
+    """Write status.json every two seconds while the enclosed work goes on, and how it ended at last.
+
+    Args:
+        present: gives the run's coordinator, once there is one.
+    """
     over = asyncio.Event()
-    task = asyncio.create_task(_keep_writing(coordinator, directory, over))
+    task = asyncio.create_task(_keep_writing(present, directory, over))
     ended = "failed"
     try:
         yield
-        given_up = coordinator.stopped_early
+        coordinator = present()
+        given_up = coordinator.stopped_early if coordinator else None
         ended = f"stopped early: {given_up}" if given_up else "finished"
     except BaseException as error:
         ended = how_it_ended(error)
@@ -34,7 +39,8 @@ async def live_status(coordinator: Coordinator, directory: RunDirectory) -> Asyn
     finally:
         over.set()  # not cancelled: a thread that is still writing would have the last word
         await asyncio.gather(task, return_exceptions=True)
-        directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
+        if (coordinator := present()) is not None:
+            directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
 
 
 def how_it_ended(error: BaseException) -> str:
@@ -45,11 +51,13 @@ def how_it_ended(error: BaseException) -> str:
     return f"failed: {said}"
 
 
-async def _keep_writing(coordinator: Coordinator, directory: RunDirectory, over: asyncio.Event) -> None:
+async def _keep_writing(
+    present: Callable[[], Coordinator | None], directory: RunDirectory, over: asyncio.Event
+) -> None:
     while not over.is_set():
-        now = snapshot(coordinator)
-        # A slow disk must not hold up the loop.
-        await asyncio.to_thread(directory.write_json, directory.status.name, now)
+        if (coordinator := present()) is not None:
+            # A slow disk must not hold up the loop.
+            await asyncio.to_thread(directory.write_json, directory.status.name, snapshot(coordinator))
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), EVERY_S)
 

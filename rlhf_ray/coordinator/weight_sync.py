@@ -40,8 +40,11 @@ class WeightSync:
         self._lasting: Any = None
         """Digests of what may stay out, in the object store; None before a whole publication was confirmed."""
 
-    async def publish(self, version: int) -> Published:
+    async def publish(self, version: int, resend: bool = False) -> Published:
         """Send the policy's present weights as `version`.
+
+        Args:
+            resend: as for `Receiver.begin`; with it the generators may hold any version, and all is sent.
 
         Raises:
             WeightsError: a generator confirmed another version, or refused a bucket.
@@ -49,7 +52,7 @@ class WeightSync:
         began = time.perf_counter()
         plan = self._plan = self._plan or await self._planned()
         lasting, self._lasting = self._lasting, None
-        size = await self._begin(version, plan, lasting)
+        size = await self._begin(version, plan, None if resend else lasting, resend)
         confirmed = await self._send(version, size, whole=size is plan.whole)
         if {answer.version for answer in confirmed} != {version}:
             raise WeightsError(f"published version {version}, but the generators confirmed "
@@ -65,7 +68,7 @@ class WeightSync:
             "plan_weights", self.config.bucket_mb * 2**20, together)
         return plans[0]
 
-    async def _begin(self, version: int, plan: WeightsPlan, lasting: Any) -> PublicationSize:
+    async def _begin(self, version: int, plan: WeightsPlan, lasting: Any, resend: bool) -> PublicationSize:
         """Announce the version to every generator; returns which publication they expect."""
         if lasting is not None:
             try:
@@ -74,7 +77,7 @@ class WeightSync:
                 pass  # one of them lacks what would be left out; nothing is lost but a little time
             else:
                 return plan.changing
-        await self.team.generators.values("begin_weights", version, plan.whole.buckets)
+        await self.team.generators.values("begin_weights", version, plan.whole.buckets, resend)
         return plan.whole
 
     async def _send(self, version: int, size: PublicationSize, whole: bool) -> list[WeightsConfirmed]:

@@ -18,6 +18,9 @@ from rlhf_ray.errors import DataError
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 from rlhf_ray.observability.sinks import open_sinks
 
+NOTHING = -1
+"""The step after which the rows of a run that begins anew are dropped: all. (Step 0 may have an evaluation.)"""
+
 
 class MetricsWriter:
     """Appends rows of flat, slash-named metrics (`reward/mean`) and hands them to the sinks."""

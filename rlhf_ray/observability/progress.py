@@ -78,6 +78,8 @@ class StageProgress:
     def update(self, step: int, **numbers: float) -> None:
         """`step` steps of the stage are done; show `numbers` (reward, kl, loss, samples_per_second, ...) beside it."""
         now = time.monotonic()
+        if step < self.step:  # back at a checkpoint
+            self._pace.clear()
         if step != self.step:
             self._pace.append((now, step))
         self.step, self._numbers = step, numbers

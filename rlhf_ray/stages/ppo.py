@@ -5,6 +5,7 @@ from contextlib import closing
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.cluster.pulse import Pulse
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
@@ -15,13 +16,14 @@ from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.state import RunState, kl_controller
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.audit import counts, require_sound
@@ -30,8 +32,9 @@ from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.engines.settings import refuse_open_serialization
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.ppo_export import export_policy, export_run
-from rlhf_ray.stages.ppo_team import spawn_team, start_team
+from rlhf_ray.stages.ppo_course import Course
+from rlhf_ray.stages.ppo_export import export_policy
+from rlhf_ray.stages.ppo_team import restart_learners, spawn_team, start_team
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
@@ -44,7 +47,7 @@ from rlhf_ray.stages.preflight import (
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.reward_preflight import check_rewards
-from rlhf_ray.stages.supervised import newest_step
+from rlhf_ray.stages.supervised import newest_checkpoint
 from rlhf_ray.stages.workplace import run_stage, workplace
 
 
@@ -88,37 +91,38 @@ def preflight(config: PPOConfig) -> None:
 async def _run(config: PPOConfig, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
     began = time.perf_counter()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    resume_at = newest_step(store, resume)
-    metrics = MetricsWriter(directory.path, config.logging, resume_at)
-    evaluations = EvaluationLog(directory, resume_at)
-    with StageProgress("PPO", config.run.steps, resume_at or 0) as progress:
+    start = newest_checkpoint(store, resume)
+    with StageProgress("PPO", config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
         stop = StopRequest(progress.warn)
-        try:
-            with stop.listening():
-                async with workplace(config) as place:
-                    team = spawn_team(config, place)
-                    prompts = await start_team(config, place, team, progress)
-                    coordinator = wire(config, team, prompts, directory, store, metrics, progress, stop, evaluations,
-                                       resume_at)
-                    await _resume(coordinator, store, resume_at)
-                    started = time.perf_counter()
-                    samples_before = coordinator.state.samples
-                    async with live_status(coordinator, directory):
-                        await coordinator.run()
-                    seconds = time.perf_counter() - started
-                    await export_run(coordinator, evaluations, directory)
-                    samples = close_books(coordinator.pipeline.ledger)
-        finally:
-            metrics.close()
+        with stop.listening():
+            async with workplace(config) as place:
+                team = spawn_team(config, place)
+                prompts = await start_team(config, place, team, progress)
+                pulse = Pulse(team.learners(), config.cluster.lease_s)
+                await pulse.begin()
+
+                async def start_again() -> None:
+                    await restart_learners(config, place, team, progress)
+                    await pulse.begin()
+
+                course = Course(
+                    config, directory, store, stop,
+                    Rebuilding(config.cluster, team, store, start_again, progress.warn),
+                    lambda metrics, evaluations, resume_at: wire(
+                        config, team, prompts, directory, store, metrics, progress, stop, evaluations, resume_at),
+                )
+                async with live_status(lambda: course.coordinator, directory), pulse.watched():
+                    coordinator = await course.run(start, resume)
+                samples = close_books(coordinator.pipeline.ledger)
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
     first_rollout = team.clock.first_end.get("phase:generate", team.clock.now())
     return {
         "stage": "ppo", **stopped, "steps": coordinator.state.step, "samples": coordinator.state.samples,
-        "seconds": time.perf_counter() - began, "seconds_loop": seconds,
+        "seconds": time.perf_counter() - began, "seconds_loop": course.seconds,
         "first_rollout_at": round(time.time() - (team.clock.now() - first_rollout), 3),
-        "samples_per_second": (coordinator.state.samples - samples_before) / seconds, **evaluations.summary(),
+        "samples_per_second": course.samples / course.seconds, **course.evaluations.summary(),
         **coordinator.best.summary(), "ledger": samples,
     }
 
@@ -164,10 +168,10 @@ def wire(
 
 def _ledger(config: PPOConfig, prompts: PromptSource, directory: RunDirectory, store: CheckpointStore,
             resume_at: int | None) -> Ledger:
-    """A new ledger, or the one of the checkpoint that the run goes on from."""
+    """A new ledger, or the one of the checkpoint of step `resume_at` that the run goes on from."""
     facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
                         config.coordinator.max_staleness, tuple(prompts.sizes))
-    if resume_at is None:
+    if resume_at is None or resume_at == NOTHING:
         directory.ledger.unlink(missing_ok=True)  # of a run that failed before anything worth keeping
         return Ledger.create(directory.ledger, facts)
     return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts)
@@ -200,17 +204,3 @@ def _geometry(config: PPOConfig) -> dict[str, int | str]:
     if config.starts_critic:
         numbers |= {"critic.workers": config.critic.workers, "critic.zero_stage": config.critic.zero_stage}
     return numbers
-
-
-async def _resume(coordinator: Coordinator, store: CheckpointStore, resume_at: int | None) -> None:
-    """Bring the newest checkpoint back into workers and state, and its weights to the generators."""
-    found = store.latest() if resume_at is not None else None
-    if found is None:
-        return
-    open_places = await coordinator.recovery.restore(found[1])
-    if coordinator.state.step:  # version 0 is what they loaded
-        await coordinator.weights.publish(coordinator.state.step)
-    coordinator.progress.note(f"resuming after step {coordinator.state.step}")
-    coordinator.pipeline.start_again(open_places)
-    if (said := await coordinator.best.resume(coordinator.state.step)) is not None:
-        coordinator.progress.warn(said)

@@ -99,6 +99,13 @@ async def start_team(
     return sources
 
 
+async def restart_learners(config: PPOConfig, place: Workplace, team: Team, progress: StageProgress) -> None:
+    """Start learners whose processes are new, and hand them what they get beside their configuration."""
+    limit = config.cluster.start_timeout_s
+    await asyncio.gather(*(start_learners(group, limit) for group in team.learners()))
+    await hand_out_pretraining_text(config, place, team, progress)
+
+
 async def _read_prompts(
     config: PPOConfig, reader: WorkerGroup, progress: StageProgress
 ) -> tuple[PromptSource, PromptSource | None]:

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.directory import Checkpoint, CheckpointStore
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
 from rlhf_ray.cluster.calls import Call
@@ -110,16 +109,12 @@ class SupervisedRun:
             await self.learners.values("save", str(directory.absolute() / self.learners.role))
             save_state(directory / "coordinator.json", {"step": self.step, "best": self.best.state_dict()})
 
-    async def restore(self) -> None:
-        """Go on from the newest whole checkpoint, if there is one.
+    async def restore(self, path: Path) -> None:
+        """Go on from the verified checkpoint at `path`.
 
         Raises:
-            CheckpointError: it is another version's, or damaged.
+            CheckpointError: it is another version's.
         """
-        found = self.store.latest()
-        if found is None:
-            return
-        _, path, _ = found
         state = load_state(path / "coordinator.json")
         check_complete(state, ("step", "best"), str(path))
         await self.learners.values("load", str(path.absolute() / self.learners.role))
@@ -147,8 +142,7 @@ class SupervisedRun:
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
 
-def newest_step(store: CheckpointStore, resume: bool) -> int | None:
-    """The step a resumed run goes on from; None for a new run."""
+def newest_checkpoint(store: CheckpointStore, resume: bool) -> Checkpoint | None:
+    """What a resumed run goes on from; None for a new run. Errors as in `CheckpointStore.latest`."""
     store.clean()
-    found: Any = store.latest() if resume else None
-    return found[0] if found else None
+    return store.latest() if resume else None

@@ -12,13 +12,13 @@ from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_reader import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.resume_preflight import check_resume
-from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_step
+from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_checkpoint
 from rlhf_ray.stages.workplace import Workplace, run_stage, sizes_note, start_learners, workplace
 
 
@@ -52,9 +52,9 @@ def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
 async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
     config, began = stage.config, time.perf_counter()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    resume_at = newest_step(store, resume)
-    metrics = MetricsWriter(directory.path, config.logging, resume_at)
-    with StageProgress(stage.title, config.run.steps, resume_at or 0) as progress:
+    start = newest_checkpoint(store, resume)
+    metrics = MetricsWriter(directory.path, config.logging, start.step if start else NOTHING if resume else None)
+    with StageProgress(stage.title, config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
         stop = StopRequest(progress.warn)
@@ -64,8 +64,8 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                     learners, rows = await _prepare(stage, place, progress)
                     run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                         stage.card)
-                    if resume:
-                        await run.restore()
+                    if start is not None:
+                        await run.restore(start.path)
                     evaluation = await run.train()
                     await run.export()
         finally:

@@ -30,7 +30,7 @@ def test_it_says_who_works_on_what_and_how_the_run_ended(run, tmp_path):
     clock = run.coordinator.team.clock
 
     async def work():
-        async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):
+        async with live_status.live_status(lambda: run.coordinator, RunDirectory(tmp_path)):
             for since in (1.0, 3.0):
                 clock.under_way.add(Task("generator", 1, "generate", clock.now() - since))
             await asyncio.sleep(0.3)
@@ -68,7 +68,7 @@ def test_it_says_what_happens_to_chunks_and_who_holds_a_lease(ppo_config, summar
 
 def test_a_run_that_failed_does_not_look_like_one_that_ended_well(run, tmp_path):
     async def work():
-        async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):
+        async with live_status.live_status(lambda: run.coordinator, RunDirectory(tmp_path)):
             raise TrainingError("not finite")
 
     with pytest.raises(TrainingError):
@@ -90,7 +90,7 @@ def test_a_run_that_gave_up_early_says_so(run, tmp_path):
     early.observe(1, 5.0, 0.0)
 
     async def work():
-        async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):
+        async with live_status.live_status(lambda: run.coordinator, RunDirectory(tmp_path)):
             pass
 
     asyncio.run(work())
@@ -110,7 +110,7 @@ def test_a_slow_write_does_not_have_the_last_word(run, tmp_path, monkeypatch):
     monkeypatch.setattr(RunDirectory, "write_json", slowly)
 
     async def work():
-        async with live_status.live_status(run.coordinator, RunDirectory(tmp_path)):
+        async with live_status.live_status(lambda: run.coordinator, RunDirectory(tmp_path)):
             await asyncio.to_thread(begun.wait)
 
     asyncio.run(work())

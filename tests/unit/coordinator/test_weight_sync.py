@@ -69,7 +69,7 @@ def test_every_generator_begins_loads_every_bucket_in_order_and_finishes():
     assert published.pause_seconds == 1.1, "the longest of all"
     for rank in (0, 1):
         mine = [event for event in it.events if event[1] == rank and not event[0].endswith("done")]
-        assert mine == [("begin_weights", rank, 7, 5), *(("load_weights", rank, (7, i)) for i in range(5)),
+        assert mine == [("begin_weights", rank, 7, 5, False), *(("load_weights", rank, (7, i)) for i in range(5)),
                         ("finish_weights", rank, 7)]
 
 

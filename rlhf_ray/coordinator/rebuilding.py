@@ -1,0 +1,75 @@
+"""Learners that were lost: all of them made anew, so that the run goes on from its last checkpoint.
+
+One lost rank is enough. What the others hold is worth nothing without it, and weights, optimizer and the coordinator's
+state of one moment exist in a checkpoint only. Generators, scorers and the job itself stay as they are.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.cluster.calls import Call
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.errors import WorkerError, WorkerLost
+
+
+class Rebuilding:
+    """Rebuilds the learners, and counts how often it was in vain."""
+
+    def __init__(self, config: ClusterConfig, team: Team, store: CheckpointStore,
+                 start: Callable[[], Awaitable[None]], warn: Callable[[str], None]) -> None:
+        """`start` makes newly spawned learners ready for `load`."""
+        self._config, self._team, self._store, self._start, self._warn = config, team, store, start, warn
+        self._losses = 0
+        self._committed: int | None = None
+        """Step of the newest checkpoint when learners were lost last."""
+
+    async def after(self, error: WorkerError) -> None:
+        """New learners, without weights worth keeping, if that is what `error` calls for.
+
+        Raises:
+            WorkerError: no learner was lost (then `error` itself), or too often without a checkpoint in between.
+        """
+        if not await self._lost_a_learner(error):
+            raise error
+        self._count(error)
+        self._warn(f"{_first_line(error)}. All learners are built again; the run goes on from its last checkpoint")
+        await asyncio.gather(*(group.respawn(rank, "the learners are built again") for group in self._team.learners()
+                               for rank in range(len(group))))
+        self._store.clean()  # of a checkpoint that the old ones were writing
+        await self._start()
+
+    async def _lost_a_learner(self, error: WorkerError) -> bool:
+        """Whether a learner failed. One whose result others miss is asked whether it is there; it may be busy."""
+        if error.role in {group.role for group in self._team.learners()}:
+            return True
+        if not (isinstance(error, WorkerLost) and error.kind == "result"):
+            return False
+        calls = [group.call(rank, "node_host", timeout_s=self._config.lease_s)
+                 for group in self._team.learners() for rank in range(len(group))]
+        return not all(await asyncio.gather(*(_answers(call) for call in calls)))
+
+    def _count(self, error: WorkerError) -> None:
+        newest = self._store.newest_name()
+        committed = newest[0] if newest else None
+        self._losses = self._losses + 1 if self._losses and committed == self._committed else 1
+        self._committed = committed
+        if self._losses > self._config.max_rebuilds:
+            since = "since the run began" if committed is None else f"since the checkpoint of step {committed}"
+            ended = WorkerError(f"learners were lost {self._losses} times {since} without a new one in between "
+                                f"(cluster.max_rebuilds={self._config.max_rebuilds}), the last time so: {error}")
+            ended.role = error.role
+            raise ended from error
+
+
+async def _answers(call: Call) -> bool:
+    try:
+        await call.done()
+    except WorkerError:
+        return False
+    return True
+
+
+def _first_line(error: WorkerError) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

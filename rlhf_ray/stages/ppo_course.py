@@ -1,0 +1,109 @@
+"""The course of a PPO run over a team that is ready: to its end, from the last checkpoint again where learners are lost.
+
+Whatever remembers something of the run is made anew for each stretch, from what the checkpoint holds: going on after a
+lost learner is a resume without a restart, and cannot differ from one.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from rlhf_ray.checkpoint.directory import Checkpoint, CheckpointStore
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.coordinator.rebuilding import Rebuilding
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.errors import RunInterrupted, WorkerError
+from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.stages.evaluation_log import EvaluationLog
+from rlhf_ray.stages.ppo_export import export_run
+
+Wire = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
+"""Makes the coordinator of a stretch that goes on after a step (NOTHING: begins anew; None: begins)."""
+
+
+class Course:
+    """A run between the moment its workers are ready and the moment its last file is written."""
+
+    def __init__(self, config: PPOConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
+                 rebuilding: Rebuilding, wire: Wire) -> None:
+        self._config, self._directory, self._store = config, directory, store
+        self._stop, self._rebuilding, self._wire = stop, rebuilding, wire
+        self.coordinator: Coordinator | None = None
+        """Of the present stretch; None before the first."""
+        self.evaluations = EvaluationLog(directory, None)
+        self.seconds = 0.0
+        """In the loop."""
+        self.samples = 0
+        """Trained on in that time, those of steps that were made twice included."""
+
+    async def run(self, start: Checkpoint | None, resume: bool) -> Coordinator:
+        """Make the run's remaining steps and export its model; returns the coordinator of the last stretch.
+
+        Args:
+            start: where to go on from.
+            resume: whether the directory may hold a run, which is gone on with, or begun anew without `start`.
+
+        Raises:
+            WorkerError: a worker was lost that is not replaced, or learners too often.
+        """
+        again = False
+        while True:
+            try:
+                return await self._stretch(start, again, resume or again)
+            except WorkerError as error:
+                start = await self._after(error)
+                again = True
+
+    async def _stretch(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
+        kept = start.step if start else NOTHING if resume else None
+        self.evaluations = EvaluationLog(self._directory, kept)
+        metrics = MetricsWriter(self._directory.path, self._config.logging, kept)
+        try:
+            coordinator = self.coordinator = self._wire(metrics, self.evaluations, kept)
+            try:
+                await bring_back(coordinator, start, again)
+                await self._timed(coordinator)
+                await export_run(coordinator, self.evaluations, self._directory)
+            except WorkerError:
+                coordinator.pipeline.ledger.close()
+                raise
+        finally:
+            metrics.close()
+        return coordinator
+
+    async def _timed(self, coordinator: Coordinator) -> None:
+        began, before = time.perf_counter(), coordinator.state.samples
+        try:
+            await coordinator.run()
+        finally:
+            self.seconds += time.perf_counter() - began
+            self.samples += coordinator.state.samples - before
+
+    async def _after(self, error: WorkerError) -> Checkpoint | None:
+        """Where to go on from, when the learners are there again."""
+        if self._stop.requested:
+            raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume goes on from the "
+                                 f"last checkpoint, or begins anew where there is none yet: {error}") from error
+        self._stop.can_save = False  # what there is to save is saved
+        await self._rebuilding.after(error)
+        return await asyncio.to_thread(self._store.latest)
+
+
+async def bring_back(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:
+    """Bring a checkpoint back into workers and state, and its weights to the generators.
+
+    Args:
+        again: the generators may hold any weights, later ones too, and some of them; else they are as they started.
+    """
+    open_places = await coordinator.recovery.restore(start.path) if start else []
+    step = coordinator.state.step
+    if again or step:  # version 0 is what they loaded
+        await coordinator.weights.publish(step, resend=again)
+    if start is None:
+        return
+    coordinator.progress.note(f"resuming after step {step}")
+    coordinator.pipeline.start_again(open_places)
+    if (said := await coordinator.best.resume(step)) is not None:
+        coordinator.progress.warn(said)

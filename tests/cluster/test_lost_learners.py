@@ -1,0 +1,104 @@
+"""Ranks of learners that are killed or stopped in the middle of an update: the run goes on from its last checkpoint, and
+ends as the undisturbed one does, bit for bit."""
+
+import asyncio
+import signal
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.learning import Learning
+from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.processes import descendants
+from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, without
+
+pytestmark = pytest.mark.cluster
+
+
+@dataclass
+class Faults:
+    """Signals sent to ranks while they update, each once."""
+
+    plan: dict[int, tuple[str, int, signal.Signals]]
+    """By step (from 0): role, rank and signal."""
+    always: bool = False
+    """Whether one is sent again when its step comes again."""
+    hit: list[tuple[int, int, bool]] = field(default_factory=list)
+    """Of each that was sent: step, pid, and whether the rank was updating."""
+    states: list[str] = field(default_factory=list)
+    """What had become of each process when its update failed."""
+
+    def wrap(self, update_all):
+        """`Learning._update_all` with the fault of its step, a moment after the update began."""
+        async def disturbed(learning, lease):
+            step = learning._state.step
+            fault = self.plan.get(step) if self.always else self.plan.pop(step, None)
+            if fault is None:
+                return await update_all(learning, lease)
+            role, rank, number = fault
+            group, clock = getattr(learning._team, role), learning._team.clock
+            process = psutil.Process(group.processes(rank).pid)
+
+            def strike():
+                busy = {(task.role, task.worker, task.phase) for task in clock.under_way}
+                self.hit.append((step, process.pid, (group.role, rank, f"{role}_update") in busy))
+                process.send_signal(number)
+
+            asyncio.get_running_loop().call_later(0.05, strike)
+            try:
+                return await update_all(learning, lease)
+            finally:
+                self.states.append(process.status() if process.is_running() else "gone")
+
+        return disturbed
+
+
+def run_with(faults, configure, directory, overrides=(), **sections):
+    """The run with these faults; its directory."""
+    from rlhf_ray.stages import ppo
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learning, "_update_all", faults.wrap(Learning._update_all))
+        ppo.run(load(PPOConfig, configure(directory, **sections), list(overrides)))
+    return directory
+
+
+def assert_equal_runs(undisturbed, disturbed):
+    """The same weights, rows of metrics, ledger, texts and evaluations."""
+    for model in ("model", "model_ema"):
+        if (undisturbed / model).is_dir():
+            first, second = ((d / model / "model.safetensors").read_bytes() for d in (undisturbed, disturbed))
+            assert first == second, model
+    rows = [without(read_metrics(d), *CLOCKS, TRAFFIC) for d in (undisturbed, disturbed)]
+    assert rows[0] == rows[1] and len(rows[0]) > 3
+    assert samples(undisturbed) == samples(disturbed)
+    assert (undisturbed / "evaluation.json").read_bytes() == (disturbed / "evaluation.json").read_bytes()
+    texts = [sorted(p.name for p in (d / "samples").iterdir()) for d in (undisturbed, disturbed)]
+    assert texts[0] == texts[1]
+
+
+@pytest.fixture(scope="module")
+def disturbed(configure, tmp_path_factory):
+    """Two ranks of each learner: a critic's stopped before the first checkpoint, a policy's killed after it."""
+    faults = Faults({1: ("critic", 0, signal.SIGSTOP), 2: ("policy", 1, signal.SIGKILL)})
+    directory = tmp_path_factory.mktemp("lost") / "run"
+    run_with(faults, configure, directory, cluster={"lease_s": 5})
+    return directory, faults
+
+
+def test_the_faults_met_their_victims_in_the_update_they_were_meant_for(disturbed):
+    _, faults = disturbed
+    assert [(step, updating) for step, _, updating in faults.hit] == [(1, True), (2, True)]
+    assert faults.states == ["stopped", "gone"] and faults.plan == {}
+    assert not any(psutil.pid_exists(pid) for _, pid, _ in faults.hit), "the stopped one was ended for certain"
+
+
+def test_the_run_ends_as_the_undisturbed_one_bit_for_bit(finished, disturbed):
+    assert_equal_runs(finished.directory, disturbed[0])
+
+
+def test_nothing_of_the_old_learners_is_left(disturbed):
+    assert descendants() == []
