@@ -77,7 +77,8 @@ class WeightSync:
                 pass  # one of them lacks what would be left out; nothing is lost but a little time
             else:
                 return plan.changing
-        await self.team.generators.values("begin_weights", version, plan.whole.buckets, resend)
+        how = (True,) if resend else ()
+        await self.team.generators.values("begin_weights", version, plan.whole.buckets, *how)
         return plan.whole
 
     async def _send(self, version: int, size: PublicationSize, whole: bool) -> list[WeightsConfirmed]:

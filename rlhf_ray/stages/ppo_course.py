@@ -1,4 +1,4 @@
-"""The course of a PPO run over a team that is ready: to its end, from the last checkpoint again where learners are lost.
+"""The course of a PPO run over a team that is ready: to its end, from the last checkpoint where learners are lost.
 
 Whatever remembers something of the run is made anew for each stretch, from what the checkpoint holds: going on after a
 lost learner is a resume without a restart, and cannot differ from one.

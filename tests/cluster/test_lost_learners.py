@@ -1,8 +1,9 @@
-"""Ranks of learners that are killed or stopped in the middle of an update: the run goes on from its last checkpoint, and
-ends as the undisturbed one does, bit for bit."""
+"""Ranks of learners that are killed or stopped in the middle of an update: the run goes on from its last checkpoint,
+and ends as the undisturbed one does, bit for bit."""
 
 import asyncio
 import signal
+import time
 from dataclasses import dataclass, field
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.learning import Learning
+from rlhf_ray.errors import WorkerError
 from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.processes import descendants
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, without
@@ -28,8 +30,8 @@ class Faults:
     """Whether one is sent again when its step comes again."""
     hit: list[tuple[int, int, bool]] = field(default_factory=list)
     """Of each that was sent: step, pid, and whether the rank was updating."""
-    states: list[str] = field(default_factory=list)
-    """What had become of each process when its update failed."""
+    ends: list[tuple[str, float]] = field(default_factory=list)
+    """When its update failed: what had become of each process, and seconds since the update began."""
 
     def wrap(self, update_all):
         """`Learning._update_all` with the fault of its step, a moment after the update began."""
@@ -48,10 +50,11 @@ class Faults:
                 process.send_signal(number)
 
             asyncio.get_running_loop().call_later(0.05, strike)
+            began = time.monotonic()
             try:
                 return await update_all(learning, lease)
             finally:
-                self.states.append(process.status() if process.is_running() else "gone")
+                self.ends.append((process.status() if process.is_running() else "gone", time.monotonic() - began))
 
         return disturbed
 
@@ -92,7 +95,9 @@ def disturbed(configure, tmp_path_factory):
 def test_the_faults_met_their_victims_in_the_update_they_were_meant_for(disturbed):
     _, faults = disturbed
     assert [(step, updating) for step, _, updating in faults.hit] == [(1, True), (2, True)]
-    assert faults.states == ["stopped", "gone"] and faults.plan == {}
+    (stopped, after), (gone, soon) = faults.ends
+    assert (stopped, gone) == ("stopped", "gone") and faults.plan == {}
+    assert after < 60 and soon < 30, "by the lease, not by the deadline of the call, which is 120 s"
     assert not any(psutil.pid_exists(pid) for _, pid, _ in faults.hit), "the stopped one was ended for certain"
 
 
@@ -102,3 +107,30 @@ def test_the_run_ends_as_the_undisturbed_one_bit_for_bit(finished, disturbed):
 
 def test_nothing_of_the_old_learners_is_left(disturbed):
     assert descendants() == []
+
+
+ONE_RANK = {"policy": {"workers": 1, "zero_stage": 0}, "critic": {"workers": 1}, "run": {"steps": 3}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed_alone(configure, tmp_path_factory):
+    """A run with one rank of each learner."""
+    directory = tmp_path_factory.mktemp("alone") / "run"
+    return run_with(Faults({}), configure, directory, **ONE_RANK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "number"), [("policy", signal.SIGSTOP), ("critic", signal.SIGKILL)])
+def test_a_learner_of_one_rank_comes_back_too(undisturbed_alone, configure, tmp_path, role, number):
+    faults = Faults({2: (role, 0, number)})
+    directory = run_with(faults, configure, tmp_path / "run", cluster={"lease_s": 5}, **ONE_RANK)
+    assert [(step, updating) for step, _, updating in faults.hit] == [(2, True)]
+    assert_equal_runs(undisturbed_alone, directory)
+
+
+@pytest.mark.slow
+def test_learners_that_are_lost_again_and_again_end_the_run(configure, tmp_path):
+    faults = Faults({2: ("policy", 0, signal.SIGKILL)}, always=True)
+    with pytest.raises(WorkerError, match="lost 2 times since the checkpoint of step 2 .*cluster.max_rebuilds=1"):
+        run_with(faults, configure, tmp_path / "run", **ONE_RANK)
+    assert [step for step, *_ in faults.hit] == [2, 2] and descendants() == []

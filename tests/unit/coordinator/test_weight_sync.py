@@ -69,7 +69,7 @@ def test_every_generator_begins_loads_every_bucket_in_order_and_finishes():
     assert published.pause_seconds == 1.1, "the longest of all"
     for rank in (0, 1):
         mine = [event for event in it.events if event[1] == rank and not event[0].endswith("done")]
-        assert mine == [("begin_weights", rank, 7, 5, False), *(("load_weights", rank, (7, i)) for i in range(5)),
+        assert mine == [("begin_weights", rank, 7, 5), *(("load_weights", rank, (7, i)) for i in range(5)),
                         ("finish_weights", rank, 7)]
 
 
@@ -127,6 +127,17 @@ def test_after_a_failed_publication_everything_is_sent():
         return await it.sync.publish(3)
 
     assert asyncio.run(with_a_failure()).nbytes == 500
+
+
+def test_a_version_sent_again_is_announced_so_and_whole():
+    it = Publication(buckets=5, changing=2)
+
+    async def back_at_a_checkpoint():
+        await it.sync.publish(1)
+        return await it.sync.publish(0, resend=True)
+
+    assert asyncio.run(back_at_a_checkpoint()).nbytes == 500
+    assert [args for rank, *args in it.begun() if rank == 1] == [[1, 5], [0, 5, True]]
 
 
 def test_a_generator_that_confirms_another_version_fails_the_publication():
