@@ -67,8 +67,10 @@ class TrainingError(RLHFError):
 
 
 class WorkerError(RLHFError):
-    """A worker process that died, hung past its deadline, or could not be placed; names role, rank and call."""
+    """A worker process that died, hung past its deadline, or could not be placed; names role, rank and call. Exit code
+    69 (EX_UNAVAILABLE) tells a scheduler that going on with --resume may help."""
 
+    exit_code = 69
     retryable = True
     role: str = ""
     """Of the worker, where it is known."""

@@ -16,6 +16,9 @@ class RunConfig(Section):
     """Updates to make in all, counted from the beginning also after a resume."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of new weights, data order and sampling; `evaluation.seed` alone is set apart, so that runs compare."""
+    auto_resume: bool = False
+    """Start the run again with --resume when its process died (killed, out of memory) or lost a worker, as long as each
+    start makes a new checkpoint; Ctrl-C and SIGTERM end it."""
 
 
 class PoolConfig(Section):

@@ -1,0 +1,80 @@
+"""The driver of a run killed at once (`kill -9`): started again, by its parent or by hand, the run ends as the undisturbed
+one, bit for bit, with two ranks of each learner and two generators."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.test_lost_learners import assert_equal_runs
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+def start(file, log, *more):
+    """A `rlhf-ray ppo` process whose output goes to the file `log`."""
+    with log.open("a") as out:
+        return subprocess.Popen([sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more], stdout=out,
+                                stderr=out)
+
+
+def wait_for_step(directory, step, run, log):
+    """Wait until the run has written the row of a training step."""
+    until = time.monotonic() + 300
+    while not any(row["step"] >= step and "reward/mean" in row for row in rows_of(directory)):
+        assert run.poll() is None, log.read_text()
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+
+
+def rows_of(directory):
+    return read_metrics(directory) if directory.is_dir() else []
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_path, after):
+    """Killed when it is about to save, or has saved, the checkpoint of step 2; and in the next but one update."""
+    directory, log = tmp_path / "run", tmp_path / "log"
+    file = configure(directory, run={"steps": 4, "auto_resume": True, "dir": str(directory), "seed": 5})
+    parent = start(file, log)
+    wait_for_step(directory, after, parent, log)
+    until = time.monotonic() + 60
+    while not (directory / "checkpoints/step_2").is_dir():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    (driver,) = psutil.Process(parent.pid).children()
+    driver.kill()
+    assert parent.wait(timeout=400) == 0, log.read_text()
+    assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 2" in log.read_text()
+    assert not driver.is_running()
+    assert_equal_runs(finished.directory, directory)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew_when_resumed(finished, configure, tmp_path):
+    directory, log = tmp_path / "run", tmp_path / "log"
+    file = configure(directory)
+    run = start(file, log)
+    wait_for_step(directory, 1, run, log)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert not (directory / "checkpoints").is_dir() or not list((directory / "checkpoints").glob("step_*"))
+    again = start(file, log, "--resume")
+    assert again.wait(timeout=400) == 0, log.read_text()
+    assert_equal_runs(finished.directory, directory)
+
+
+def test_a_request_to_stop_ends_parent_and_run(configure, tmp_path):
+    directory, log = tmp_path / "run", tmp_path / "log"
+    parent = start(configure(directory, run={"steps": 100, "auto_resume": True, "dir": str(directory)}), log)
+    wait_for_step(directory, 1, parent, log)
+    family = psutil.Process(parent.pid).children(recursive=True)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(timeout=120) == 75, log.read_text()
+    assert "stopped by SIGTERM after step" in log.read_text() and "started again" not in log.read_text()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
