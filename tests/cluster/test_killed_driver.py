@@ -1,5 +1,5 @@
-"""The driver of a run killed at once (`kill -9`): started again, by its parent or by hand, the run ends as the undisturbed
-one, bit for bit, with two ranks of each learner and two generators."""
+"""The driver of a run killed at once (`kill -9`): started again, by its parent or by hand, the run ends as the
+undisturbed one, bit for bit, with two ranks of each learner and two generators."""
 
 import os
 import signal
