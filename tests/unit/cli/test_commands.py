@@ -81,7 +81,7 @@ def test_no_arguments_says_what_is_missing(command_line):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(RunInterrupted("stopped by SIGINT"), 75), (WorkerError("policy_learner/0 died"), 1), (ConfigError("x"), 2)],
+    [(RunInterrupted("stopped by SIGINT"), 75), (WorkerError("policy_learner/0 died"), 69), (ConfigError("x"), 2)],
 )
 def test_our_errors_end_with_their_exit_code_and_message(error, code, command_line, stage, ppo_file):
     stage("ppo", error)
