@@ -58,13 +58,13 @@ class StubRoles:
         self._generators: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._versions: dict[int, int] = defaultdict(int)
         self._generated: list[tuple[float, float]] = []
-        self._rollout, self._prompts = _rollout(), _prompts()
+        self._rollout = _rollout()
         self._per_token = TokenScores(self._rollout.offsets, np.zeros(len(self._rollout.tokens), np.float32))
 
     async def rows(self, rank: int, numbers: list[int], table: str) -> Prompts:
-        """Prompts of a chunk."""
+        """As many prompts as are asked for."""
         await self._wait(CONTROL_S)
-        return self._prompts
+        return _prompts(len(numbers))
 
     async def generate(self, rank: int, prompts: Prompts, keys: list[SampleKey], seed: int, sampling: Any) -> Rollout:
         """A chunk, made by the weights that the rank holds when it begins."""
@@ -75,24 +75,29 @@ class StubRoles:
         mask = self._rollout.response_mask
         return replace(self._rollout, keys=keys, versions=np.where(mask, version, -1).astype(np.int32))
 
-    async def logprobs(self, rank: int, *rollouts: Rollout) -> TokenScores | tuple[TokenScores, ...]:
-        """A number a token, of the policy or the reference; one record a rollout."""
-        await self._wait(SCORE_S)
-        return self._per_token if len(rollouts) == 1 else (self._per_token,) * len(rollouts)
+    async def logprobs(self, rank: int, *rollouts: Rollout) -> TokenScores:
+        """A number a token, of the policy or the reference; a forward pass for each rollout."""
+        await self._wait(SCORE_S * len(rollouts))
+        return self._per_token if len(rollouts) == 1 else TokenScores.concat([self._per_token] * len(rollouts))
 
     values = logprobs
 
-    async def score(self, rank: int, rollout: Rollout, prompts: Prompts) -> RewardScores:
-        """A score a sample."""
-        await self._wait(SCORE_S)
-        scores = np.ones(len(rollout), np.float32)
-        return RewardScores(scores, {"main": scores}, {"main": 0})
+    async def score_each(self, rank: int, *records: Rollout | Prompts) -> list[RewardScores]:
+        """A score a sample; a forward pass for each rollout."""
+        rollouts = records[: len(records) // 2]
+        await self._wait(SCORE_S * len(rollouts))
+        scores = [np.ones(len(rollout), np.float32) for rollout in rollouts]
+        return [RewardScores(ones, {"main": ones}, {"main": 0}) for ones in scores]
 
-    async def assemble(
-        self, rank: int, terms: Any, keep_texts: int, ranks: int, rollout: Rollout, *scored: Any
-    ) -> tuple[Experience, ExperienceSummary]:
+    async def assemble_each(
+        self, rank: int, terms: Any, keep_texts: list[int], ranks: int, *records: Any
+    ) -> tuple[Experience | list[ExperienceSummary], ...]:
         """Experience, and the small numbers about it."""
-        await self._wait(CONTROL_S)
+        await self._wait(CONTROL_S * len(keep_texts))
+        made = [self._assembled(rollout, texts) for rollout, texts in zip(records, keep_texts, strict=False)]
+        return (*(experience for experience, _ in made), [summary for _, summary in made])
+
+    def _assembled(self, rollout: Rollout, keep_texts: int) -> tuple[Experience, ExperienceSummary]:
         column, rows = self._per_token.values, len(rollout)
         experience = Experience(
             offsets=rollout.offsets, tokens=rollout.tokens, response_mask=rollout.response_mask,
@@ -156,7 +161,7 @@ def _rollout() -> Rollout:
         seeds=np.zeros(CHUNK, np.int64), finish_reasons=["stop"] * CHUNK)
 
 
-def _prompts() -> Prompts:
+def _prompts(count: int) -> Prompts:
     return Prompts(
-        offsets=offsets_of([PROMPT] * CHUNK), tokens=np.zeros(PROMPT * CHUNK, np.int32),
-        texts=["p" * 4 * PROMPT] * CHUNK, metadata=[{}] * CHUNK, rows=np.arange(CHUNK))
+        offsets=offsets_of([PROMPT] * count), tokens=np.zeros(PROMPT * count, np.int32),
+        texts=["p" * 4 * PROMPT] * count, metadata=[{}] * count, rows=np.arange(count))

@@ -55,4 +55,4 @@ class Evaluator:
             scored = await self._pipeline.route.score(
                 keys, self.config.seed, self._prompts, self.config.sampling)
             return await team.done(team.assembler.call(
-                0, "measure", keep_texts, scored.rollout.ref, scored.reward.ref, scored.reference.ref), "evaluate")
+                0, "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference), "evaluate")

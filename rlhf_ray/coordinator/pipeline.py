@@ -1,17 +1,18 @@
 """From prompt keys to committed experience: admission, and the way of one chunk through the roles.
 
-Every chunk travels on its own: it is scored as soon as it is generated, while others are still being generated. What is
-in a chunk and in which order chunks form a batch is fixed at admission, so at max_staleness 0 timing changes nothing
-about the result.
+Every chunk is scored as soon as it is generated, while others are still being generated; where timing may choose, those
+that are generated at nearly the same time go on together. What is in a chunk and in which order chunks form a batch is
+fixed at admission, so at max_staleness 0, where each goes alone, timing changes nothing about the result.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.prompt_source import PromptSource
-from rlhf_ray.coordinator.route import Route
+from rlhf_ray.coordinator.company import PATIENCE, Companies
+from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
+from rlhf_ray.coordinator.route import Generated, Route
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import BufferError
@@ -32,13 +33,24 @@ class Station(NamedTuple):
     """In seconds of the step clock."""
 
 
+class Member(NamedTuple):
+    """A generated chunk that travels on in company."""
+
+    reservation: Reservation
+    chunk: Generated
+    texts: int
+    """Rows to be kept as text."""
+
+
 class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and hands out batches."""
 
     def __init__(self, config: PPOConfig, team: Team, state: RunState, buffer: ReplayBuffer,
                  prompts: PromptSource, ledger: Ledger) -> None:
         self.config, self.team, self.state, self.buffer, self.ledger = config, team, state, buffer, ledger
-        self.route, self._prompts = Route(config, team), prompts
+        self.route, self._prompts = Route(config, team), PromptsAhead(prompts, state.cursor)
+        self._companies = Companies(self._assess)
+        self._patience = PATIENCE if config.coordinator.max_staleness else 0.0
         self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness, config.concurrency)
         self._running: dict[asyncio.Task[None], Reservation] = {}
         self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
@@ -87,6 +99,7 @@ class Pipeline:
 
     async def close(self) -> None:
         """Drop what is under way."""
+        self._companies.close()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -119,7 +132,7 @@ class Pipeline:
 
     def _next_keys(self, samples: int) -> list[SampleKey]:
         per_prompt = self.config.coordinator.samples_per_prompt
-        rows = self.state.cursor.next(samples // per_prompt)
+        rows = self._prompts.draw(samples // per_prompt)
         return [SampleKey(epoch, row, sample) for epoch, row in rows for sample in range(per_prompt)]
 
     def _start(self, reservation: Reservation, keys: list[SampleKey]) -> None:
@@ -133,14 +146,13 @@ class Pipeline:
     async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         """One chunk from prompt to committed experience; made again when it came out too old for the bound."""
         while True:
+            began = self.team.clock.now()
             self._note(reservation, "generated")
-            rollout, prompts = await self._generate(keys)
+            chunk = await self._generate(keys)
             self._note(reservation, "scored")
-            scored = await self.route.rate(rollout, prompts)
-            self._note(reservation, "read by the learners")
             texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
-            ref, summary = await self.route.assemble(
-                scored, lambda: self.state.reward_terms(self.config.algorithm.reward_normalisation), texts)
+            ref, summary = await self._companies.join(
+                Member(reservation, chunk, texts), self._patience * (self.team.clock.now() - began))
             outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
             if outcome is CommitOutcome.READY:
                 self.ledger.scored(keys, summary.min_version)
@@ -160,15 +172,24 @@ class Pipeline:
             self.stations.pop(reservation.order, None)
             reservation = again
 
-    async def _generate(self, keys: list[SampleKey]) -> tuple[Call, Any]:
-        """A chunk's rollout and prompts; when its generator is done with it there may be room for another chunk."""
+    async def _generate(self, keys: list[SampleKey]) -> Generated:
+        """A chunk; when its generator is done with it there may be room for another one."""
         try:
-            rollout, prompts = await self.route.generate(keys, self.config.run.seed, self._prompts, None)
+            chunk = await self.route.generate(keys, self.config.run.seed, self._prompts, None)
         finally:
             self._generating -= len(keys)
-        self.ledger.generated(keys, rollout.worker)
+        self.ledger.generated(keys, chunk.rollout.worker)
         self.admit()
-        return rollout, prompts
+        return chunk
+
+    async def _assess(self, members: Sequence[Member]) -> list[tuple[Any, ExperienceSummary]]:
+        """What a company of chunks goes through: each one's experience, by reference, and what is known of it."""
+        scored = await self.route.rate([member.chunk for member in members])
+        for member in members:
+            self._note(member.reservation, "read by the learners")
+        return await self.route.assemble(
+            scored, lambda: self.state.reward_terms(self.config.algorithm.reward_normalisation),
+            [member.texts for member in members])
 
     def _note(self, reservation: Reservation, doing: str) -> None:
         self.stations[reservation.order] = Station(reservation, doing, self.team.clock.now())

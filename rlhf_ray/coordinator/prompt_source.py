@@ -1,13 +1,26 @@
 """Where chunks get their prompts: rows asked for by number, answered by the prompt reader into the object store."""
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.prompt_reader import HELD_OUT
+
+AHEAD = 8
+"""Chunks whose prompts one call brings. Each role that reads a chunk's prompts is sent all of them."""
+
+
+class Prompter(Protocol):
+    """Whoever knows the prompts of a chunk."""
+
+    async def of(self, keys: Iterable[SampleKey]) -> Any:
+        """Reference to `Prompts` that hold at least the rows of these keys."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,9 +58,37 @@ class PromptSource:
             return None
         return replace(self.held_out, sizes=[min(self.held_out.rows, limit or self.held_out.rows)])
 
-    async def of(self, keys: Iterable[SampleKey]) -> Call:
-        """The prompts of a chunk, each row once; the call has ended, its `ref` is for the chunk's roles."""
-        numbers = list(dict.fromkeys(key.row for key in keys))
-        call = self.reader.call(0, "rows", numbers, self.table)
+    async def of(self, keys: Iterable[SampleKey]) -> Any:
+        """Reference to the prompts of a chunk, each row once."""
+        return await self.read(key.row for key in keys)
+
+    async def read(self, rows: Iterable[int]) -> Any:
+        """Reference to the prompts of some rows, each once; they are there."""
+        call = self.reader.call(0, "rows", list(dict.fromkeys(rows)), self.table)
         await call.done()
-        return call
+        return call.ref
+
+
+class PromptsAhead:
+    """A source whose rows a cursor goes through: one call brings the prompts of the next several chunks."""
+
+    def __init__(self, source: PromptSource, cursor: PromptCursor) -> None:
+        self._source, self._cursor = source, cursor
+        self._coming: dict[int, asyncio.Task[Any]] = {}
+        """Row drawn, or soon to be, -> what brings its prompts."""
+
+    def draw(self, count: int) -> list[tuple[int, int]]:
+        """The cursor's next (epoch, row) pairs, whose prompts are on their way from now on."""
+        drawn = self._cursor.next(count)
+        rows = [row for _, row in drawn]
+        if not all(row in self._coming for row in rows):
+            rows += [row for _, row in self._cursor.peek(count * (AHEAD - 1))]
+            self._coming.update(dict.fromkeys(rows, asyncio.create_task(self._source.read(rows))))
+        return drawn
+
+    async def of(self, keys: Iterable[SampleKey]) -> Any:
+        """Reference to prompts that hold those of a chunk; of a chunk that was not just drawn, to these alone."""
+        rows = dict.fromkeys(key.row for key in keys)
+        found = {self._coming.pop(row, None) for row in rows}
+        together = found.pop() if len(found) == 1 else None
+        return await (self._source.read(rows) if together is None else asyncio.shield(together))

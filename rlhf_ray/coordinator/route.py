@@ -1,7 +1,11 @@
-"""The way of one chunk through the roles: generated, scored by the frozen models, by the learners, assembled."""
+"""The way of chunks through the roles: generated, scored by the frozen models, by the learners, assembled.
+
+A chunk is generated alone. Afterwards each call is for one chunk or for several in company, and so is its failure: it
+is raised to all of them, by the call's own worker, role and method, before any later call of theirs is made.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,31 +13,38 @@ from typing import Any
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.gathering import Answer, Gathering
-from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.prompt_source import Prompter
 from rlhf_ray.coordinator.team import Rotation, Team
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 
 
 @dataclass(frozen=True)
-class Scored:
-    """References to what the roles said about one rollout."""
+class Generated:
+    """A chunk's rollout, and the reference to the prompts that it answers."""
 
     rollout: Call
-    reference: Call | Answer
-    reward: Call
+    prompts: Any
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the frozen models said about some rollouts, one object a call."""
+
+    rollouts: list[Any]
+    """References."""
+    reference: Any
+    """Reference to the log-probabilities of all their rows."""
+    reward: Any
+    """Reference to a list with the rewards of each."""
 
 
 class Route:
-    """Calls the roles for one chunk after the other, any number of chunks at a time. Keeps no chunk's state."""
+    """Calls the roles for chunk after chunk, any number of them at a time. Keeps no chunk's state."""
 
     def __init__(self, config: PPOConfig, team: Team) -> None:
         self.config, self.team = config, team
         self._generators = Rotation(team.generators)
         self._reference = Rotation(team.reference) if team.reference is not None else None
-        self._together = None
-        if team.reference is not None and config.coordinator.max_staleness:
-            self._together = Gathering(team, team.reference, "logprobs", "reference")
         self._reward, self._assembler = Rotation(team.reward), Rotation(team.assembler)
         self._learners_free = asyncio.Event()
         self._learners_free.set()
@@ -52,84 +63,76 @@ class Route:
             self._learners_free.set()
 
     async def score(
-        self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None = None
+        self, keys: list[SampleKey], seed: int, source: Prompter, sampling: SamplingConfig | None = None
     ) -> Scored:
         """Generate a chunk and have it scored by the frozen models; `sampling` as in training if None."""
-        return await self.rate(*await self.generate(keys, seed, source, sampling))
+        return await self.rate([await self.generate(keys, seed, source, sampling)])
 
     async def generate(
-        self, keys: list[SampleKey], seed: int, source: PromptSource, sampling: SamplingConfig | None
-    ) -> tuple[Call, Any]:
-        """A chunk's rollout, and the reference to its prompts."""
-        prompts = (await source.of(keys)).ref
-        rank = self._generators.take(len(keys))
-        try:
-            call = self.team.generators.call(rank, "generate", prompts, keys, seed, sampling)
-            return await self.team.done(call, "generate"), prompts
-        finally:
-            self._generators.give_back(rank, len(keys))
+        self, keys: list[SampleKey], seed: int, source: Prompter, sampling: SamplingConfig | None
+    ) -> Generated:
+        """One chunk."""
+        prompts = await source.of(keys)
+        return Generated(
+            await self._ask(self._generators, "generate", "generate", prompts, keys, seed, sampling, work=len(keys)),
+            prompts)
 
-    async def rate(self, rollout: Call, prompts: Any) -> Scored:
+    async def rate(self, chunks: Sequence[Generated]) -> Scored:
         """What the frozen models say, side by side."""
+        rollouts, prompts = [chunk.rollout.ref for chunk in chunks], [chunk.prompts for chunk in chunks]
         reference, reward = await asyncio.gather(
-            self._ask_reference(rollout.ref),
-            self._ask(self._reward, "reward", "score", rollout.ref, prompts),
-        )
-        return Scored(rollout, reference, reward)
+            self._ask_reference(rollouts), self._ask(self._reward, "reward", "score_each", *rollouts, *prompts))
+        return Scored(rollouts, reference, reward.ref)
 
     async def assemble(
-        self, scored: Scored, terms: Callable[[], RewardTerms], texts: int
-    ) -> tuple[Any, ExperienceSummary]:
-        """The reference to a chunk's experience, and the small numbers about it.
+        self, scored: Scored, terms: Callable[[], RewardTerms], texts: Sequence[int]
+    ) -> list[tuple[Any, ExperienceSummary]]:
+        """Of each chunk the reference to its experience, and the small numbers about it.
 
         Args:
             terms: gives the numbers of the run that enter the rewards; asked when all scores are there.
-            texts: rows to return as text.
+            texts: rows of each chunk to return as text.
         """
-        team, rollout = self.team, scored.rollout.ref
-        logprobs, values = await self._ask_learners(rollout)
-        rank = self._assembler.take(1)
-        try:
-            call = team.assembler.call(
-                rank, "assemble", terms(), texts, len(logprobs), rollout, scored.reward.ref, scored.reference.ref,
-                *logprobs, *values, outputs=2,
-            )
-            summary = await team.value(call, "assemble", 1)
-        finally:
-            self._assembler.give_back(rank, 1)
-        return call.ref, summary
+        logprobs, values = await self._ask_learners(scored.rollouts)
+        chunks = len(scored.rollouts)
+        call = await self._ask(
+            self._assembler, "assemble", "assemble_each", terms(), list(texts), len(logprobs), *scored.rollouts,
+            scored.reward, scored.reference, *logprobs, *values, outputs=chunks + 1)
+        summaries: list[ExperienceSummary] = await call.value(chunks)
+        return list(zip(call.refs, summaries, strict=False))
 
-    async def _ask_learners(self, rollout: Any) -> tuple[list[Any], list[Any]]:
+    async def _ask_learners(self, rollouts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """References to each policy rank's log-probabilities, and to each critic rank's values (none without one)."""
         await self._learners_free.wait()
         team = self.team
         if self.config.shares_backbone:
-            both = [team.policy.call(rank, "logprobs_and_values", rollout, outputs=2)
+            both = [team.policy.call(rank, "logprobs_and_values", *rollouts, outputs=2)
                     for rank in range(len(team.policy))]
             await asyncio.gather(*(team.done(call, "logprobs") for call in both))
             return [call.refs[0] for call in both], [call.refs[1] for call in both]
-        logprobs = team.policy.call_all("logprobs", rollout)
-        values = team.critic.call_all("values", rollout) if team.critic else []
+        logprobs = team.policy.call_all("logprobs", *rollouts)
+        values = team.critic.call_all("values", *rollouts) if team.critic else []
         await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
         return [call.ref for call in logprobs], [call.ref for call in values]
 
-    async def _ask_reference(self, rollout: Any) -> Call | Answer:
-        """The reference's log-probabilities: from its own workers, in company where timing may choose it, or from the
-        policy's frozen base, rank by rank."""
-        if self._together is not None:
-            return await self._together.ask(rollout)
+    async def _ask_reference(self, rollouts: Sequence[Any]) -> Any:
+        """Reference to the reference's log-probabilities: from its own workers, or from the policy's frozen base, rank
+        by rank."""
         if self._reference is not None:
-            return await self._ask(self._reference, "reference", "logprobs", rollout)
+            return (await self._ask(self._reference, "reference", "logprobs", *rollouts)).ref
         await self._learners_free.wait()
-        shares = self.team.policy.call_all("reference_logprobs", rollout)
+        shares = self.team.policy.call_all("reference_logprobs", *rollouts)
         await asyncio.gather(*(self.team.done(call, "reference") for call in shares))
         if len(shares) == 1:
-            return shares[0]
-        return await self._ask(self._assembler, "assemble", "join", *(call.ref for call in shares))
+            return shares[0].ref
+        return (await self._ask(self._assembler, "assemble", "join", *(call.ref for call in shares))).ref
 
-    async def _ask(self, rotation: Rotation, phase: str, method: str, *refs: Any) -> Call:
-        rank = rotation.take(1)
+    async def _ask(
+        self, rotation: Rotation, phase: str, method: str, *arguments: Any, work: int = 1, outputs: int = 1
+    ) -> Call:
+        """A call to the least loaded worker of a group whose workers all answer alike; it has ended."""
+        rank = rotation.take(work)
         try:
-            return await self.team.done(rotation.group.call(rank, method, *refs), phase)
+            return await self.team.done(rotation.group.call(rank, method, *arguments, outputs=outputs), phase)
         finally:
-            rotation.give_back(rank, 1)
+            rotation.give_back(rank, work)

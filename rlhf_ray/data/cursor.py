@@ -44,6 +44,14 @@ class PromptCursor:
         """The next n pairs of (epoch of the row's source, row)."""
         return [self._take(self._turns.next(self._visited)) for _ in range(n)]
 
+    def peek(self, n: int) -> list[tuple[int, int]]:
+        """What `next` would give, which it still will."""
+        visited = list(self._visited)
+        try:
+            return self.next(n)
+        finally:
+            self._visited = visited
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; plain numbers."""
         return {"rows": self._rows, "weights": self._weights, "seed": self._seed, "shuffle": self._shuffle,

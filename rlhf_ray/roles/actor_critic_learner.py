@@ -11,7 +11,7 @@ from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
 from rlhf_ray.roles.meter import Meter
-from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_columns, share_of
+from rlhf_ray.roles.micro_batch import MicroBatch, in_line, inference_plan, score_columns, share_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.updates import training_batch
 
@@ -26,8 +26,9 @@ class ActorCriticLearner(PolicyLearner):
         """The language model with a new value head."""
         return PackedActorCritic(load_causal_lm(self.model_config), self.temperature, self.chunks)
 
-    def logprobs_and_values(self, rollout: Rollout) -> tuple[TokenScores, TokenScores]:
+    def logprobs_and_values(self, *rollouts: Rollout) -> tuple[TokenScores, TokenScores]:
         """What `PolicyLearner.logprobs` and `CriticLearner.values` answer, out of one forward pass."""
+        rollout = in_line(rollouts)
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
 
         def forward(micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from rlhf_ray.records import (
     TokenScores,
 )
 from rlhf_ray.roles.held_out import bigram_codes, pass_rates, stable_hash, summarise
-from rlhf_ray.roles.micro_batch import MicroBatch
+from rlhf_ray.roles.micro_batch import MicroBatch, split_scores
 from rlhf_ray.roles.texts import finished, rollout_texts
 
 
@@ -59,6 +60,27 @@ class Assembler:
         experience = self._experience(rollout, scores, terms)
         return experience, self._summary(rollout, scores, experience, keep_texts)
 
+    def assemble_each(
+        self, terms: RewardTerms, keep_texts: Sequence[int], policy_ranks: int, *records: Any
+    ) -> tuple[Experience | list[ExperienceSummary], ...]:
+        """As `assemble`, for several rollouts that were scored together.
+
+        Args:
+            keep_texts: of each rollout.
+            records: the rollouts, a list of the rewards of each, the reference's numbers and the parts of the ranks;
+                these hold the rows of all rollouts in a line.
+
+        Returns:
+            each one's experience, and at last a list of the summaries.
+        """
+        count = len(keep_texts)
+        rollouts, (rewards, reference, *parts) = records[:count], records[count:]
+        policy, values = parts[:policy_ranks], parts[policy_ranks:]
+        told = [split_scores(TokenScores.concat(part), rollouts) for part in ([reference], policy, values) if part]
+        made = [self.assemble(terms, keep_texts[i], 1, rollouts[i], rewards[i], *(scores[i] for scores in told))
+                for i in range(count)]
+        return (*(experience for experience, _ in made), [summary for _, summary in made])
+
     def join(self, *shares: TokenScores) -> TokenScores:
         """The ranks' contiguous shares of a rollout's rows as one record."""
         return TokenScores.concat(shares)
@@ -72,9 +94,14 @@ class Assembler:
         return load_records(Path(path), Experience)
 
     def measure(
-        self, keep_texts: int, rollout: Rollout, rewards: RewardScores, reference: TokenScores
+        self, keep_texts: int, rollout: Rollout, each_rewards: Sequence[RewardScores], reference: TokenScores
     ) -> EvaluationPart:
-        """What an evaluation needs to know of a chunk; the policy's log-probabilities are the generator's own."""
+        """What an evaluation needs to know of a chunk; the policy's log-probabilities are the generator's own.
+
+        Args:
+            each_rewards: the rewards of this one rollout, as `RewardScorer.score_each` answers.
+        """
+        (rewards,) = each_rewards
         mask, starts = rollout.response_mask, rollout.offsets[:-1]
         prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout))
         return EvaluationPart(

@@ -10,7 +10,7 @@ from rlhf_ray.models.loading import load_scalar_model
 from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.micro_batch import MicroBatch, in_line, inference_plan, score_tokens, share_of
 from rlhf_ray.roles.updates import run_update, training_batch
 
 
@@ -29,8 +29,9 @@ class CriticLearner(Learner):
         """A scalar model: a new head on the policy's weights, or the reward model with its own."""
         return PackedScalarModel(load_scalar_model(self.model_config, new_head=self.config.init == "policy"))
 
-    def values(self, rollout: Rollout) -> TokenScores:
-        """Value of the state before each response token, for this rank's contiguous share of the rows."""
+    def values(self, *rollouts: Rollout) -> TokenScores:
+        """Value of the state before each response token, for this rank's contiguous share of all rows."""
+        rollout = in_line(rollouts)
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
         scores = score_tokens(
             rollout, plan, self.engine.device,

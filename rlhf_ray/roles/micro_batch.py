@@ -116,6 +116,11 @@ def share_of(scores: TokenScores, rank: int, world: int) -> TokenScores:
                        values=scores.values[offsets[first] : offsets[last]])
 
 
+def in_line(rollouts: Sequence[Rollout]) -> Rollout:
+    """All rows of some rollouts in one."""
+    return rollouts[0] if len(rollouts) == 1 else Rollout.concat(rollouts)
+
+
 def split_scores(scores: TokenScores, rollouts: Sequence[Rollout]) -> tuple[TokenScores, ...]:
     """The scores of each rollout, from those of all their rows in a line."""
     ends = np.cumsum([len(rollout.tokens) for rollout in rollouts])

@@ -22,7 +22,7 @@ from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.meter import Meter
-from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.micro_batch import MicroBatch, in_line, inference_plan, score_tokens, share_of
 from rlhf_ray.roles.ptx import PretrainingMix
 from rlhf_ray.roles.updates import run_update, training_batch
 
@@ -56,11 +56,12 @@ class PolicyLearner(Learner):
         """The language model, answering with log-probabilities at the sampling temperature."""
         return PackedLanguageModel(load_causal_lm(self.model_config), self.temperature, self.chunks)
 
-    def logprobs(self, rollout: Rollout) -> TokenScores:
-        """Log-probabilities of this rank's contiguous share of the rows (`inference_plan`), under present weights.
+    def logprobs(self, *rollouts: Rollout) -> TokenScores:
+        """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under present weights.
 
         With `own_forward` those that the generators told, which no pass has been made for.
         """
+        rollout = in_line(rollouts)
         if self.own_forward:
             told = TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs)
             return share_of(told, self.rank, self.world)
@@ -72,10 +73,10 @@ class PolicyLearner(Learner):
                               lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[0])
         return share_of(scores, self.rank, self.world)
 
-    def reference_logprobs(self, rollout: Rollout) -> TokenScores:
+    def reference_logprobs(self, *rollouts: Rollout) -> TokenScores:
         """The same under the frozen base that the adapters stand beside: the model that the policy started from."""
         with self.frozen_base():
-            return self._scored(rollout)
+            return self._scored(in_line(rollouts))
 
     def update(self, step: int, kl_coef: float, *experiences: Experience) -> UpdateStats:
         """Clipped policy updates on one batch of experience; errors as in `updates.run_update`.

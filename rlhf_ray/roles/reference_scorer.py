@@ -9,7 +9,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.records import Rollout, TokenScores
-from rlhf_ray.roles.micro_batch import inference_plan, score_tokens, split_scores
+from rlhf_ray.roles.micro_batch import in_line, inference_plan, score_tokens
 
 
 class ReferenceScorer:
@@ -29,15 +29,11 @@ class ReferenceScorer:
         return {"pid": os.getpid(), "seconds": time.perf_counter() - began}
 
     @torch.no_grad()
-    def logprobs(self, *rollouts: Rollout) -> TokenScores | tuple[TokenScores, ...]:
-        """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere.
-
-        Returns:
-            the scores of one rollout, or a tuple with those of each of several, whose rows share forward passes.
-        """
-        whole = Rollout.concat(rollouts) if len(rollouts) > 1 else rollouts[0]
-        scores = score_tokens(
+    def logprobs(self, *rollouts: Rollout) -> TokenScores:
+        """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere, of all the rollouts'
+        rows in a line: they share forward passes."""
+        whole = in_line(rollouts)
+        return score_tokens(
             whole, inference_plan(whole, self._budget), self._device,
             lambda micro: self._model(micro.tokens, micro.packing, micro.predicted)[0],
         )
-        return scores if len(rollouts) == 1 else split_scores(scores, rollouts)

@@ -1,8 +1,10 @@
 """The reward of each rollout: the weighted sum of what the sources say."""
 
+import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
@@ -37,6 +39,12 @@ class RewardScorer:
             RewardError: a source failed or gave no finite number; names the samples.
         """
         return await self._sources.score(requests_of(rollout, prompts, self._tokenizer))
+
+    async def score_each(self, *records: Rollout | Prompts) -> list[RewardScores]:
+        """As `score`, for several rollouts side by side: first all of them, then the prompts of each in turn."""
+        half = len(records) // 2
+        pairs = cast(Iterable[tuple[Rollout, Prompts]], zip(records[:half], records[half:], strict=True))
+        return list(await asyncio.gather(*(self.score(rollout, prompts) for rollout, prompts in pairs)))
 
     async def stop(self) -> None:
         """Let go of processes and connections."""

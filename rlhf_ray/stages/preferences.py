@@ -116,7 +116,7 @@ class _Sampler:
         prompts = await self.prompts.of(keys)
         rank = self._rotation.take(len(keys))
         try:
-            call = self._generators.call(rank, "generate", prompts.ref, keys, self._config.run.seed)
+            call = self._generators.call(rank, "generate", prompts, keys, self._config.run.seed)
             await call.done()
         finally:
             self._rotation.give_back(rank, len(keys))

@@ -6,9 +6,8 @@ at once, waits for the results that it was given by reference, and answers when 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from rlhf_ray.cluster.calls import Timing
@@ -94,13 +93,18 @@ class StandInGroup:
 
 
 class StandInPrompts:
-    """A prompt source whose answer about a chunk is a name and the chunk's rows, each once."""
+    """A prompt source whose answer about a chunk is a name and the chunk's rows, and perhaps others, each once."""
 
     def __init__(self, name: str, rows: int = 0) -> None:
         self.name, self.rows = name, rows
+        self.reads: list[list[int]] = []
 
     async def of(self, keys: list[Any]) -> Any:
-        return SimpleNamespace(ref=(self.name, tuple(sorted({key.row for key in keys}))))
+        return await self.read(key.row for key in keys)
+
+    async def read(self, rows: Iterable[int]) -> Any:
+        self.reads.append(list(rows))
+        return self.name, frozenset(self.reads[-1])
 
 
 async def silent(rank: int, method: str, *args: Any) -> None:

@@ -81,15 +81,16 @@ class DelayedRun:
         if method != "update":
             await self._delay(0.1)
             return None
-        step, chunks = arguments[0], [argument[0] for argument in arguments if isinstance(argument, tuple)]
+        step, chunks = arguments[0], [argument for argument in arguments if isinstance(argument, dict)]
         if len(arguments) - len(chunks) == 2:  # step and coefficient: the policy
             self.trained.append([(chunk["keys"], chunk["oldest"]) for chunk in chunks])
         await self._delay(self.updating)
         return UpdateStats(step=step, applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
 
-    async def _assemble(self, rank, method, terms, keep_texts, ranks, rollout, *_):
+    async def _assemble(self, rank, method, terms, keep_texts, ranks, *records):
         await self._delay(0.1)
-        return rollout, self._summary(list(rollout["keys"]), rollout["oldest"])
+        rollouts = records[: len(keep_texts)]
+        return *rollouts, [self._summary(list(rollout["keys"]), rollout["oldest"]) for rollout in rollouts]
 
     async def _publish(self, version):
         self.events.append("publish")

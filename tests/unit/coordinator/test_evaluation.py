@@ -12,6 +12,7 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.loop import EvaluationConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
+from rlhf_ray.coordinator.route import Scored
 from rlhf_ray.records import EvaluationPart, SampleKey
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.held_out import pass_rates, summarise
@@ -87,7 +88,7 @@ class StandInPipeline:
             return keys
 
         call = StandInCall("generators", 0, "generate", answer, ())
-        return type("Scored", (), {"rollout": call, "reference": call, "reward": call})
+        return Scored([call.ref], call.ref, call.ref)
 
 
 def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):

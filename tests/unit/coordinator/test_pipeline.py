@@ -3,6 +3,7 @@
 import asyncio
 import random
 import tempfile
+from collections import defaultdict
 
 import pytest
 
@@ -23,7 +24,7 @@ class World:
 
     def __init__(self, config, summary, seed=0, version=0, ranks=1):
         self.version, self.seeds, self._random, self._summary = version, [], random.Random(seed), summary
-        self.texts_asked = []
+        self.texts_asked, self.companies = [], defaultdict(list)
         self.generators = StandInGroup("generators", self._generate, workers=3)
         self.policy = StandInGroup("policy", self._tell, workers=ranks)
         self.team = team_of(generators=self.generators, policy=self.policy, reward=self._score,
@@ -36,33 +37,39 @@ class World:
         self.pipeline = self.pipeline_of(config, self.team)
 
     def pipeline_of(self, config, team):
-        return Pipeline(config, team, self.state, self.buffer, StandInPrompts("prompts"), self.ledger)
+        self.prompts = StandInPrompts("prompts")
+        return Pipeline(config, team, self.state, self.buffer, self.prompts, self.ledger)
 
     async def _wait(self):
         await asyncio.sleep(self._random.random() * 0.005)
 
     async def _generate(self, rank, method, prompts, keys, seed, sampling):
         assert (method, sampling) == ("generate", None)
-        assert prompts == ("prompts", tuple(sorted({key.row for key in keys})))
+        assert prompts[0] == "prompts" and prompts[1] >= {key.row for key in keys}
         self.seeds.append((tuple(keys), seed))
         made = {"keys": keys, "version": self.version}
         await self._wait()
         return made
 
     async def _tell(self, rank, method, *rollouts):
+        self.companies[method].append([rollout["keys"] for rollout in rollouts])
         await self._wait()
-        return (method, rank) if len(rollouts) == 1 else tuple((method, rank) for _ in rollouts)
+        return method, rank
 
-    async def _score(self, rank, method, rollout, prompts):
-        assert prompts == ("prompts", tuple(sorted({key.row for key in rollout["keys"]})))
-        await self._wait()
-        return (method, rank)
+    async def _score(self, rank, method, *records):
+        rollouts, prompts = records[: len(records) // 2], records[len(records) // 2 :]
+        for rollout, (name, rows) in zip(rollouts, prompts, strict=True):
+            assert name == "prompts" and rows >= {key.row for key in rollout["keys"]}
+        return await self._tell(rank, method, *rollouts)
 
-    async def _assemble(self, rank, method, terms, keep_texts, ranks, rollout, reward, reference, *parts):
+    async def _assemble(self, rank, method, terms, keep_texts, ranks, *records):
         await self._wait()
-        self.parts = (terms, ranks, reward, reference, parts)
-        self.texts_asked.append(keep_texts)
-        return f"experience {rollout['keys'][0].row}", self._summary(rollout["keys"], rollout["version"])
+        count = len(keep_texts)
+        rollouts, (reward, reference, *parts) = records[:count], records[count:]
+        self.parts = (terms, ranks, reward, reference, tuple(parts))
+        self.texts_asked += keep_texts
+        made = [f"experience {rollout['keys'][0].row}" for rollout in rollouts]
+        return *made, [self._summary(rollout["keys"], rollout["version"]) for rollout in rollouts]
 
     async def train(self):
         """Take a batch and pretend to learn from it; returns its keys."""
@@ -125,7 +132,7 @@ def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
         return world.parts
 
     parts = (("logprobs", 0), ("logprobs", 1), ("values", 0))
-    assert in_loop(run()) == (RewardTerms(0.1), 2, ("score", 0), ("logprobs", 0), parts)
+    assert in_loop(run()) == (RewardTerms(0.1), 2, ("score_each", 0), ("logprobs", 0), parts)
 
 
 def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config, summary):
@@ -138,7 +145,8 @@ def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config,
         await world.train()
         return world.parts
 
-    assert in_loop(run()) == (RewardTerms(0.1), 2, ("score", 0), ("logprobs", 0), (("logprobs", 0), ("logprobs", 1)))
+    parts = (("logprobs", 0), ("logprobs", 1))
+    assert in_loop(run()) == (RewardTerms(0.1), 2, ("score_each", 0), ("logprobs", 0), parts)
 
 
 def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summary):
@@ -158,7 +166,7 @@ def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summ
 
     parts = (("logprobs", 0), ("logprobs", 1), ("values", 0), ("values", 1))
     told, log = in_loop(run())
-    assert told == (RewardTerms(0.1), 2, ("score", 0), ("logprobs", 0), parts)
+    assert told == (RewardTerms(0.1), 2, ("score_each", 0), ("logprobs", 0), parts)
     assert log == [("logprobs_and_values", 0), ("logprobs_and_values", 1)]
 
 
@@ -266,7 +274,7 @@ def test_the_first_failing_chunk_is_raised(ppo_config, summary):
     async def run():
         world = World(ppo_config(), summary)
 
-        async def refuse(rank, method, rollout, prompts):
+        async def refuse(rank, method, rollout, *_):
             raise RewardError(f"no score for row {rollout['keys'][0].row}")
 
         world.team = team_of(generators=world.generators, policy=world.policy, reward=refuse, reference=world._tell,
@@ -318,3 +326,34 @@ def test_generators_share_the_chunks(ppo_config, summary):
         return world.generators.log
 
     assert in_loop(run()) == [("generate", 0), ("generate", 1), ("generate", 2)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_chunks_are_scored_in_company_only_where_timing_may_choose_it(ppo_config, summary, staleness, monkeypatch):
+    monkeypatch.setattr("rlhf_ray.coordinator.pipeline.PATIENCE", 100.0)  # all that are under way
+
+    async def run():
+        world = World(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=2), summary)
+        keys = [key for _ in range(2) for key in await world.train()]
+        return sorted((k.epoch, k.row) for k in keys), world.companies
+
+    keys, companies = in_loop(run())
+    assert keys == sorted(cursor_keys(8))
+    sizes = {method: {len(company) for company in found} for method, found in companies.items()}
+    assert sizes.keys() == {"score_each", "logprobs", "values"}
+    if staleness == 0:
+        assert set.union(*sizes.values()) == {1}
+    else:
+        assert all(max(found) > 1 for found in sizes.values()), sizes
+        assert companies["score_each"] == companies["values"], "they go all the way together"
+
+
+def test_the_prompts_of_several_chunks_come_in_one_call(ppo_config, summary):
+    async def run():
+        world = World(ppo_config(prompts=48, chunk=2, steps=1), summary)
+        await world.train()
+        return world.prompts.reads
+
+    reads = in_loop(run())
+    assert [len(rows) for rows in reads] == [16, 16, 16]
+    assert [row for rows in reads for row in rows] == [row for _, row in cursor_keys(48)]

@@ -117,3 +117,12 @@ def test_no_rows_is_an_error():
         PromptCursor(0, 0, True)
     with pytest.raises(DataError, match=r"cannot visit \[4, 0\] rows"):
         PromptCursor([4, 0], 0, True, [1, 1])
+
+
+def test_looking_ahead_changes_nothing():
+    cursor, other = PromptCursor([5, 3], 7, shuffle=True, weights=[2, 1]), PromptCursor([5, 3], 7, True, [2, 1])
+    for count in (4, 1, 9):
+        ahead = cursor.peek(count + 6)
+        drawn = cursor.next(count)
+        assert ahead[:count] == drawn == other.next(count)
+    assert cursor.state_dict() == other.state_dict()

@@ -1,7 +1,7 @@
 """Experience worked out by hand from two rollouts, and the numbers about it."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -257,7 +257,7 @@ def test_an_evaluation_part_by_hand(two_rows, policy_model):
     assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
     assembler.start()
     reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
-    part = assembler.measure(1, two_rows, RewardScores(column(SCORES)), reference)
+    part = assembler.measure(1, two_rows, [RewardScores(column(SCORES))], reference)
     assert part.scores.tolist() == SCORES and part.gold is None
     assert part.kl == pytest.approx([(-1.1 + 1.5) + (-2.0 + 1.0) + 0.0, (-1.5 + 2.5) + (-1.2 + 1.25)], abs=1e-6)
     assert part.reference_logprobs == pytest.approx([-3.0, -3.75])
@@ -286,3 +286,31 @@ def test_experience_comes_back_from_disk(assemble, policy_model, tmp_path):
     again = assembler.load(str(tmp_path / "e.npz"))
     assert isinstance(again, Experience) and again.keys == experience.keys
     assert again.advantages.tobytes() == experience.advantages.tobytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, policy_model, ranks):
+    """The ranks' shares are cut from all rows in a line, wherever a rollout ends."""
+    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, lam=LAM), LoggingConfig(), policy_model, LONGEST)
+    assembler.start()
+    rollouts = [two_rows.select([1]), two_rows, two_rows.select([0])]
+    rewards = [RewardScores(column(SCORES[1:])), RewardScores(column(SCORES)), RewardScores(column(SCORES[:1]))]
+
+    def parts_of(told):
+        whole = TokenScores(OFFSETS, column(told))
+        return [whole.select([1]), whole, whole.select([0])]
+
+    def shares(told):
+        line = TokenScores.concat(parts_of(told))
+        return [line.select(rows) for rows in np.array_split(np.arange(4), ranks)]
+
+    *together, summaries = assembler.assemble_each(
+        RewardTerms(COEF), [0, 2, 1], ranks, *rollouts, rewards, TokenScores.concat(parts_of(REFERENCE)),
+        *shares(OLD), *shares(VALUES))
+    assert [len(summary.samples) for summary in summaries] == [0, 2, 1]
+    told = zip(*(parts_of(numbers) for numbers in (REFERENCE, OLD, VALUES)), strict=True)
+    for i, scores in enumerate(told):
+        alone, summary = assembler.assemble(RewardTerms(COEF), i, 1, rollouts[i], rewards[i], *scores)
+        for name in (field.name for field in fields(Experience)):
+            assert np.array_equal(getattr(together[i], name), getattr(alone, name)), name
+        assert summaries[i].min_version == summary.min_version and summaries[i].kl.tolist() == summary.kl.tolist()
