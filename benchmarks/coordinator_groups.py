@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.coordinator_stubs import StubRoles
-from rlhf_ray.cluster.calls import Call, Timing
+from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
 
 
@@ -65,6 +65,6 @@ class LocalGroup(StubGroup):
         began = asyncio.get_running_loop().time()
         values = [await value if isinstance(value, asyncio.Future) else value for value in args]
         result = await getattr(self._roles, method)(rank, *values)
-        timing = Timing(asyncio.get_running_loop().time() - began)
+        timing = asyncio.get_running_loop().time() - began
         for future, value in zip(results, (*result, timing) if len(results) > 2 else (result, timing), strict=True):
             future.set_result(value)

@@ -106,7 +106,7 @@ class StubRoles:
         text = {"prompt": "p" * 4 * PROMPT, "response": "r" * 4 * RESPONSE, "score": 1.0, "kl": 0.0, "gold": None}
         ones = np.ones(rows, np.float32)
         return experience, ExperienceSummary(
-            keys=rollout.keys, scores=ones, kl=ones, response_lengths=np.full(rows, RESPONSE, np.int32),
+            scores=ones, kl=ones, response_lengths=np.full(rows, RESPONSE, np.int32),
             finished=np.ones(rows, bool), min_version=int(rollout.versions[-1]), nbytes=experience.nbytes,
             tokens=len(rollout.tokens), behaviour_gap=0.0, samples=[text] * min(keep_texts, rows), gold=None,
             components={"main": ones}, failures={"main": 0})

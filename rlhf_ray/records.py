@@ -236,7 +236,6 @@ class Experience(Batch):
 class ExperienceSummary:
     """The small numbers about one experience that the coordinator keeps and logs. Per-row arrays are [N]."""
 
-    keys: list[SampleKey]
     scores: NDArray[np.float32]
     kl: NDArray[np.float32]
     """Sum over response tokens of old minus reference log-probability: the k1 estimate of the sequence KL, in nats."""

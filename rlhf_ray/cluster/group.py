@@ -4,15 +4,15 @@ import asyncio
 import gc
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_ray.cluster.beat import begin_beating
-from rlhf_ray.cluster.calls import Call, Fence, Timing
+from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node, own_processes
 from rlhf_ray.config.run import PlacementConfig
@@ -97,8 +97,9 @@ class WorkerGroup:
             outputs: how many values the method returns as a tuple, each to become an object of its own.
             timeout_s: deadline, where it is another than the group's.
         """
-        worker = self._workers[rank]
-        *refs, timing = worker.timed_call(outputs + 1).remote(method, outputs, *args)
+        worker, order = self._workers[rank], Order.of(method, outputs, args)
+        *refs, timing = worker.timed_call(outputs + 1).remote(
+            order, *(arg for arg in args if isinstance(arg, ray.ObjectRef)))
         return Call(self.role, rank, method, tuple(refs), timing, timeout_s or self.call_timeout_s, time.monotonic(),
                     worker.fence)
 
@@ -133,6 +134,31 @@ class WorkerGroup:
         return _Worker(options.remote(**self._arguments(rank)), Fence(incarnation))
 
 
+class Order(NamedTuple):
+    """What a worker is to do. All but the values that come by reference travels as one argument, since Ray takes its
+    time for each."""
+
+    method: str
+    outputs: int
+    plain: list[Any]
+    """Arguments that are no references."""
+    places: list[int]
+    """Of those that are, among all."""
+
+    @classmethod
+    def of(cls, method: str, outputs: int, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The order, as a plain tuple, which is written down faster."""
+        places = [i for i, arg in enumerate(args) if isinstance(arg, ray.ObjectRef)]
+        return tuple(cls(method, outputs, [arg for arg in args if not isinstance(arg, ray.ObjectRef)], places))
+
+    def arguments(self, values: Sequence[Any]) -> list[Any]:
+        """All arguments in their order; `values` are those that the references stood for."""
+        arguments = list(self.plain)
+        for place, value in zip(self.places, values, strict=True):
+            arguments.insert(place, value)
+        return arguments
+
+
 class _Worker:
     """One process of a rank."""
 
@@ -156,22 +182,22 @@ def _actor_class(cls: type) -> Any:
     """The role's class as a Ray actor class of the same name, with one method that times the role's own."""
 
     def outcome(result: Any, outputs: int, began: float) -> tuple[Any, ...]:
-        timing = Timing(time.perf_counter() - began)
-        return (*result, timing) if outputs > 1 else (result, timing)
+        seconds = time.perf_counter() - began
+        return (*result, seconds) if outputs > 1 else (result, seconds)
 
     if _is_async(cls):
 
-        async def timed_call(self: Any, method: str, outputs: int, *args: Any) -> tuple[Any, ...]:
-            began = time.perf_counter()
-            with imports_spared(method):
-                result = getattr(self, method)(*args)
-                return outcome(await result if inspect.isawaitable(result) else result, outputs, began)
+        async def timed_call(self: Any, order: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
+            began, asked = time.perf_counter(), Order(*order)
+            with imports_spared(asked.method):
+                result = getattr(self, asked.method)(*asked.arguments(values))
+                return outcome(await result if inspect.isawaitable(result) else result, asked.outputs, began)
     else:
 
-        def timed_call(self: Any, method: str, outputs: int, *args: Any) -> tuple[Any, ...]:  # type: ignore[misc]
-            began = time.perf_counter()
-            with imports_spared(method):
-                return outcome(getattr(self, method)(*args), outputs, began)
+        def timed_call(self: Any, order: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:  # type: ignore[misc]
+            began, asked = time.perf_counter(), Order(*order)
+            with imports_spared(asked.method):
+                return outcome(getattr(self, asked.method)(*asked.arguments(values)), asked.outputs, began)
 
     members = {"timed_call": timed_call, "node_host": _node_host, "own_processes": own_processes,
                "begin_beating": begin_beating, "__doc__": cls.__doc__}

@@ -86,13 +86,12 @@ class RunState:
 
 def summary_state(summary: ExperienceSummary) -> dict[str, Any]:
     """What a checkpoint keeps of a summary whose experience waits in the buffer; arrays stay arrays."""
-    columns = {f.name: getattr(summary, f.name) for f in fields(summary)}
-    return {**columns, "keys": _plain(summary.keys)}
+    return {f.name: getattr(summary, f.name) for f in fields(summary)}
 
 
 def summary_of(state: dict[str, Any]) -> ExperienceSummary:
     """The summary that `summary_state` described."""
-    return ExperienceSummary(**{**state, "keys": [SampleKey(*k) for k in state["keys"]]})
+    return ExperienceSummary(**state)
 
 
 def _plain(keys: list[SampleKey]) -> list[list[int]]:

@@ -180,7 +180,7 @@ class Assembler:
             for i in range(min(keep_texts, len(rollout)))
         ]
         return ExperienceSummary(
-            keys=rollout.keys, scores=scores.rewards.scores, components=scores.rewards.components,
+            scores=scores.rewards.scores, components=scores.rewards.components,
             failures=scores.rewards.failures, kl=kl.astype(np.float32),
             response_lengths=np.add.reduceat(mask.astype(np.int32), offsets), finished=finished(rollout),
             min_version=int(rollout.versions[mask].min()), nbytes=experience.nbytes, tokens=len(rollout.tokens),

@@ -41,7 +41,7 @@ def task_error(cause):
 
 def test_a_call_gives_its_timing_and_its_results():
     async def run():
-        it = call(ready(7), ready(Timing(0.5)))
+        it = call(ready(7), ready(0.5))
         assert (it.worker, it.ref is it.refs[0]) == ("reward_scorer/1", True)
         return await it.value(), await it.done()
 

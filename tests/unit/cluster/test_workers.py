@@ -2,8 +2,9 @@
 
 import asyncio
 
-from rlhf_ray.cluster.calls import Timing
-from rlhf_ray.cluster.group import _actor_class, _environment, _is_async
+import ray
+
+from rlhf_ray.cluster.group import Order, _actor_class, _environment, _is_async
 from rlhf_ray.cluster.pools import _bundle
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 
@@ -44,18 +45,28 @@ def test_a_remote_class_keeps_its_name():
 
 def test_a_call_answers_with_its_result_and_its_time():
     worker = inner(Plain)()
-    result, timing = worker.timed_call("double", 1, 4)
-    assert result == 8 and isinstance(timing, Timing) and timing.seconds >= 0
-    first, second, _ = worker.timed_call("both", 2, 4)
+    result, seconds = worker.timed_call(Order.of("double", 1, [4]))
+    assert result == 8 and seconds >= 0
+    first, second, _ = worker.timed_call(Order.of("both", 2, [4]))
     assert (first, second) == (4, -4)
-    pair, _ = worker.timed_call("both", 1, 4)
+    pair, _ = worker.timed_call(Order.of("both", 1, [4]))
     assert pair == (4, -4)
+
+
+def test_arguments_arrive_in_their_order_whether_by_value_or_by_reference():
+    a, b = ray.ObjectRef(b"a" * 28), ray.ObjectRef(b"b" * 28)
+    for args in ([a, 1, 2, b], [None, a, b, [3]], [1, 2], [a], []):
+        order = Order(*Order.of("m", 1, args))
+        assert not any(isinstance(arg, ray.ObjectRef) for arg in order.plain)
+        values = {a: "value of a", b: "value of b"}
+        found = order.arguments([values[arg] for arg in args if isinstance(arg, ray.ObjectRef)])
+        assert found == [values[arg] if isinstance(arg, ray.ObjectRef) else arg for arg in args]
 
 
 def test_coroutines_and_plain_methods_of_one_role_both_answer():
     worker = inner(Asynchronous)()
-    assert asyncio.run(worker.timed_call("double", 1, 4))[0] == 8
-    assert asyncio.run(worker.timed_call("plain", 1, 4))[0] == 5
+    assert asyncio.run(worker.timed_call(Order.of("double", 1, [4])))[0] == 8
+    assert asyncio.run(worker.timed_call(Order.of("plain", 1, [4])))[0] == 5
 
 
 def test_the_environment_limits_threads_and_the_roles_own_settings_win():

@@ -37,6 +37,6 @@ def summary() -> Callable[..., ExperienceSummary]:
             "min_version": version, "nbytes": 10 * n, "tokens": 6 * n, "behaviour_gap": 0.25, "samples": [],
             "gold": None, **columns,
         }
-        return ExperienceSummary(keys=keys, **values)
+        return ExperienceSummary(**values)
 
     return build

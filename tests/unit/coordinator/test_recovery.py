@@ -85,7 +85,7 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
     assert [(p.order, again.in_flight[p.order]) for p in open_places] == [(0, keys[:2]), (2, keys[4:])]
     assert refs == ["experience of 2 and 3"]
     assert [e.keys for e in buffer.ready_entries()] == [tuple(keys[2:4])]
-    assert list(found) == [1] and found[1].keys == keys[2:4] and found[1].scores.tolist() == [0, 1]
+    assert list(found) == [1] and found[1].min_version == 3 and found[1].scores.tolist() == [0, 1]
 
 
 def test_without_a_critic_none_is_saved_and_none_comes_back(tmp_path):

@@ -225,7 +225,6 @@ def test_groups_are_prompts_of_one_epoch():
 
 def test_the_summarys_numbers_by_hand(assemble):
     experience, summary = assemble()
-    assert summary.keys == KEYS
     assert summary.kl.tolist() == [0.5 - 1.0 + 0.0, 1.0 + 0.25]
     assert summary.response_lengths.tolist() == [3, 2]
     assert summary.finished.tolist() == [True, False]
