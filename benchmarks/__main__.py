@@ -47,18 +47,14 @@ def arguments() -> argparse.Namespace:
 
 
 def one_thread_on_cpu() -> None:
-    """Environment of all sides, which inherit it: the project's own for a generator, and no accelerator.
-
-    How a generator keeps memory is left out: it is no more other sides' business than a learner's.
-    """
+    """Environment of all sides, which inherit it: the project's own for a generator, and no accelerator."""
     from rlhf_ray.cli.quiet import quiet_libraries
     from rlhf_ray.config.generation import GenerationConfig
     from rlhf_ray.engine.distributed import accelerator_environment
-    from rlhf_ray.roles.engines.settings import KEEP_MEMORY, generator_environment
+    from rlhf_ray.roles.engines.settings import generator_environment
 
     quiet_libraries()
-    generators = generator_environment(GenerationConfig(engine="in_process", threads=1))
-    os.environ.update({name: value for name, value in generators.items() if name not in KEEP_MEMORY})
+    os.environ.update(generator_environment(GenerationConfig(engine="in_process", threads=1)))
     os.environ.update(accelerator_environment(gpus=0), CUDA_VISIBLE_DEVICES="")
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, Self
+from unittest.mock import patch
+
+from rlhf_ray.cluster.memory import KEEP_MEMORY
 
 START_TIMEOUT_S = 300.0
 TURN_TIMEOUT_S = 120.0
@@ -60,7 +63,8 @@ class SideProcess:
         self._log = Path(log)
         self._process = context.Process(
             target=serve, args=(self._build, self._directory, self._log, theirs), daemon=True)
-        self._process.start()
+        with patch.dict(os.environ, KEEP_MEMORY):  # whichever side it is: memory is no part of what is compared
+            self._process.start()
         theirs.close()
         try:
             self._answer(START_TIMEOUT_S)

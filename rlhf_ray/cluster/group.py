@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_ray.cluster.beat import begin_beating
 from rlhf_ray.cluster.calls import Call, Fence
+from rlhf_ray.cluster.memory import KEEP_MEMORY
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node, own_processes
 from rlhf_ray.config.run import PlacementConfig
@@ -231,6 +232,7 @@ def _environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[st
         "OMP_NUM_THREADS": str(placement.threads),
         "OMP_WAIT_POLICY": "passive",  # a thread that spins for work takes the core from the worker that has some
         "TOKENIZERS_PARALLELISM": "false",
+        **({} if placement.gpus else KEEP_MEMORY),
         "PYTHONDONTWRITEBYTECODE": "",  # without bytecode every start of a worker compiles torch and vLLM anew
         **more,
     }

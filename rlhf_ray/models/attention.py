@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.short_rows import LONGEST, HeadGrids, ShortRowAttention
 
 NAME = "rlhf_ray_packed"
 
@@ -60,16 +61,29 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of `[1, heads, T, D]` queries over packed rows; returns `[1, T, heads, D]` as transformers expects.
 
+    Tokens behind the last row belong to none and get zeros.
+
     Raises:
         ValueError: called without a `packing`, which only our own forward passes give.
     """
     if packing is None:
         raise ValueError(f"attention {NAME!r} needs packing=Packing(...); use 'sdpa' for padded batches")
-    blocks = packing.blocks
-    sizes = [block.tokens for block in blocks]
-    q, k, v = (x[0].transpose(0, 1).split(sizes) for x in (query, key, value))
-    answers = [_attend(block, q[i], k[i], v[i], dropout, scaling) for i, block in enumerate(blocks)]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if _by_products(q, k, packing, dropout):
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return ShortRowAttention.apply(q, k, v, HeadGrids.of(packing, q.shape[1]), scale)[None], None
+    blocks, filler = packing.blocks, len(q) - packing.tokens
+    parts = [x.split([*(block.tokens for block in blocks), filler]) for x in (q, k, v)]
+    answers = [_attend(block, q, k, v, dropout, scaling) for block, q, k, v in zip(blocks, *parts, strict=False)]
+    if filler:
+        answers.append(answers[0].new_zeros(filler, *answers[0].shape[1:]))
     return (answers[0] if len(answers) == 1 else torch.cat(answers))[None], None
+
+
+def _by_products(query: Tensor, key: Tensor, packing: Packing, dropout: float) -> bool:
+    """Whether `ShortRowAttention` is for these: as many keys' heads as queries', and nothing to drop."""
+    return (query.is_cpu and query.dtype in (torch.float32, torch.float64) and packing.longest <= LONGEST
+            and query.shape[1] == key.shape[1] and not dropout and not torch.is_autocast_enabled("cpu"))
 
 
 def _attend(

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_ray.algorithms.logprobs import entropy as entropy_of
 from rlhf_ray.algorithms.logprobs import token_logprobs
 from rlhf_ray.algorithms.masking import wide
-from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.packing import Packing, rounded_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,10 +20,17 @@ if TYPE_CHECKING:
 
 def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) -> Tensor:
     """[T, hidden] last hidden states of packed rows."""
+    filler = filler_of(tokens)
     output = model.base_model(
-        input_ids=tokens[None], position_ids=packing.positions[None], use_cache=False, packing=packing
+        input_ids=pad(tokens, (0, filler))[None], position_ids=pad(packing.positions, (0, filler))[None],
+        use_cache=False, packing=packing,
     )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state[0, : len(tokens)]
+
+
+def filler_of(tokens: Tensor) -> int:
+    """Tokens to compute behind the last row, for nobody, so that shapes come up again (see `rounded_up`)."""
+    return rounded_up(len(tokens)) - len(tokens) if tokens.is_cpu else 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ def token_answers(
     """[n] log-probabilities of `targets` [n] given the states `hidden` [n, hidden] before them, and [n] entropies or
     None. Where they are cut into several pieces, the logits of one exist at a time, in the backward pass too: that
     makes them again."""
-    head = model.get_output_embeddings()
+    head, asked, filler = model.get_output_embeddings(), len(targets), filler_of(targets)
+    hidden, targets = pad(hidden, (0, 0, 0, filler)), pad(targets, (0, filler))
 
     def answers(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         logits = head(states)[None]
@@ -62,7 +71,7 @@ def token_answers(
     else:
         found = [checkpoint(answers, *piece, use_reentrant=False)
                  for piece in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), strict=True)]
-    logprobs, *entropies = map(torch.cat, zip(*found, strict=True))
+    logprobs, *entropies = (torch.cat(column)[:asked] for column in zip(*found, strict=True))
     return logprobs, entropies[0] if entropy else None
 
 

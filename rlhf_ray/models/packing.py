@@ -7,6 +7,7 @@ what a model computes.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,20 @@ BLOCK_TOKENS = {"cpu": 384}
 """Tokens of a block of rows for attention, by device type: on a CPU padding costs more than a few calls do."""
 BLOCK_TOKENS_ELSEWHERE = 2**14
 """On a GPU the work of one call should be large."""
+
+
+SHAPES = 32
+"""Numbers of tokens between a power of two and the next that `rounded_up` knows."""
+
+
+def rounded_up(tokens: int) -> int:
+    """This number, or up to a thirty-second more, such that few different ones come up.
+
+    oneDNN, which multiplies matrices on CPUs, writes machine code for every new shape and keeps it: half a millisecond
+    for each product, several for a pass of a small model. No two packed micro-batches have the same number of tokens.
+    """
+    step = max(1, (1 << (tokens - 1).bit_length()) // (2 * SHAPES)) if tokens else 1
+    return -(-tokens // step) * step
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,11 @@ class Packing:
     def is_grid(self) -> bool:
         """Whether all rows are of one length, so that they lie as a grid already."""
         return self.tokens == self.rows * self.longest
+
+    @cached_property
+    def head_grids(self) -> dict[int, Any]:
+        """What attention works out about the rows, by number of heads (`short_rows.HeadGrids`); for all layers."""
+        return {}
 
     @cached_property
     def blocks(self) -> list["Packing"]:

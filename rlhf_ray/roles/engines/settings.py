@@ -13,9 +13,6 @@ from rlhf_ray.roles.engines.interface import EngineSettings
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""The C library keeps what is freed. Weights are replaced by as many new ones at every publication, and to have the
-kernel take and give the pages each time costs several times as much as the copying. (glibc's mallopt(3))"""
 OPEN_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"
 
@@ -61,7 +58,6 @@ def generator_environment(config: GenerationConfig) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put every generator of a node on the same cores
         "OMP_WAIT_POLICY": "passive",  # idle threads must not spin: roles share the cores
         "TORCH_COMPILE_DISABLE": "1",  # compiling one helper for sampled log-probabilities takes 20 s, once a start
-        **KEEP_MEMORY,
     }
 
 

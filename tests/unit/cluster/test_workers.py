@@ -5,6 +5,7 @@ import asyncio
 import ray
 
 from rlhf_ray.cluster.group import Order, _actor_class, _environment, _is_async
+from rlhf_ray.cluster.memory import KEEP_MEMORY
 from rlhf_ray.cluster.pools import _bundle
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 
@@ -80,3 +81,8 @@ def test_a_bundle_asks_for_what_it_has_some_of():
     assert _bundle(PoolConfig(cpus=1.5)) == {"CPU": 1.5}
     assert _bundle(PoolConfig(cpus=2, gpus=1)) == {"CPU": 2, "GPU": 1}
     assert _bundle(PoolConfig(cpus=0, gpus=1)) == {"GPU": 1}
+
+
+def test_workers_without_gpus_keep_their_memory():
+    assert KEEP_MEMORY.items() <= _environment(PlacementConfig(), {}).items()
+    assert not KEEP_MEMORY.keys() & _environment(PlacementConfig(gpus=1), {}).keys()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rlhf_ray.models import attention
 from rlhf_ray.models.attention import packed_attention
 from rlhf_ray.models.packed_model import hidden_states
 from rlhf_ray.models.packing import BLOCK_TOKENS, Packing
@@ -93,3 +94,17 @@ def test_without_a_packing_it_refuses():
     x = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match=r"packing=Packing.*'sdpa' for padded batches"):
         packed_attention(torch.nn.Identity(), x, x, x, None)
+
+
+def test_short_rows_by_products_equal_the_kernel_s(causal_lm, monkeypatch):
+    lengths, found = [40, 33, 1, 20, 2], []
+    tokens = torch.arange(sum(lengths)) % 47
+    monkeypatch.setitem(BLOCK_TOKENS, "cpu", 50)
+    for longest in (0, 40):
+        monkeypatch.setattr(attention, "LONGEST", longest)
+        model, packing = causal_lm(dtype=torch.float64), Packing.of(lengths)
+        states = hidden_states(model, tokens, packing)
+        assert bool(packing.head_grids) == (longest == 40)
+        found.append([states.detach(), *gradients(model, states).values()])
+    for kernel, products in zip(*found, strict=True):
+        torch.testing.assert_close(products, kernel, atol=1e-10, rtol=1e-9)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhf_ray.config.learner import LoRAConfig
+from rlhf_ray.models import packed_model
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import (
@@ -131,6 +132,38 @@ def test_gradients_are_transformers(causal_lm, tokens, packing):
     logprobs.sum().backward()
     for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def shapes_of_products(model, rows, predicted):
+    """Tokens that each linear layer was given in a pass over so many rows of 9 tokens, with as many asked about."""
+    seen = []
+    hooks = [layer.register_forward_hook(lambda _, given, __: seen.append(given[0].numel() // given[0].shape[-1]))
+             for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    tokens = torch.full((9 * rows,), 3)
+    answers, _ = PackedLanguageModel(model)(tokens, Packing.of([9] * rows), torch.arange(1, 1 + predicted))
+    for hook in hooks:
+        hook.remove()
+    assert len(answers) == predicted
+    return seen
+
+
+def test_passes_of_nearly_as_many_tokens_have_the_same_shapes(causal_lm):
+    model = causal_lm()
+    assert shapes_of_products(model, 120, 601) == shapes_of_products(model, 119, 607)
+    assert set(shapes_of_products(model, 120, 601)) == {1088, 608}
+
+
+def test_filling_up_changes_no_answer_and_no_gradient(causal_lm, monkeypatch):
+    rows, answers = Packing.of([33, 20, 13]), []
+    tokens, predicted = torch.arange(66) % 47, torch.arange(40, 66)
+    for filler in (lambda tokens: 0, lambda tokens: 7):
+        monkeypatch.setattr(packed_model, "filler_of", filler)
+        model = causal_lm(dtype=torch.float64)
+        logprobs, _ = PackedLanguageModel(model)(tokens, rows, predicted)
+        logprobs.square().sum().backward()
+        answers.append([logprobs.detach(), *(p.grad for p in model.parameters())])
+    for plain, filled in zip(*answers, strict=True):
+        torch.testing.assert_close(filled, plain, atol=1e-12, rtol=1e-9)
 
 
 @pytest.fixture
