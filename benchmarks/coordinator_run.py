@@ -27,10 +27,12 @@ from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -128,10 +130,11 @@ async def run_coordinator(config: PPOConfig, team: Team, reader: Any, live: bool
     """
     directory = RunDirectory.create(config.run.dir)
     metrics = MarkingWriter(directory.path, config, team.clock.now)
-    prompts = PromptSource(reader, "training", [config.run.steps * config.samples_per_step], [])
+    prompts = PromptSource(Crew(reader, team.clock), "training", [config.run.steps * config.samples_per_step], [])
     with (directory.path / "progress.txt").open("w") as stream, StageProgress("", config.run.steps, 0, stream) as shown:
-        coordinator = wire(config, team, (prompts, None), directory, CheckpointStore(directory.checkpoints, 1), metrics,
-                           shown, StopRequest(shown.warn), EvaluationLog(directory, None), None)
+        coordinator = wire(config, team, WeightSync(config.weights, team), (prompts, None), directory,
+                           CheckpointStore(directory.checkpoints, 1), metrics, shown, StopRequest(shown.warn),
+                           EvaluationLog(directory, None), None)
         coordinator.state.unmeasured = False
         metrics.mark(0)
         async with live_status(lambda: coordinator, directory) if live else nothing():

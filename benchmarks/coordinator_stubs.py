@@ -129,7 +129,7 @@ class StubRoles:
         await self._wait(CONTROL_S)
         return b""
 
-    async def begin_weights(self, rank: int, version: int, buckets: int) -> None:
+    async def begin_weights(self, rank: int, version: int, buckets: int, resend: bool) -> None:
         """A publication begins."""
 
     async def load_weights(self, rank: int, bucket: bytes) -> None:

@@ -18,6 +18,9 @@ from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node, own_processes
 from rlhf_ray.config.run import PlacementConfig
 
+KILLED_S = 2.0
+"""What workers get to be ended by Ray, which reports those as failed that end in another way."""
+
 
 class WorkerGroup:
     """All workers of one role. A role is an ordinary class that knows nothing of Ray."""
@@ -118,7 +121,7 @@ class WorkerGroup:
         for worker in self._workers:
             ray.kill(worker.handle)
         here = [worker.processes for worker in self._workers if worker.processes and is_here(worker.processes)]
-        kill(member for processes in here for member in processes.members)
+        kill((member for processes in here for member in processes.members), patience_s=KILLED_S)
 
     def _spawned(self, rank: int, incarnation: int) -> "_Worker":
         # Ray frees the name of a killed actor some time later, so the next one has another.

@@ -5,8 +5,10 @@ role has started (vLLM's engine runs in one of its own). So a worker names them 
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -41,8 +43,11 @@ def own_processes(_: Any = None) -> Processes:
     return Processes(ray.get_runtime_context().get_node_id(), tuple((p.pid, p.create_time()) for p in found))
 
 
-def kill(members: Iterable[tuple[int, float]]) -> list[int]:
+def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[int]:
     """Kill processes of this host, stopped ones too, with all that they have started since.
+
+    Args:
+        patience_s: what they get to end by themselves, having been asked before.
 
     Returns:
         pids of those that are still there after some seconds.
@@ -56,12 +61,11 @@ def kill(members: Iterable[tuple[int, float]]) -> list[int]:
                 doomed |= {child.pid: child for child in process.children(recursive=True) if not _tidies_up(child)}
         except psutil.NoSuchProcess:
             continue
-    for process in doomed.values():
-        try:
+    _, alive = psutil.wait_procs(doomed.values(), timeout=patience_s)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    _, alive = psutil.wait_procs(doomed.values(), timeout=GONE_S)
+    _, alive = psutil.wait_procs(alive, timeout=GONE_S)
     return [process.pid for process in alive]
 
 
@@ -89,3 +93,19 @@ def _tidies_up(process: psutil.Process) -> bool:
         return any("resource_tracker" in part for part in process.cmdline())
     except psutil.NoSuchProcess:
         return True
+
+
+def processor_seconds(processes: Processes) -> float | None:
+    """Processor time that they have used, to the nanosecond; None where that is not known: on other nodes, of processes
+    that are gone, and where the kernel does not count (schedstat)."""
+    if not is_here(processes):
+        return None
+    counts = [count for pid, _ in processes.members for count in _nanoseconds(pid)]
+    return sum(counts) / 1e9 if counts else None
+
+
+def _nanoseconds(pid: int) -> Iterator[int]:
+    """Of each thread of a process."""
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):
+            yield int(path.read_text().split()[0])

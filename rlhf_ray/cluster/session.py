@@ -10,7 +10,7 @@ from uuid import uuid4
 import ray
 
 from rlhf_ray.cluster.authentication import require_token
-from rlhf_ray.cluster.shield import process_group_of_their_own
+from rlhf_ray.cluster.shield import deaths_told_once, process_group_of_their_own
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
 
@@ -54,7 +54,8 @@ def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) 
     try:
         if config.address and not config.allow_open:
             require_token(ray.get_runtime_context().gcs_address)
-        yield _describe()
+        with deaths_told_once():
+            yield _describe()
     finally:
         ray.shutdown()
 

@@ -54,9 +54,12 @@ class ClusterConfig(Section):
     """Longest wait for pools to be placed and for workers to be ready."""
     call_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for any single call to a worker once it is ready, and of its ranks for each other."""
-    lease_s: float = Field(60.0, ge=5)
-    """Longest time without a sign of life from a learner's process before it is given up (about what Ray itself waits
-    for a silent node)."""
+    lease_s: float = Field(300.0, ge=5)
+    """How long a worker that has work may give no sign of life (a generator: make no token) before it is taken for hung
+    and replaced. vLLM gives one step of a model as long (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+    max_restarts: int = Field(3, ge=0)
+    """Restarts in a row of a generator, scorer, assembler or prompt reader that completes no call in between; one loss
+    more ends the run. The default is torchelastic's."""
     max_rebuilds: int = Field(1, ge=0)
     """Times in a row that lost learners are rebuilt from the last checkpoint although no new one was made in between;
     one loss more ends the run (0: the first)."""

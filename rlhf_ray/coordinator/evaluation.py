@@ -44,8 +44,8 @@ class Evaluator:
         parts = await asyncio.gather(*(self._part(chunk, TEXTS if i == 0 else 0) for i, chunk in enumerate(chunks)))
         team = self._pipeline.team
         refs = (part.ref for part in parts)
-        call = team.assembler.call(0, "sum_up", config.evaluates_the_policy_itself, config.solved_at, *refs)
-        metrics, texts = await team.value(call, "evaluate")
+        _, (metrics, texts) = await team.crew(team.assembler).ask_for(
+            0, "sum_up", config.evaluates_the_policy_itself, config.solved_at, *refs, phase="evaluate")
         return Evaluation(metrics, texts)
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call:
@@ -54,5 +54,5 @@ class Evaluator:
         async with self._room:  # deadlines run from the call on, so a long queue must wait here
             scored = await self._pipeline.route.score(
                 keys, self.config.seed, self._prompts, self.config.sampling)
-            return await team.done(team.assembler.call(
-                0, "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference), "evaluate")
+            return await team.crew(team.assembler).ask(
+                "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference, phase="evaluate")

@@ -73,6 +73,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
                    "training": buffer.samples_leased, "mb": buffer.bytes / 2**20},
         "under_way": _by_worker(coordinator.team.clock),
         "chunks": _by_station(coordinator), "leases": _leases(coordinator),
+        "down": coordinator.team.healing.status(coordinator.team.clock.now()),
     }
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rlhf_ray.cluster.calls import traffic
@@ -16,7 +17,7 @@ from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import RunInterrupted
+from rlhf_ray.errors import RLHFError, RunInterrupted, WorkerError
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import SampleWriter
@@ -70,7 +71,7 @@ class Coordinator:
         """One step; when asked to stop, a checkpoint instead. Chunks under way are in it, and are made again."""
         began, received = self.team.clock.now(), traffic.received
         # A batch that is ready would be given first, time and again.
-        lease = None if self.stop.requested else await self.stop.unless_asked(self.pipeline.next_batch())
+        lease = None if self.stop.requested else await self.stop.unless_asked(self._next_batch())
         if lease is not None:
             await self._step(lease, began, received)
             return
@@ -79,20 +80,31 @@ class Coordinator:
         raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
                              f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
 
+    async def _next_batch(self) -> Lease:
+        """A batch; when the workers that make one cannot be kept alive, the run ends with everything saved."""
+        try:
+            return await self.pipeline.next_batch()
+        except WorkerError as error:
+            if error.role not in {group.role for group in self.team.learners()} and self._saved_at != self.state.step:
+                with suppress(RLHFError):  # what the error says is more to the point; an older checkpoint may be there
+                    await self._save()
+            raise
+
     async def _step(self, lease: Lease, began: float, received: int) -> None:
         """Learn from a batch, publish, keep the books. `began`, `received`: clock and traffic before its rollout."""
         version, coef = self.state.step, self.state.kl.value
         depth = self.buffer.stats()
-        with self.pipeline.route.forward_passes_held():
-            learned, summaries = await self._learning.learn(lease)
-            too_old = self.buffer.evict(self.state.step)
-            published = await self.weights.publish(self.state.step)
+        async with self.weights.changing():
+            with self.pipeline.route.forward_passes_held():
+                learned, summaries = await self._learning.learn(lease)
+                too_old = self.buffer.evict(self.state.step)
+                published = await self.weights.publish(self.state.step)
         self.pipeline.version = self.state.step
         self.pipeline.make_again(too_old)
         if not self._pauses:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
-                              traffic.received - received, began, self.team.clock.now())
+                              traffic.received - received, self.team.healing.log.take(), began, self.team.clock.now())
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)

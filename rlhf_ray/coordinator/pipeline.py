@@ -15,7 +15,7 @@ from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
 from rlhf_ray.coordinator.route import Generated, Route
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import BufferError
+from rlhf_ray.errors import BufferError, WorkerLost
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import CommitOutcome, Eviction, Lease, Reservation
@@ -146,13 +146,7 @@ class Pipeline:
     async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         """One chunk from prompt to committed experience; made again when it came out too old for the bound."""
         while True:
-            began = self.team.clock.now()
-            self._note(reservation, "generated")
-            chunk = await self._generate(keys)
-            self._note(reservation, "scored")
-            texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
-            ref, summary = await self._companies.join(
-                Member(reservation, chunk, texts), self._patience * (self.team.clock.now() - began))
+            ref, summary = await self._experience(reservation, keys)
             outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
             if outcome is CommitOutcome.READY:
                 self.ledger.scored(keys, summary.min_version)
@@ -172,10 +166,39 @@ class Pipeline:
             self.stations.pop(reservation.order, None)
             reservation = again
 
+    async def _experience(self, reservation: Reservation, keys: list[SampleKey]) -> tuple[Any, ExperienceSummary]:
+        """A chunk generated, scored and assembled; all over again when something of it was lost with a node.
+
+        Raises:
+            WorkerLost: it was lost time and again.
+        """
+        losses = 0
+        while True:
+            began = self.team.clock.now()
+            self._note(reservation, "generated")
+            try:
+                chunk = await self._generate(keys)
+                self._note(reservation, "scored")
+                texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
+                return await self._companies.join(
+                    Member(reservation, chunk, texts), self._patience * (self.team.clock.now() - began))
+            except WorkerLost as error:
+                losses += 1
+                if error.kind != "result" or losses > self.config.cluster.max_restarts:
+                    raise
+                self._attempt_over(keys, error)
+                self._generating += len(keys)
+
+    def _attempt_over(self, keys: list[SampleKey], error: WorkerLost) -> None:
+        """An attempt at a chunk was lost with a worker or a node; the next one begins."""
+        self.ledger.give_up(keys, str(error).partition("\n")[0])
+        self.ledger.lease(keys, self.version)
+
     async def _generate(self, keys: list[SampleKey]) -> Generated:
         """A chunk; when its generator is done with it there may be room for another one."""
         try:
-            chunk = await self.route.generate(keys, self.config.run.seed, self._prompts, None)
+            chunk = await self.route.generate(keys, self.config.run.seed, self._prompts, None,
+                                              lambda error: self._attempt_over(keys, error))
         finally:
             self._generating -= len(keys)
         self.ledger.generated(keys, chunk.rollout.worker)

@@ -1,12 +1,14 @@
 """Where chunks get their prompts: rows asked for by number, answered by the prompt reader into the object store."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.coordinator.crew import Crew
+from rlhf_ray.coordinator.healing import Ready
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.prompt_reader import HELD_OUT
@@ -27,7 +29,7 @@ class Prompter(Protocol):
 class PromptSource:
     """One table of the prompt reader."""
 
-    reader: WorkerGroup
+    reader: Crew
     table: str
     sizes: list[int]
     """Rows of each of its data sets, numbered through from 0."""
@@ -42,13 +44,13 @@ class PromptSource:
         return sum(self.sizes)
 
     @classmethod
-    async def open(cls, reader: WorkerGroup, table: str, config: PromptsConfig) -> "PromptSource":
-        """Let the reader tokenise the data of a section.
+    async def open(cls, reader: Crew, table: str, config: PromptsConfig) -> "PromptSource":
+        """Let the reader, which has one worker, tokenise the data of a section.
 
         Raises:
             DataError, ModelError: it cannot be read; see `data.prompt_table.open_prompts`.
         """
-        found = await reader.call(0, "open", table, config).value()
+        _, found = await reader.ask_for(0, "open", table, config)
         held_out = cls(reader, HELD_OUT, [found["held_out"]], []) if found["held_out"] else None
         return cls(reader, table, found["sizes"], found["reports"], held_out)
 
@@ -64,9 +66,18 @@ class PromptSource:
 
     async def read(self, rows: Iterable[int]) -> Any:
         """Reference to the prompts of some rows, each once; they are there."""
-        call = self.reader.call(0, "rows", list(dict.fromkeys(rows)), self.table)
-        await call.done()
-        return call.ref
+        return (await self.reader.ask("rows", list(dict.fromkeys(rows)), self.table)).ref
+
+
+def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig]) -> Ready:
+    """What makes a reader that has just started know the tables that another one had: the same rows by number."""
+    async def ready(rank: int, readmit: Callable[[], None]) -> str:
+        for table, config in tables.items():
+            await reader.call(rank, "open", table, config).value()
+        readmit()
+        return "its tables read again"
+
+    return ready
 
 
 class PromptsAhead:

@@ -49,7 +49,7 @@ class Recovery:
                                    for group in self.team.learners()))
             for entry in waiting:
                 path = directory.absolute() / f"experience_{entry.order}.npz"
-                await self.team.assembler.call(0, "save", str(path), entry.ref).done()
+                await self.team.crew(self.team.assembler).ask("save", str(path), entry.ref)
             save_state(directory / "coordinator.json", snapshot)
         self.ledger.commit()
         return self.store.root / f"step_{self.state.step}"
@@ -72,9 +72,7 @@ class Recovery:
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"
-            call = self.team.assembler.call(0, "load", str(path))
-            await call.done()
-            refs[entry["order"]] = call.ref
+            refs[entry["order"]] = (await self.team.crew(self.team.assembler).ask("load", str(path))).ref
         self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
         return self.buffer.load_state_dict(saved["buffer"], refs)
 

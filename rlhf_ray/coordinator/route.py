@@ -14,7 +14,8 @@ from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import Prompter
-from rlhf_ray.coordinator.team import Rotation, Team
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.errors import WorkerLost
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 
 
@@ -43,9 +44,9 @@ class Route:
 
     def __init__(self, config: PPOConfig, team: Team) -> None:
         self.config, self.team = config, team
-        self._generators = Rotation(team.generators)
-        self._reference = Rotation(team.reference) if team.reference is not None else None
-        self._reward, self._assembler = Rotation(team.reward), Rotation(team.assembler)
+        self._generators = team.crew(team.generators)
+        self._reference = team.crew(team.reference) if team.reference is not None else None
+        self._reward, self._assembler = team.crew(team.reward), team.crew(team.assembler)
         self._learners_free = asyncio.Event()
         self._learners_free.set()
 
@@ -69,19 +70,20 @@ class Route:
         return await self.rate([await self.generate(keys, seed, source, sampling)])
 
     async def generate(
-        self, keys: list[SampleKey], seed: int, source: Prompter, sampling: SamplingConfig | None
+        self, keys: list[SampleKey], seed: int, source: Prompter, sampling: SamplingConfig | None,
+        again: Callable[[WorkerLost], None] | None = None,
     ) -> Generated:
-        """One chunk."""
+        """One chunk. `again` is told of each generator that was lost with it."""
         prompts = await source.of(keys)
         return Generated(
-            await self._ask(self._generators, "generate", "generate", prompts, keys, seed, sampling, work=len(keys)),
-            prompts)
+            await self._generators.ask("generate", prompts, keys, seed, sampling, phase="generate", work=len(keys),
+                                      again=again), prompts)
 
     async def rate(self, chunks: Sequence[Generated]) -> Scored:
         """What the frozen models say, side by side."""
         rollouts, prompts = [chunk.rollout.ref for chunk in chunks], [chunk.prompts for chunk in chunks]
         reference, reward = await asyncio.gather(
-            self._ask_reference(rollouts), self._ask(self._reward, "reward", "score_each", *rollouts, *prompts))
+            self._ask_reference(rollouts), self._reward.ask("score_each", *rollouts, *prompts, phase="reward"))
         return Scored(rollouts, reference, reward.ref)
 
     async def assemble(
@@ -95,10 +97,9 @@ class Route:
         """
         logprobs, values = await self._ask_learners(scored.rollouts)
         chunks = len(scored.rollouts)
-        call = await self._ask(
-            self._assembler, "assemble", "assemble_each", terms(), list(texts), len(logprobs), *scored.rollouts,
-            scored.reward, scored.reference, *logprobs, *values, outputs=chunks + 1)
-        summaries: list[ExperienceSummary] = await call.value(chunks)
+        call, summaries = await self._assembler.ask_for(
+            chunks, "assemble_each", terms(), list(texts), len(logprobs), *scored.rollouts, scored.reward,
+            scored.reference, *logprobs, *values, phase="assemble", outputs=chunks + 1)
         return list(zip(call.refs, summaries, strict=False))
 
     async def _ask_learners(self, rollouts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -119,20 +120,10 @@ class Route:
         """Reference to the reference's log-probabilities: from its own workers, or from the policy's frozen base, rank
         by rank."""
         if self._reference is not None:
-            return (await self._ask(self._reference, "reference", "logprobs", *rollouts)).ref
+            return (await self._reference.ask("logprobs", *rollouts, phase="reference")).ref
         await self._learners_free.wait()
         shares = self.team.policy.call_all("reference_logprobs", *rollouts)
         await asyncio.gather(*(self.team.done(call, "reference") for call in shares))
         if len(shares) == 1:
             return shares[0].ref
-        return (await self._ask(self._assembler, "assemble", "join", *(call.ref for call in shares))).ref
-
-    async def _ask(
-        self, rotation: Rotation, phase: str, method: str, *arguments: Any, work: int = 1, outputs: int = 1
-    ) -> Call:
-        """A call to the least loaded worker of a group whose workers all answer alike; it has ended."""
-        rank = rotation.take(work)
-        try:
-            return await self.team.done(rotation.group.call(rank, method, *arguments, outputs=outputs), phase)
-        finally:
-            rotation.give_back(rank, work)
+        return (await self._assembler.ask("join", *(call.ref for call in shares), phase="assemble")).ref

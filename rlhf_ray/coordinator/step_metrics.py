@@ -34,6 +34,8 @@ class StepOutcome:
     published: Published
     bytes_received: int
     """What workers sent to this process during the step."""
+    faults: Mapping[str, float]
+    """Metrics of workers that were lost."""
     began: float
     ended: float
     """Seconds of the step clock."""
@@ -57,6 +59,7 @@ def step_metrics(
         "throughput/samples_per_second": samples / seconds,
         "throughput/tokens_per_second": sum(s.tokens for s in outcome.summaries) / seconds,
         "coordinator/bytes_per_sample": outcome.bytes_received / samples,
+        **outcome.faults,
         "time/step": seconds,
     }
     for name, stats in (("policy", outcome.policy), ("critic", outcome.critic)):

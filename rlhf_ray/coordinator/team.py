@@ -1,12 +1,13 @@
-"""The workers of a PPO run by role, and whose turn it is."""
+"""The workers of a PPO run by role."""
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.observability.spans import StepClock, Task
+from rlhf_ray.coordinator.crew import Crew, finished
+from rlhf_ray.coordinator.healing import Healing, Ready, as_started
+from rlhf_ray.observability.spans import StepClock
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Team:
     """None for estimators without a critic, and where the policy is its own."""
     clock: StepClock
     """Where every call's working time is noted."""
+    crews: dict[str, Crew] = field(default_factory=dict)
+    """By role, those that were asked for."""
+    healing: Healing = field(default_factory=Healing)
+    """Who replaces lost workers of the crews that it was given to look after."""
 
     def groups(self) -> list[WorkerGroup]:
         """All groups, in the order in which a step meets them."""
@@ -37,41 +42,28 @@ class Team:
         """Number of workers by role."""
         return {group.role: len(group) for group in self.groups()}
 
+    def crew(self, group: WorkerGroup) -> Crew:
+        """How to call a group whose workers all answer alike."""
+        if group.role not in self.crews:
+            self.crews[group.role] = Crew(group, self.clock)
+        return self.crews[group.role]
+
+    def keep_alive(self, catch_up: Ready) -> None:
+        """Replace generators, frozen scorers and assemblers from now on when they are lost.
+
+        Args:
+            catch_up: gives a generator that has just started the present weights.
+        """
+        learners = self.learners()
+        for group in self.groups():
+            if group not in learners:
+                self.healing.look_after(self.crew(group), catch_up if group is self.generators else as_started)
+
     async def done(self, call: Call, phase: str) -> Call:
         """Wait for a call without fetching its result, and note its working time under its role and `phase`."""
-        with self.clock.waiting_for(Task(call.role, call.rank, phase, call.started)):
-            timing = await call.done()
-        self.clock.add_returned(call.role, timing.seconds, call.rank)
-        self.clock.add_returned(f"phase:{phase}", timing.seconds, call.rank)
-        return call
+        return await finished(call, phase, self.clock)
 
     async def value(self, call: Call, phase: str, index: int = 0) -> Any:
         """Wait for a call as `done` does, and fetch one of its results."""
         await self.done(call, phase)
         return await call.value(index)
-
-
-class Rotation:
-    """Which worker of a group to call next: the one with least work under way, the lowest rank among equals."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group = group
-        self._load = [0] * len(group)
-        self._order = [(0, rank) for rank in range(len(group))]
-        """(load, rank) of every worker, in order."""
-
-    def take(self, work: int) -> int:
-        """A rank, charged with `work` (any unit) until `give_back`."""
-        rank = self._order[0][1]
-        self._charge(rank, work)
-        return rank
-
-    def give_back(self, rank: int, work: int) -> None:
-        """The work is done."""
-        self._charge(rank, -work)
-
-    def _charge(self, rank: int, work: int) -> None:
-        """Move a worker to where its new load belongs; there may be hundreds, so by bisection."""
-        del self._order[bisect_left(self._order, (self._load[rank], rank))]
-        self._load[rank] += work
-        insort(self._order, (self._load[rank], rank))

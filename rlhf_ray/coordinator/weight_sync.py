@@ -3,17 +3,23 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import WeightsConfig
+from rlhf_ray.coordinator.audience import Audience
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import WeightsError
+from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 
 AHEAD = 3
 """Buckets on their way at the same time: while one is loaded, the next lies in the store and one more is gathered."""
+
+PATIENCE_S = 1.0
+"""Between two attempts to catch up while a learner is lost."""
 
 
 @dataclass(frozen=True)
@@ -32,66 +38,133 @@ class WeightSync:
 
     The first publication is whole, and so is the one after a failed one. In between, tensors that training leaves as
     they are stay out; should a generator not have them (it was started anew), all is sent again.
+
+    A generator that is lost on the way is left to those who replace it, and the publication goes on with the others. A
+    new one catches up by itself, while the learner holds the weights of a version: from one publication to the next
+    update.
     """
 
-    def __init__(self, config: WeightsConfig, team: Team) -> None:
+    def __init__(self, config: WeightsConfig, team: Team, finish_timeout_s: float | None = None) -> None:
+        """`finish_timeout_s`: longest wait for a generator to put weights in service."""
         self.config, self.team = config, team
+        self.version = 0
+        """The newest version that was published; 0 is what generators load when they start."""
+        self._finish_timeout_s = finish_timeout_s
+        self._crew = team.crew(team.generators)
+        self._steady, self._settled = asyncio.Lock(), True
         self._plan: WeightsPlan | None = None
         self._lasting: Any = None
         """Digests of what may stay out, in the object store; None before a whole publication was confirmed."""
 
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """While the policy's weights are not those of `version`: from before an update (or a restored checkpoint) to
+        the end of their publication."""
+        async with self._steady:
+            self._settled = False
+            yield
+            self._settled = True
+
+    def forget(self) -> None:
+        """The learners are being replaced: what these knew of publications is gone, and nobody catches up before the
+        next one, which must be a `resend`."""
+        self._settled, self._plan, self._lasting = False, None, None
+
     async def publish(self, version: int, resend: bool = False) -> Published:
-        """Send the policy's present weights as `version`.
+        """Send the policy's present weights as `version`; from within `changing`.
 
         Args:
-            resend: as for `Receiver.begin`; with it the generators may hold any version, and all is sent.
+            resend: as for `Receiver.begin`: generators may hold any version, and the learners be others than before.
 
         Raises:
             WeightsError: a generator confirmed another version, or refused a bucket.
+            WorkerLost: a learner was.
         """
+        self.version = version
+        if resend:
+            self._plan = self._lasting = None
+        return await self._publish_to(Audience(self._crew, self._crew.rotation.up), resend)
+
+    async def catch_up(self, rank: int, readmit: Callable[[], None]) -> str:
+        """Bring a generator that has just started to the present version, then let it work. See `healing.Ready`.
+
+        Raises:
+            WorkerLost: it was lost again.
+        """
+        while True:
+            async with self._steady:
+                if self._settled and await self._caught_up(rank):
+                    readmit()
+                    return f"caught up to version {self.version}"
+            await asyncio.sleep(PATIENCE_S)
+
+    async def _caught_up(self, rank: int) -> bool:
+        """Publish to one generator; false when a learner is lost: who waits for generators must see to that first."""
+        alone = Audience(self._crew, [rank])
+        try:
+            if self.version:
+                await self._publish_to(alone, resend=False)
+        except WorkerLost as error:
+            self._crew.interrupt(error)
+            return False
+        if alone.lost is not None:
+            raise alone.lost
+        return True
+
+    async def _publish_to(self, audience: Audience, resend: bool) -> Published:
         began = time.perf_counter()
-        plan = self._plan = self._plan or await self._planned()
+        if not audience.ranks:
+            return Published(0.0, 0.0, 0)
+        plan = self._plan = self._plan or await self._planned(audience)
         lasting, self._lasting = self._lasting, None
-        size = await self._begin(version, plan, None if resend else lasting, resend)
-        confirmed = await self._send(version, size, whole=size is plan.whole)
-        if {answer.version for answer in confirmed} != {version}:
-            raise WeightsError(f"published version {version}, but the generators confirmed "
+        size = await self._begin(audience, plan, lasting, resend)
+        await self._send(audience, size, whole=size is plan.whole)
+        confirmed: list[WeightsConfirmed] = await audience.each(
+            "finish_weights", self.version, timeout_s=self._finish_timeout_s)
+        if {answer.version for answer in confirmed} - {self.version}:
+            raise WeightsError(f"published version {self.version}, but the generators confirmed "
                                f"{[answer.version for answer in confirmed]}")
         seconds = time.perf_counter() - began
         if plan.changing != plan.whole:
             self._lasting = lasting if size is plan.changing else self.team.policy.call(0, "lasting_weights").ref
-        return Published(seconds, max(answer.pause_seconds for answer in confirmed), size.nbytes)
+        return Published(seconds, max((answer.pause_seconds for answer in confirmed), default=0.0), size.nbytes)
 
-    async def _planned(self) -> WeightsPlan:
-        together = await self.team.generators.call(0, "weights_together").value()
+    async def _planned(self, audience: Audience) -> WeightsPlan:
+        together = (await audience.each("weights_together"))[0]
         plans: list[WeightsPlan] = await self.team.policy.values(
             "plan_weights", self.config.bucket_mb * 2**20, together)
         return plans[0]
 
-    async def _begin(self, version: int, plan: WeightsPlan, lasting: Any, resend: bool) -> PublicationSize:
+    async def _begin(self, audience: Audience, plan: WeightsPlan, lasting: Any, resend: bool) -> PublicationSize:
         """Announce the version to every generator; returns which publication they expect."""
         if lasting is not None:
             try:
-                await self.team.generators.values("begin_weights", version, plan.changing.buckets, False, lasting)
+                await audience.each("begin_weights", self.version, plan.changing.buckets, resend, lasting)
             except WeightsError:
                 pass  # one of them lacks what would be left out; nothing is lost but a little time
             else:
                 return plan.changing
-        how = (True,) if resend else ()
-        await self.team.generators.values("begin_weights", version, plan.whole.buckets, *how)
+        await audience.each("begin_weights", self.version, plan.whole.buckets, resend)
         return plan.whole
 
-    async def _send(self, version: int, size: PublicationSize, whole: bool) -> list[WeightsConfirmed]:
-        under_way: deque[list[Call]] = deque()
+    async def _send(self, audience: Audience, size: PublicationSize, whole: bool) -> None:
+        under_way: deque[tuple[int, Call, list[Call]]] = deque()
         for index in range(size.buckets):
-            bucket = self.team.policy.call_all("weight_bucket", version, index, whole)[0]
-            under_way.append(self.team.generators.call_all("load_weights", bucket.ref))
+            bucket = self._gathered(index, whole)
+            under_way.append((index, bucket, audience.calls("load_weights", bucket.ref)))
             if len(under_way) == AHEAD:
-                await self._loaded(under_way.popleft())
+                await self._loaded(audience, whole, *under_way.popleft())
         while under_way:
-            await self._loaded(under_way.popleft())
-        confirmed: list[WeightsConfirmed] = await self.team.generators.values("finish_weights", version)
-        return confirmed
+            await self._loaded(audience, whole, *under_way.popleft())
 
-    async def _loaded(self, calls: list[Call]) -> None:
-        await asyncio.gather(*(self.team.done(call, "publish") for call in calls))
+    def _gathered(self, index: int, whole: bool) -> Call:
+        return self.team.policy.call_all("weight_bucket", self.version, index, whole)[0]
+
+    async def _loaded(self, audience: Audience, whole: bool, index: int, bucket: Call, loads: list[Call]) -> None:
+        """Wait until all have a bucket; one whose bytes are lost is gathered once more."""
+        missed = await audience.without(loads)
+        if missed:
+            await bucket.done()  # raises where the learner never sent any
+            again = audience.calls("load_weights", self._gathered(index, whole).ref, only=missed)
+            if await audience.without(again):
+                raise WeightsError(f"bucket {index} of weights version {self.version} was lost twice on its way")

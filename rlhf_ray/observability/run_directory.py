@@ -41,6 +41,7 @@ class RunDirectory:
         self.evaluation = self.path / "evaluation.json"
         self.summary = self.path / "summary.json"
         self.status = self.path / "status.json"
+        self.faults = self.path / "faults.jsonl"
         self.report = self.path / "report.html"
 
     @classmethod

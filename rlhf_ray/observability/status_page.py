@@ -129,6 +129,8 @@ def _held(live: Mapping[str, Any]) -> Table:
     table.add_column("under way")
     table.add_column("work")
     table.add_column("for", justify="right")
+    for line in live.get("down", ()):
+        table.add_row(line["worker"], f"down: {line['lost']}; it is being replaced", f"{line['seconds']:.1f} s")
     for line in live["under_way"][:12]:
         calls = f" ({line['calls']} calls)" if line["calls"] > 1 else ""
         table.add_row(line["worker"], readable(line["phase"]).lower() + calls, f"{line['seconds']:.1f} s")

@@ -12,6 +12,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best import BestKeeper
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
+from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
@@ -21,8 +22,10 @@ from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.state import RunState, kl_controller
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
@@ -98,8 +101,11 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
         stop = StopRequest(progress.warn)
         with stop.listening():
             async with workplace(config) as place:
-                team = spawn_team(config, place)
+                team = spawn_team(config, place, Healing(
+                    config.cluster, FaultLog(directory.faults, progress.warn, progress.note)))
                 prompts = await start_team(config, place, team, progress)
+                weights = WeightSync(config.weights, team, config.cluster.lease_s)
+                team.keep_alive(weights.catch_up)
                 pulse = Pulse(team.learners(), config.cluster.lease_s)
                 await pulse.begin()
 
@@ -111,9 +117,12 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                     config, directory, store, stop,
                     Rebuilding(config.cluster, team, store, start_again, progress.warn),
                     lambda metrics, evaluations, resume_at: wire(
-                        config, team, prompts, directory, store, metrics, progress, stop, evaluations, resume_at),
+                        config, team, weights, prompts, directory, store, metrics, progress, stop, evaluations,
+                        resume_at),
                 )
-                async with live_status(lambda: course.coordinator, directory), pulse.watched():
+                watch = Watch(team, config.cluster.lease_s)
+                async with (live_status(lambda: course.coordinator, directory), pulse.watched(),
+                            team.healing.at_work(watch.keep_looking())):
                     coordinator = await course.run(start, resume)
                 samples = close_books(coordinator.pipeline.ledger)
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
@@ -128,9 +137,9 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
 
 
 def wire(
-    config: PPOConfig, team: Team, prompts: tuple[PromptSource, PromptSource | None], directory: RunDirectory,
-    store: CheckpointStore, metrics: MetricsWriter, progress: StageProgress, stop: StopRequest,
-    evaluations: EvaluationLog, resume_at: int | None,
+    config: PPOConfig, team: Team, weights: WeightSync, prompts: tuple[PromptSource, PromptSource | None],
+    directory: RunDirectory, store: CheckpointStore, metrics: MetricsWriter, progress: StageProgress,
+    stop: StopRequest, evaluations: EvaluationLog, resume_at: int | None,
 ) -> Coordinator:
     """The coordinator of a run over a team that is ready, with all that it writes to."""
     training, held_out = prompts
@@ -158,7 +167,7 @@ def wire(
                       lambda place: export_policy(coordinator, evaluations, place))
     coordinator = Coordinator(
         config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
-        weights=WeightSync(config.weights, team), evaluator=evaluator, best=best,
+        weights=weights, evaluator=evaluator, best=best,
         recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
         on_evaluation=note_evaluation,

@@ -87,6 +87,8 @@ class Course:
             raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume goes on from the "
                                  f"last checkpoint, or begins anew where there is none yet: {error}") from error
         self._stop.can_save = False  # what there is to save is saved
+        if self.coordinator is not None:
+            self.coordinator.weights.forget()
         await self._rebuilding.after(error)
         return await asyncio.to_thread(self._store.latest)
 
@@ -97,10 +99,11 @@ async def bring_back(coordinator: Coordinator, start: Checkpoint | None, again: 
     Args:
         again: the generators may hold any weights, later ones too, and some of them; else they are as they started.
     """
-    open_places = await coordinator.recovery.restore(start.path) if start else []
-    step = coordinator.state.step
-    if again or step:  # version 0 is what they loaded
-        await coordinator.weights.publish(step, resend=again)
+    async with coordinator.weights.changing():
+        open_places = await coordinator.recovery.restore(start.path) if start else []
+        step = coordinator.state.step
+        if again or step:  # version 0 is what they loaded
+            await coordinator.weights.publish(step, resend=again)
     if start is None:
         return
     coordinator.progress.note(f"resuming after step {step}")

@@ -8,7 +8,8 @@ from typing import Any
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.healing import Healing
+from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.spans import StepClock
@@ -24,7 +25,7 @@ from rlhf_ray.stages.pretraining_text import hand_out_pretraining_text
 from rlhf_ray.stages.workplace import Workplace, sizes_note, start_learners
 
 
-def spawn_team(config: PPOConfig, place: Workplace) -> Team:
+def spawn_team(config: PPOConfig, place: Workplace, healing: Healing | None = None) -> Team:
     """All processes of the run; they start to load in parallel when `start_team` calls them."""
     generation, temperature = config.generator, config.generator.sampling.temperature
     return Team(
@@ -60,6 +61,7 @@ def spawn_team(config: PPOConfig, place: Workplace) -> Team:
             lambda rank: _learner(config, "critic", rank), goodbye="leave",
         ) if config.starts_critic else None,
         clock=StepClock(),
+        healing=healing or Healing(config.cluster),
     )
 
 
@@ -89,7 +91,7 @@ async def start_team(
     learners = team.learners()
     frozen = [group for group in team.groups() if group not in learners]
     sources, started, *_ = await asyncio.gather(
-        _read_prompts(config, reader, progress),
+        _read_prompts(config, reader, team, progress),
         asyncio.gather(*(start_learners(group, limit) for group in learners)),
         asyncio.gather(*(group.start(timeout_s=limit) for group in frozen)),
         hand_out_pretraining_text(config, place, team, progress),
@@ -107,9 +109,14 @@ async def restart_learners(config: PPOConfig, place: Workplace, team: Team, prog
 
 
 async def _read_prompts(
-    config: PPOConfig, reader: WorkerGroup, progress: StageProgress
+    config: PPOConfig, group: WorkerGroup, team: Team, progress: StageProgress
 ) -> tuple[PromptSource, PromptSource | None]:
-    await reader.start()
+    reader = team.crew(group)
+    await group.start()
+    sections = {"training": config.prompts}
+    if config.evaluation_prompts is not None:
+        sections["evaluation"] = config.evaluation_prompts
+    team.healing.look_after(reader, reopened(group, sections))
     training = await PromptSource.open(reader, "training", config.prompts)
     for report in training.reports:
         progress.note(report)

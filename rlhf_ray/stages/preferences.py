@@ -8,11 +8,12 @@ from typing import Any
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PreferencesStageConfig
+from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.team import Rotation
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
+from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.engines.settings import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator, generator_environment
@@ -75,11 +76,11 @@ class _Sampler:
                           "name": f"generator/{rank}"},
             generator_environment(generation), goodbye="stop",
         )
+        self._crew = Crew(self._generators, StepClock())
         self._ranker = place.spawn("pair_ranker", PairRanker, pool,
                                    lambda _: {"model": model, "min_margin": config.pairs.min_margin})
         self._reader = place.spawn("prompt_reader", PromptReader, pool,
                                    lambda _: {"model": model, "directory": Path(config.run.dir).absolute()})
-        self._rotation = Rotation(self._generators)
         self.prompts: PromptSource
 
     @classmethod
@@ -87,7 +88,7 @@ class _Sampler:
         """All workers ready and the prompts read."""
         self = cls(config, place)
         await asyncio.gather(*(g.start() for g in (self._generators, self._ranker, self._reader)))
-        self.prompts = await PromptSource.open(self._reader, "training", config.prompts)
+        self.prompts = await PromptSource.open(Crew(self._reader, StepClock()), "training", config.prompts)
         return self
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
@@ -114,10 +115,5 @@ class _Sampler:
     async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
         prompts = await self.prompts.of(keys)
-        rank = self._rotation.take(len(keys))
-        try:
-            call = self._generators.call(rank, "generate", prompts, keys, self._config.run.seed)
-            await call.done()
-        finally:
-            self._rotation.give_back(rank, len(keys))
+        call = await self._crew.ask("generate", prompts, keys, self._config.run.seed, work=len(keys))
         return await self._ranker.call(0, "rank", call.ref).value()

@@ -103,6 +103,19 @@ def test_a_process_that_ends_is_told_at_once_and_its_child_is_not_left_behind(sl
     assert gone(old[1])
 
 
+def test_a_call_that_was_given_the_result_of_a_dead_worker_is_not_its_own_worker_s_loss(sleepers):
+    do, group = sleepers
+
+    async def pass_on():
+        given = group.call(1, "leave")
+        return await lost_in(group.call(0, "echo", given.ref)), await lost_in(given)
+
+    error, cause = do(pass_on())
+    assert (error.kind, error.worker, cause.kind, cause.worker) == ("result", "sleeper/0", "died", "sleeper/1")
+    assert "an argument of echo of sleeper/0 was lost" in str(error)
+    do(again(group, 1))
+
+
 def test_an_answer_of_a_worker_that_was_given_up_is_refused_though_it_comes(sleepers):
     do, group = sleepers
     _, pid = do(group.call(0, "echo", 1).value())

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.errors import RLHFError, WorkerError
+from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.roles.engines.in_process import quiet_start, unfinished_tokens
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
@@ -118,7 +118,7 @@ class AsynchronousEngine:
             await engine.resume_generation()
             return time.perf_counter() - began
         except Exception as error:
-            self._dead = WorkerError(
+            self._dead = WorkerBroken(
                 f"{self._settings.name}: vLLM broke while taking weights version {version} and must be restarted: "
                 f"{type(error).__name__}: {error}"
             )
@@ -164,7 +164,7 @@ class AsynchronousEngine:
             async for output in engine.generate(prompt_of(prompt), parameters, request_id):
                 last = output
         except EngineDeadError as error:
-            self._dead = self._dead or WorkerError(f"{self._settings.name}: vLLM's engine process died")
+            self._dead = self._dead or WorkerBroken(f"{self._settings.name}: vLLM's engine process died")
             raise self._dead from error
         finally:
             self._sampling.discard(request_id)

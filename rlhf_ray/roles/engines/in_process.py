@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlhf_ray.errors import RLHFError, WorkerError
+from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.messages import (
@@ -201,7 +201,7 @@ class InProcessEngine:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            self._die(WorkerError(f"{self._settings.name}: vLLM failed in a step: {type(error).__name__}: {error}"))
+            self._die(WorkerBroken(f"{self._settings.name}: vLLM failed in a step: {type(error).__name__}: {error}"))
             return
         for output in outputs:
             self._hand_over(output)
@@ -268,7 +268,7 @@ class InProcessEngine:
             self._engine.set_weight_version(str(version))
             return time.perf_counter() - began
         except Exception as error:
-            broken = WorkerError(
+            broken = WorkerBroken(
                 f"{self._settings.name}: vLLM broke while taking weights version {version} and must be restarted: "
                 f"{type(error).__name__}: {error}"
             )

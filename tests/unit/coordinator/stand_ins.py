@@ -79,7 +79,7 @@ class StandInGroup:
     def __len__(self) -> int:
         return self._workers
 
-    def call(self, rank: int, method: str, *args: Any, outputs: int = 1) -> StandInCall:
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> StandInCall:
         self.log.append((method, rank))
         call = StandInCall(self.role, rank, method, self._behaviour, args)
         call.outputs = outputs

@@ -7,6 +7,7 @@ are the real ones.
 import asyncio
 import random
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +51,8 @@ class DelayedRun:
         silent = SimpleNamespace(write=lambda *_: None, update=lambda *_, **__: None, warn=lambda _: None,
                                  save=self._delay)
         self.coordinator = Coordinator(
-            config, team, self.state, self.buffer, self.pipeline, SimpleNamespace(publish=self._publish),
+            config, team, self.state, self.buffer, self.pipeline,
+            SimpleNamespace(publish=self._publish, changing=nullcontext),
             recovery=silent, evaluator=None, best=silent, metrics=silent, samples=silent, progress=silent,
             stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None)
 

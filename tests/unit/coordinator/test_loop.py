@@ -1,7 +1,7 @@
 """The order of a run's steps. Workers are stand-ins; pipeline, buffer and state are real."""
 
 import asyncio
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -41,7 +41,8 @@ class Run:
         self.coordinator = Coordinator(
             config=config, team=world.team, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
             best=SimpleNamespace(consider=self._consider, keep=self._keep),
-            weights=SimpleNamespace(publish=self._publish), recovery=SimpleNamespace(save=self._save),
+            weights=SimpleNamespace(publish=self._publish, changing=nullcontext),
+            recovery=SimpleNamespace(save=self._save),
             evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
             samples=SimpleNamespace(write=lambda step, texts: None), progress=progress, stop=self.stop,
             on_evaluation=lambda step, _: self.events.append(f"evaluate {step}"),

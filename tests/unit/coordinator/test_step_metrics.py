@@ -18,6 +18,8 @@ WORKERS = {"generator": 2, "critic_learner": 1}
 def stats(**metrics):
     return UpdateStats(step=5, applied=4, skipped=0, seconds=1.0, tokens=10, metrics=metrics)
 
+FAULTS = {"faults/lost_workers": 2.0}
+
 
 @pytest.fixture
 def clock():
@@ -42,11 +44,15 @@ def row(summary, clock):
                          finished=np.array([False]), behaviour_gap=0.75, tokens=12,
                          gold=columns.get("gold") if "gold" not in columns else columns["gold"][:1])
         critic = stats(loss=2.0, explained_variance=0.5)
-        outcome = StepOutcome([first, second], policy, critic, 5, 0.07, PUBLISHED, 1500,
+        outcome = StepOutcome([first, second], policy, critic, 5, 0.07, PUBLISHED, 1500, FAULTS,
                               began=100.0, ended=110.0)
         return step_metrics(outcome, BUFFER, clock, WORKERS)
 
     return build
+
+
+def test_lost_workers_are_told(row):
+    assert row()["faults/lost_workers"] == 2.0
 
 
 def test_numbers_about_the_samples(row):
@@ -117,7 +123,7 @@ def test_components_of_the_reward_one_by_one(summary, clock):
         }, failures={"quality": 0, "length": failures})
 
     chunks = [chunk(0, [1, 3], [0, 0], 1), chunk(1, [5, 7], [2, 2], 0)]
-    outcome = StepOutcome(chunks, None, stats(loss=2.0), 0, 0.07, PUBLISHED, 1500, began=100.0, ended=110.0)
+    outcome = StepOutcome(chunks, None, stats(loss=2.0), 0, 0.07, PUBLISHED, 1500, FAULTS, began=100.0, ended=110.0)
     found = step_metrics(outcome, BUFFER, clock, WORKERS)
     assert (found["reward/component/quality"], found["reward/component/length"]) == (4.0, 1.0)
     assert (found["reward/component/quality/std"], found["reward/component/length/std"]) == (pytest.approx(5**0.5), 1.0)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rlhf_ray.coordinator.team import Rotation
+from rlhf_ray.coordinator.crew import Rotation
 from tests.unit.coordinator.stand_ins import StandInGroup, silent, team_of
 
 

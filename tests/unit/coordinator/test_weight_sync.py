@@ -41,7 +41,7 @@ class Publication:
             return [["q", "k"]]
         self.events.append((method, rank, *args))
         await asyncio.sleep(0.002 * rank)
-        if method == "begin_weights" and len(args) > 2 and (rank, args[0]) in self.lacks:
+        if method == "begin_weights" and len(args) > 3 and (rank, args[0]) in self.lacks:
             raise WeightsError("does not have what is left out")
         if method == "load_weights":
             if (rank, args[0][1]) == self._refuse:
@@ -69,7 +69,7 @@ def test_every_generator_begins_loads_every_bucket_in_order_and_finishes():
     assert published.pause_seconds == 1.1, "the longest of all"
     for rank in (0, 1):
         mine = [event for event in it.events if event[1] == rank and not event[0].endswith("done")]
-        assert mine == [("begin_weights", rank, 7, 5), *(("load_weights", rank, (7, i)) for i in range(5)),
+        assert mine == [("begin_weights", rank, 7, 5, False), *(("load_weights", rank, (7, i)) for i in range(5)),
                         ("finish_weights", rank, 7)]
 
 
@@ -97,7 +97,7 @@ def test_buckets_are_planned_once_with_the_configured_size_and_what_goes_togethe
     it = Publication()
     it.publish(1, 2)
     assert [e for e in it.events if e[0] == "plan"] == [("plan", 3 * 2**20, [["q", "k"]])] * 2  # once on each rank
-    assert it.begun() == [(0, 1, 5), (1, 1, 5), (0, 2, 5), (1, 2, 5)]
+    assert it.begun() == [(0, 1, 5, False), (1, 1, 5, False), (0, 2, 5, False), (1, 2, 5, False)]
 
 
 def test_what_does_not_change_is_sent_once():
@@ -105,14 +105,14 @@ def test_what_does_not_change_is_sent_once():
     sizes = [published.nbytes for published in it.publish(1, 2, 3)]
     assert sizes == [500, 200, 200] and it.gathered == 9
     assert [args for rank, *args in it.begun() if rank == 0] == [
-        [1, 5], [2, 2, False, {"frozen": "digest"}], [3, 2, False, {"frozen": "digest"}]]
+        [1, 5, False], [2, 2, False, {"frozen": "digest"}], [3, 2, False, {"frozen": "digest"}]]
 
 
 def test_a_generator_that_lacks_what_is_left_out_is_sent_everything():
     it = Publication(buckets=5, changing=2, lacks=[(1, 2)])
     assert [published.nbytes for published in it.publish(1, 2, 3)] == [500, 500, 200]
     assert [args for rank, *args in it.begun() if rank == 1] == [
-        [1, 5], [2, 2, False, {"frozen": "digest"}], [2, 5], [3, 2, False, {"frozen": "digest"}]]
+        [1, 5, False], [2, 2, False, {"frozen": "digest"}], [2, 5, False], [3, 2, False, {"frozen": "digest"}]]
 
 
 def test_after_a_failed_publication_everything_is_sent():
@@ -137,7 +137,7 @@ def test_a_version_sent_again_is_announced_so_and_whole():
         return await it.sync.publish(0, resend=True)
 
     assert asyncio.run(back_at_a_checkpoint()).nbytes == 500
-    assert [args for rank, *args in it.begun() if rank == 1] == [[1, 5], [0, 5, True]]
+    assert [args for rank, *args in it.begun() if rank == 1] == [[1, 5, False], [0, 5, True]]
 
 
 def test_a_generator_that_confirms_another_version_fails_the_publication():

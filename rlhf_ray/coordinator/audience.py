@@ -1,0 +1,67 @@
+"""Calls to several generators that belong together, as in a publication, which goes on without those that are lost."""
+
+import asyncio
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from rlhf_ray.cluster.calls import Call
+from rlhf_ray.coordinator.crew import Crew, finished
+from rlhf_ray.errors import WorkerLost
+
+
+class Audience:
+    """The generators that a publication goes to. One that is lost on the way leaves it, and others go on."""
+
+    def __init__(self, crew: Crew, ranks: Iterable[int]) -> None:
+        self._crew, self.ranks = crew, list(ranks)
+        self.lost: WorkerLost | None = None
+        """How the last one that left was lost."""
+
+    def calls(self, method: str, *args: Any, only: Collection[int] | None = None,
+              timeout_s: float | None = None) -> list[Call]:
+        """The same call to every one of them, or to some."""
+        return [self._crew.group.call(rank, method, *args, timeout_s=timeout_s)
+                for rank in self.ranks if only is None or rank in only]
+
+    async def each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """What the same call to every one of them returned. The first failure is raised."""
+        answers = []
+
+        async def ask(call: Call) -> None:
+            if await self._answers(call):
+                answers.append((call.rank, await call.value()))
+
+        await asyncio.gather(*(ask(call) for call in self.calls(method, *args, timeout_s=timeout_s)))
+        return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
+
+    async def without(self, calls: list[Call]) -> set[int]:
+        """Wait for calls; the ranks whose argument was lost on its way."""
+        missed = set()
+
+        async def wait(call: Call) -> None:
+            try:
+                await self._answers(call)
+            except WorkerLost as error:
+                if error.role != call.role:
+                    raise
+                missed.add(call.rank)
+
+        await asyncio.gather(*(wait(call) for call in calls))
+        return missed
+
+    async def _answers(self, call: Call) -> bool:
+        """Wait for a call; false when its generator was lost, which leaves the audience.
+
+        Raises:
+            WorkerLost: what the call was given is lost.
+        """
+        try:
+            await finished(call, "publish", self._crew.clock)
+        except WorkerLost as error:
+            if error.kind == "result" or error.role != call.role or self._crew.on_lost is None:
+                raise
+            self._crew.on_lost(self._crew, error, 0)
+            self.ranks = [rank for rank in self.ranks if rank != error.rank]
+            self.lost = error
+            return False
+        return True

@@ -1,0 +1,166 @@
+"""Lost workers are replaced while the others go on: killed for certain, spawned, started, readmitted.
+
+Calls that were under way are no concern of this file: `Crew.ask` makes them again elsewhere at once. Learners are not
+healed one by one: what they know is in all of them together.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.crew import Crew
+from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost
+from rlhf_ray.observability.faults import FaultLog
+from rlhf_ray.observability.progress import duration
+
+Ready = Callable[[int, Callable[[], None]], Awaitable[str]]
+"""Makes a worker that has just started what the others are, and readmits it by calling the second argument at a moment
+of its choice. Returns what the worker has now, in words, or nothing."""
+
+
+async def as_started(_: int, readmit: Callable[[], None]) -> str:
+    """For workers that are ready when they have started."""
+    readmit()
+    return ""
+
+
+@dataclass
+class Loss:
+    """One worker that is down."""
+
+    error: WorkerLost
+    """How it was found out."""
+    since: float
+    """By the step clock."""
+    silent_s: float | None
+    """For how long it had given no sign of life, where that is how it was found out."""
+    pid: int | None
+    work_again: int = 0
+    """Of its calls, made again by others: samples for a generator, else calls."""
+    told: bool = False
+    """Whether it is in the log how it ended."""
+
+
+class Healing:
+    """Looks after crews. A worker that is lost again and again without completing a call ends the run."""
+
+    def __init__(self, config: ClusterConfig | None = None, log: FaultLog | None = None) -> None:
+        self._config, self.log = config or ClusterConfig(), log or FaultLog()
+        self._ready: dict[str, Ready] = {}
+        self._crews: dict[str, Crew] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strikes: dict[tuple[str, int], tuple[int, int]] = {}
+        """Worker -> (restarts in a row, calls it had completed at the last of them)."""
+        self.down: dict[tuple[str, int], Loss] = {}
+        """Workers that are being replaced, by (role, rank)."""
+
+    def look_after(self, crew: Crew, ready: Ready = as_started) -> None:
+        """Replace the workers of a crew from now on when they are lost."""
+        self._ready[crew.group.role], self._crews[crew.group.role] = ready, crew
+        crew.on_lost = self.lost
+
+    def lost(self, crew: Crew, error: WorkerLost, work: int = 0, silent_s: float | None = None) -> None:
+        """A worker is lost; many may notice, and once is enough. Returns at once.
+
+        Args:
+            work: what the one who noticed gives to others.
+            silent_s: for how long the worker gave no sign of life, if that is how it was noticed.
+        """
+        role, rank, group = crew.group.role, error.rank, crew.group
+        if error.incarnation == group.incarnation(rank) and (role, rank) not in self.down:
+            processes = group.processes(rank)
+            self.down[role, rank] = Loss(error, crew.now(), silent_s, processes.pid if processes else None)
+            crew.leave_out(rank)
+            group.give_up(rank, str(error))
+            self.log.lost(f"{_described(self.down[role, rank])}; it is restarted"
+                          + ("" if crew.rotation.any_up else ", and there is no other meanwhile"))
+            task = asyncio.create_task(self._bring_back(crew, rank), name=f"healing of {role}/{rank}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if (role, rank) in self.down:
+            self.down[role, rank].work_again += work
+
+    @asynccontextmanager
+    async def at_work(self, watch: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """Let `watch` go on meanwhile, and leave nothing under way afterwards: workers are about to be dismissed."""
+        self._tasks.add(asyncio.create_task(watch, name="watch"))
+        try:
+            yield
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for (role, _), loss in self.down.items():
+                if not loss.told:
+                    self._record(self._crews[role], loss, None, "the run ended before it was back")
+
+    async def _bring_back(self, crew: Crew, rank: int) -> None:
+        loss = self.down[crew.group.role, rank]
+        try:
+            error: RLHFError | None = await self._restarted(crew, rank, loss.error)
+        except RLHFError as other:
+            error = other
+        except Exception as bug:
+            error = WorkerError(f"{crew.group.role}/{rank} cannot be restarted: {type(bug).__name__}: {bug}")
+        if error is not None:
+            self._record(crew, loss, None, str(error))
+            crew.fail(error)
+
+    async def _restarted(self, crew: Crew, rank: int, error: WorkerLost) -> WorkerError | None:
+        """Restart a worker until it stays, as often as is allowed; else what to say of that."""
+        while self._may_restart(crew, rank):
+            try:
+                await self._restart(crew, rank, str(error))
+                return None
+            except WorkerLost as again:
+                error = again
+        return WorkerError(f"{error.worker} was lost once more after {self._config.max_restarts} restarts "
+                           f"(cluster.max_restarts) without completing a call in between: {error}")
+
+    async def _restart(self, crew: Crew, rank: int, reason: str) -> None:
+        group, loss = crew.group, self.down[crew.group.role, rank]
+        await group.respawn(rank, reason)
+        await group.start_one(rank, timeout_s=self._config.start_timeout_s)
+
+        def readmit() -> None:
+            del self.down[group.role, rank]
+            crew.take_back(rank)
+
+        has = await self._ready[group.role](rank, readmit)
+        seconds = crew.now() - loss.since
+        self._record(crew, loss, seconds, has)
+        self.log.back(f"{group.role}/{rank} is back after {duration(seconds)}" + (f", {has}" if has else ""))
+
+    def _may_restart(self, crew: Crew, rank: int) -> bool:
+        """Count a restart; false when there were too many since the worker's last answer."""
+        completed = crew.finished[rank]
+        strikes, before = self._strikes.get((crew.group.role, rank), (0, completed))
+        strikes = strikes + 1 if before == completed else 1
+        self._strikes[crew.group.role, rank] = strikes, completed
+        return strikes <= self._config.max_restarts
+
+    def _record(self, crew: Crew, loss: Loss, recovery_s: float | None, outcome: str) -> None:
+        error, loss.told = loss.error, True
+        self.log.write({
+            "role": error.role, "rank": error.rank, "incarnation": error.incarnation, "pid": loss.pid,
+            "kind": error.kind, "method": error.method, "reason": str(error), "call_age_s": round(error.age_s, 3),
+            "detection_s": loss.silent_s, "recovery_s": recovery_s, "outcome": outcome,
+            "redispatched": loss.work_again, "lost_at": self.log.wall_time(crew.now() - loss.since),
+        }, seconds_down=crew.now() - loss.since)
+
+    def status(self, now: float) -> list[dict[str, Any]]:
+        """One line per worker that is down: who, how it was lost, and for how long, in seconds."""
+        return [{"worker": loss.error.worker, "lost": _how(loss.error), "seconds": round(now - loss.since, 1)}
+                for loss in self.down.values()]
+
+
+def _how(error: WorkerLost) -> str:
+    return {"died": "died", "hung": "hung", "broke": "broke"}.get(error.kind, "was given up") + f" in {error.method}"
+
+
+def _described(loss: Loss) -> str:
+    first, _, _ = str(loss.error).partition("\n")
+    return first + (f" (pid {loss.pid})" if loss.pid else "")

@@ -1,0 +1,92 @@
+"""Who hangs? A worker that has work and gives no sign of life for `cluster.lease_s` is taken for lost.
+
+A generator's sign of life is a token: a stopped engine may still be told healthy by those around it. While it takes new
+weights it makes none, and an answer is enough. Of other workers it is the processor time of their processes, which
+stand still only when stopped, frozen, or stuck in the kernel; what hangs otherwise is left to the deadline of its call.
+"""
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.processes import processor_seconds
+from rlhf_ray.coordinator.crew import Crew
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.errors import WorkerLost
+
+LOOKS = 4
+"""Looks within a lease."""
+SELDOM_S = 5.0
+"""Between two looks, with long leases."""
+NO_ANSWER = -1.0
+
+
+@dataclass
+class Pulse:
+    """What a worker's incarnation showed last."""
+
+    incarnation: int
+    sign: float
+    changed: float
+    """When the sign was first seen, by the step clock."""
+
+
+class Watch:
+    """Looks at the workers of a team's crews that have calls under way. (Learners: see `cluster.pulse`.)"""
+
+    def __init__(self, team: Team, lease_s: float) -> None:
+        self._team, self._lease_s = team, lease_s
+        self._period_s = min(SELDOM_S, lease_s / LOOKS)
+        self._crews = team.crews
+        self._pulses: dict[tuple[str, int], Pulse] = {}
+
+    async def keep_looking(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(self._period_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look at everybody who is busy; once."""
+        phases: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
+        for task in self._team.clock.under_way:
+            phases[task.role, task.worker].append((task.since, task.phase))
+        self._pulses = {who: pulse for who, pulse in self._pulses.items() if who in phases}
+        await asyncio.gather(*(self._look_at(self._crews[role], rank, found)
+                               for (role, rank), found in phases.items() if role in self._crews))
+
+    async def _look_at(self, crew: Crew, rank: int, calls: list[tuple[float, str]]) -> None:
+        """`calls`: since when, and what; those that are under way."""
+        group = crew.group
+        now, incarnation = self._team.clock.now(), group.incarnation(rank)
+        (since, method), publishing = min(calls), any(phase == "publish" for _, phase in calls)
+        pulse = self._pulses.get((group.role, rank))
+        sign = await self._sign(group, rank, publishing, now)
+        if sign is None:
+            return
+        if sign is NO_ANSWER and pulse is not None:
+            sign = pulse.sign
+        if pulse is None or pulse.incarnation != incarnation or pulse.sign != sign:
+            # Not since it was called: there may have been signs that nobody looked for.
+            self._pulses[group.role, rank] = Pulse(incarnation, sign, now)
+            return
+        silent = now - max(pulse.changed, since)
+        if silent > self._lease_s and group.incarnation(rank) == incarnation:
+            what = "made no token" if group is self._team.generators and not publishing else "gave no sign of life"
+            error = WorkerLost(f"{group.role}/{rank} {what} for {silent:.0f} s while {method} was under way for "
+                               f"{now - since:.0f} s (cluster.lease_s={self._lease_s:g})")
+            error.role, error.rank, error.incarnation = group.role, rank, incarnation
+            error.method, error.kind, error.age_s = method, "hung", now - since
+            self._team.healing.lost(crew, error, silent_s=silent)
+
+    async def _sign(self, group: WorkerGroup, rank: int, publishing: bool, now: float) -> float | None:
+        """Something that changes while the worker lives; None where nothing can be seen."""
+        if group is not self._team.generators:
+            processes = group.processes(rank)
+            return None if processes is None else await asyncio.to_thread(processor_seconds, processes)
+        try:
+            tokens: int = await group.call(rank, "tokens_made", timeout_s=self._period_s).value()
+        except WorkerLost:
+            return NO_ANSWER  # one that died is noticed by those who wait for it
+        return now if publishing else float(tokens)

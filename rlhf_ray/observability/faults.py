@@ -1,0 +1,61 @@
+"""What went wrong in a run and was put right: told to the person, counted for the metrics, kept in faults.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class FaultLog:
+    """One line a lost worker, written when it is back, or will not come back. A resumed run appends.
+
+    Args:
+        path: file of JSON lines; nothing is written without one.
+        warn: tells a person of a loss.
+        note: tells a person that it is made good.
+    """
+
+    def __init__(self, path: Path | None = None, warn: Callable[[str], None] | None = None,
+                 note: Callable[[str], None] | None = None) -> None:
+        self._path, self._warn, self._note = path, warn or _silent, note or _silent
+        self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
+
+    def lost(self, text: str) -> None:
+        """A worker is lost."""
+        self._lost += 1
+        self._warn(text)
+
+    def back(self, text: str) -> None:
+        """It is back."""
+        self._note(text)
+
+    def write(self, event: Mapping[str, Any], seconds_down: float = 0.0) -> None:
+        """Keep an event, with the time of day (seconds since 1970) at which it was over."""
+        self._redispatched += event.get("redispatched", 0)
+        self._seconds_down += seconds_down
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+
+    def wall_time(self, ago_s: float) -> float:
+        """The time of day `ago_s` seconds ago."""
+        return round(time.time() - ago_s, 3)
+
+    def take(self) -> dict[str, float]:
+        """Metrics since the last call: workers lost, seconds that those now back were down, and work made again."""
+        found = {"faults/lost_workers": float(self._lost), "faults/seconds_down": self._seconds_down,
+                 "faults/redispatched": float(self._redispatched)}
+        self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
+        return found
+
+
+def read_faults(path: Path) -> list[dict[str, Any]]:
+    """Events of a run, oldest first; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _silent(_: str) -> None:
+    return

@@ -1,0 +1,345 @@
+"""What becomes of a lost worker, and of the calls that it leaves behind. Workers are stand-ins, lost on purpose; real
+processes die in tests/cluster/test_healing.py."""
+
+import asyncio
+import json
+
+import pytest
+
+from rlhf_ray.config.generation import WeightsConfig
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.healing import Healing
+from rlhf_ray.coordinator.watch import Watch
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.errors import ModelError, RewardError, WorkerError, WorkerLost
+from rlhf_ray.observability.faults import FaultLog
+from rlhf_ray.observability.spans import Task
+from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
+from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.virtual_time import run_in_virtual_time
+
+
+def lost(group, rank, method="generate", kind="died"):
+    """The error of a call that `rank`'s present incarnation will not answer."""
+    error = WorkerLost(f"{group.role}/{rank} {kind} in {method}")
+    error.role, error.rank, error.incarnation = group.role, rank, group.incarnation(rank)
+    error.method, error.kind = method, kind
+    return error
+
+
+class Mortals(StandInGroup):
+    """Generators of which `doomed` gives the calls (rank, method) that are lost, each once; restarts take 1 s."""
+
+    def __init__(self, workers=2, doomed=(), unrestartable=None):
+        super().__init__("generator", self._behave, workers)
+        self.doomed, self.unrestartable = list(doomed), unrestartable
+        self.incarnations, self.given_up, self.tokens, self.versions = [1] * workers, [], 0, [0] * workers
+
+    async def _behave(self, rank, method, *args):
+        await asyncio.sleep(0.1)
+        if (rank, method) in self.doomed:
+            self.doomed.remove((rank, method))
+            raise lost(self, rank, method)
+        if method == "finish_weights":
+            self.versions[rank] = args[0]
+            return WeightsConfirmed(args[0], 0.5)
+        if method == "tokens_made":
+            return self.tokens
+        return rank
+
+    def incarnation(self, rank):
+        return self.incarnations[rank]
+
+    def processes(self, rank):
+        return None
+
+    def give_up(self, rank, reason):
+        self.given_up.append(rank)
+
+    async def respawn(self, rank, reason):
+        await asyncio.sleep(1.0)
+        self.incarnations[rank] += 1
+        self.versions[rank] = 0
+
+    async def start_one(self, rank, timeout_s):
+        if self.unrestartable:
+            raise self.unrestartable
+        await self.call(rank, "start").value()
+
+
+class Ward:
+    """A crew of mortals, looked after."""
+
+    def __init__(self, path=None, max_restarts=2, **mortals):
+        self.said = []
+        self.group = Mortals(**mortals)
+        self.team = team_of(generators=self.group)
+        self.healing = Healing(ClusterConfig(max_restarts=max_restarts), FaultLog(path, self.said.append,
+                                                                                 self.said.append))
+        self.crew = self.team.crew(self.group)
+        self.healing.look_after(self.crew)
+
+    async def ask_all(self, calls, again=None):
+        """Ask so many at once; who answered."""
+        asked = [self.crew.ask("generate", work=4, again=again) for _ in range(calls)]
+        return sorted(call.rank for call in await asyncio.gather(*asked))
+
+
+def test_a_lost_call_is_made_again_at_another_worker_and_the_lost_one_comes_back(tmp_path):
+    ward, over = Ward(tmp_path / "faults.jsonl", doomed=[(0, "generate")]), []
+
+    async def run():
+        first = await ward.ask_all(2, over.append)
+        while_down = (ward.crew.rotation.up, ward.healing.status(ward.crew.now()))
+        await asyncio.sleep(2)
+        return first, while_down, await ward.ask_all(2)
+
+    first, (up, down), afterwards = run_in_virtual_time(run())
+    assert first == [1, 1] and afterwards == [0, 1] and up == [1]
+    assert [line["worker"] for line in down] == ["generator/0"] and ward.healing.down == {}
+    assert [error.worker for error in over] == ["generator/0"]
+    assert "generator/0 died in generate; it is restarted" in ward.said[0] and "is back" in ward.said[1]
+    (event,) = (json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines())
+    assert (event["role"], event["rank"], event["kind"], event["redispatched"]) == ("generator", 0, "died", 4)
+
+
+def test_with_nobody_else_calls_wait_for_the_worker_to_come_back():
+    ward = Ward(workers=1, doomed=[(0, "generate")])
+    assert run_in_virtual_time(ward.ask_all(3)) == [0, 0, 0]
+    assert ward.group.incarnations == [2]
+    assert "there is no other meanwhile" in ward.said[0]
+
+
+def test_many_who_notice_one_loss_restart_it_once():
+    ward = Ward(doomed=[(0, "generate")] * 3)
+
+    async def run():
+        answered = await ward.ask_all(6)
+        await asyncio.sleep(5)
+        return answered
+
+    assert run_in_virtual_time(run()) == [1] * 6
+    assert ward.group.incarnations == [2, 1]
+
+
+def test_a_loss_of_an_incarnation_that_is_gone_is_old_news():
+    ward = Ward()
+
+    async def run():
+        error = lost(ward.group, 0)
+        ward.group.incarnations[0] = 2
+        ward.healing.lost(ward.crew, error)
+        return await ward.ask_all(2)
+
+    assert run_in_virtual_time(run()) == [0, 1] and ward.healing.down == {}
+
+
+def test_a_worker_that_never_completes_a_call_ends_the_run_after_so_many_restarts():
+    ward = Ward(workers=1, max_restarts=2, doomed=[(0, "generate")] * 3)
+    with pytest.raises(WorkerError, match=r"lost once more after 2 restarts \(cluster.max_restarts\)") as caught:
+        run_in_virtual_time(ward.ask_all(1))
+    assert not isinstance(caught.value, WorkerLost) and ward.group.incarnations == [3]
+
+
+def test_restarts_between_completed_calls_are_not_counted_together():
+    ward = Ward(workers=1, max_restarts=1, doomed=[])
+
+    async def run():
+        for _ in range(4):
+            ward.group.doomed.append((0, "generate"))
+            await ward.ask_all(1)
+
+    run_in_virtual_time(run())
+    assert ward.group.incarnations == [5]
+
+
+def test_a_worker_lost_while_it_starts_is_restarted_too():
+    ward = Ward(workers=1, max_restarts=2, doomed=[(0, "generate"), (0, "start")])
+    assert run_in_virtual_time(ward.ask_all(1)) == [0] and ward.group.incarnations == [3]
+
+
+def test_one_that_cannot_start_ends_the_run_with_its_own_words():
+    ward = Ward(workers=2, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
+
+    async def run():
+        await ward.ask_all(1)
+        await asyncio.sleep(2)
+        await ward.ask_all(1)
+
+    with pytest.raises(ModelError, match="the model is gone"):
+        run_in_virtual_time(run())
+
+
+def test_a_role_s_own_error_and_a_lost_argument_are_no_business_of_healing():
+    ward = Ward()
+    for error in (RewardError("no score"), lost(ward.group, 0, kind="result")):
+        async def fail(rank, method, *args, error=error):
+            raise error
+
+        ward.group._behaviour = fail
+        with pytest.raises(type(error)):
+            run_in_virtual_time(ward.ask_all(1))
+    assert ward.healing.down == {} and ward.crew.rotation.up == [0, 1]
+
+
+class Publishing(Ward):
+    """A ward whose generators take weights."""
+
+    def __init__(self, **mortals):
+        super().__init__(**mortals)
+        self.policy = StandInGroup("policy", self._learner)
+        self.team = team_of(generators=self.group, policy=self.policy)
+        self.team.crews["generator"] = self.crew
+        self.sync = WeightSync(WeightsConfig(), self.team)
+        self.healing.look_after(self.crew, self.sync.catch_up)
+        self.learner_lost = 0
+
+    async def _learner(self, rank, method, *args):
+        if method == "plan_weights":
+            return WeightsPlan(PublicationSize(3, 300), PublicationSize(3, 300))
+        if self.learner_lost:
+            self.learner_lost -= 1
+            raise lost(self.policy, rank, method)
+        return args[0]
+
+    async def publish(self, *versions):
+        for version in versions:
+            async with self.sync.changing():
+                await asyncio.sleep(0.5)  # the update
+                await self.sync.publish(version)
+
+
+@pytest.mark.parametrize("method", ["begin_weights", "load_weights", "finish_weights"])
+def test_a_publication_goes_on_without_a_generator_that_is_lost_in_it(method):
+    it = Publishing(doomed=[(0, method)])
+
+    async def run():
+        await it.publish(1)
+        confirmed = list(it.group.versions)
+        await asyncio.sleep(10)
+        return confirmed
+
+    assert run_in_virtual_time(run())[1] == 1
+    assert it.group.versions == [1, 1] and it.crew.rotation.up == [0, 1] and it.group.incarnations == [2, 1]
+    assert "caught up to version 1" in it.said[-1]
+
+
+def test_a_generator_catches_up_between_a_publication_and_the_next_update_alone():
+    """It comes back during the update to version 3, whose weights are nobody's before they are published."""
+    it = Publishing(doomed=[])
+
+    async def run():
+        await it.publish(1, 2)
+        it.group.doomed.append((0, "generate"))
+        await it.ask_all(1)
+        loads = len([m for m, _ in it.group.log if m == "load_weights"])
+        async with it.sync.changing():
+            await asyncio.sleep(20)
+            assert it.group.versions == [0, 2], "started, and waiting"
+            assert len([m for m, _ in it.group.log if m == "load_weights"]) == loads
+            await it.sync.publish(3)
+            assert it.group.versions == [0, 3]
+        await asyncio.sleep(5)
+
+    run_in_virtual_time(run())
+    assert it.group.versions == [3, 3] and it.crew.rotation.up == [0, 1]
+
+
+def test_while_all_generators_are_away_a_version_is_published_to_nobody_and_they_catch_up():
+    it = Publishing(workers=1, doomed=[(0, "generate")])
+
+    async def run():
+        asked = asyncio.create_task(it.ask_all(1))
+        await asyncio.sleep(0.2)
+        await it.publish(1)
+        return await asked
+
+    assert run_in_virtual_time(run()) == [0] and it.group.versions == [1]
+
+
+def test_who_waits_for_a_generator_hears_of_a_learner_lost_while_it_catches_up():
+    it = Publishing(workers=1, doomed=[])
+
+    async def run():
+        await it.publish(1)
+        it.group.doomed.append((0, "generate"))
+        it.learner_lost = 1
+        with pytest.raises(WorkerLost, match="policy/0 died in weight_bucket"):
+            await it.ask_all(1)
+        return await it.ask_all(1)
+
+    it.policy.incarnation = lambda rank: 1
+    assert run_in_virtual_time(run()) == [0] and it.group.versions == [1]
+
+
+def test_nobody_catches_up_with_learners_that_are_being_replaced():
+    it = Publishing(workers=1, doomed=[])
+
+    async def run():
+        await it.publish(1, 2)
+        it.sync.forget()
+        it.group.doomed.append((0, "generate"))
+        asked = asyncio.create_task(it.ask_all(1))
+        await asyncio.sleep(20)
+        assert not asked.done() and it.group.versions == [0]
+        async with it.sync.changing():
+            await it.sync.publish(1, resend=True)
+        return await asked
+
+    assert run_in_virtual_time(run()) == [0] and it.group.versions == [1]
+
+
+class Watched(Ward):
+    """Generators that are looked at while something is under way."""
+
+    def __init__(self, lease_s=10.0, **mortals):
+        super().__init__(**mortals)
+        object.__setattr__(self.team, "healing", self.healing)
+        self.watch = Watch(self.team, lease_s)
+        self.began = self.team.clock.now()
+
+    async def look_on(self, seconds, phase="generate", tokens_a_second=0):
+        """Seconds until the first generator is taken for hung; None if it is not."""
+        loop = asyncio.get_running_loop()
+        self.team.clock.now = loop.time
+        self.team.clock.under_way.add(Task("generator", 0, phase, loop.time()))
+        watching = asyncio.create_task(self.watch.keep_looking())
+        until, began = loop.time() + seconds, loop.time()
+        while loop.time() < until and not self.group.given_up:
+            await asyncio.sleep(1)
+            self.group.tokens += tokens_a_second
+        watching.cancel()
+        return loop.time() - began if self.group.given_up else None
+
+
+def test_a_generator_without_a_token_for_a_lease_is_hung():
+    it = Watched()
+    assert 10 < run_in_virtual_time(it.look_on(60)) < 16
+    assert "made no token for" in it.said[0] and "cluster.lease_s=10" in it.said[0]
+
+
+def test_tokens_however_few_are_a_sign_of_life():
+    assert run_in_virtual_time(Watched().look_on(60, tokens_a_second=1)) is None
+
+
+def test_while_it_takes_weights_an_answer_is_enough():
+    assert run_in_virtual_time(Watched().look_on(60, phase="publish")) is None
+
+
+def test_one_that_does_not_answer_is_hung_whatever_it_does():
+    it = Watched(doomed=[(0, "tokens_made")] * 100)
+    assert 10 < run_in_virtual_time(it.look_on(60, phase="publish")) < 18
+
+
+def test_an_idle_generator_may_be_silent():
+    it = Watched()
+
+    async def run():
+        await it.look_on(1)
+        it.team.clock.under_way.clear()
+        watching = asyncio.create_task(it.watch.keep_looking())
+        await asyncio.sleep(60)
+        watching.cancel()
+
+    run_in_virtual_time(run())
+    assert it.group.given_up == []
