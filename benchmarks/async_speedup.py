@@ -2,12 +2,13 @@
 
 Synchronous PPO keeps one side waiting while the other works; with both equally long, overlap could double the speed.
 What remains below that is what cannot be hidden: forward passes of the learner before each update, the publication, and
-handing over. Epochs (or how many sequences the generator decodes side by side) are chosen so that both sides take about
-the same time on the machine at hand.
+handing over. Epochs and mini-batches (or else how many sequences the generator decodes side by side) are chosen so that
+both sides have about the same work on the machine at hand.
 """
 
 import asyncio
 import sys
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,8 +21,11 @@ from rlhf_ray.config.stages import PPOConfig
 
 STEPS, PAIRS = 3, 5
 """Steps of a turn that count, and most pairs of turns: five minutes are what the benchmark may take."""
-BALANCED = 1.25
-"""A side that takes up to so many times as long as the other is balanced with it."""
+BALANCED = 1.1
+"""A side that works up to so many times as long as the other is balanced with it."""
+MOST_EPOCHS, MINI_BATCHES = 8, (4, 8, 16)
+FIXED = 1 / 6
+"""Of an optimizer step on 32 rows of the workload's model: what does not depend on the rows (docs/benchmarks.md)."""
 GOAL, MOST_IDLE = 1.6, 0.15
 
 
@@ -60,21 +64,25 @@ async def _take_turns(run: Any, pairs: int) -> Figure:
 
 
 def balance(config: PPOConfig, steps: Steps) -> dict[str, Any]:
-    """Settings that make both sides of a synchronous step about equally long; none when they are already.
+    """Settings that make the work of both sides of a synchronous step about equally long; none when it is already.
 
-    Generation with all scoring is what a step holds besides the update. Updates are as long as there are epochs.
+    Work is the time in which a side's core is busy: that is what overlap cannot go below. Updates are as long as there
+    are epochs, and longer by the fixed part of an optimizer step where the same rows make more of them.
     """
-    generation = steps.seconds("time/step") - steps.seconds("time/policy_update")
-    epoch = steps.seconds("time/policy_update") / config.algorithm.epochs
-    forward = steps.seconds("time/logprobs")
-    learning = epoch * config.algorithm.epochs + forward
+    whole, algorithm = steps.seconds("time/step"), config.algorithm
+    generation, learning = (whole * (1 - steps.idle[side]) for side in ("generation", "learning"))
     if max(generation, learning) <= BALANCED * min(generation, learning):
         return {}
-    epochs = max(1, round((generation - forward) / epoch))
-    if epochs > 1 or generation >= epoch + forward:
-        return {"algorithm": {"epochs": epochs}}
-    fewer = max(4, round(config.generator.max_sequences * generation / (epoch + forward)))
-    return {"algorithm": {"epochs": 1}, "generator": {"max_sequences": fewer}}
+    forward = steps.seconds("time/logprobs")
+    epoch = (learning - forward) / algorithm.epochs
+    lengths = {(epochs, number): forward + epochs * epoch * (1 + FIXED * (number / algorithm.mini_batches - 1))
+               for epochs in range(1, MOST_EPOCHS + 1) for number in MINI_BATCHES if number >= algorithm.mini_batches}
+    epochs, number = min(lengths, key=lambda settings: abs(log(lengths[settings] / generation)))
+    found: dict[str, Any] = {"algorithm": {"epochs": epochs, "mini_batches": number}}
+    if lengths[epochs, number] > BALANCED * generation:
+        fewer = max(4, round(config.generator.max_sequences * generation / lengths[epochs, number]))
+        found["generator"] = {"max_sequences": fewer}
+    return found
 
 
 def require_same_work(turns: list[Steps]) -> None:
@@ -97,5 +105,6 @@ def figure(config: PPOConfig, synchronous: list[Steps], overlapped: list[Steps])
         more={"idle_share": idle, "idle_share_goal": MOST_IDLE, "update_share_of_a_synchronous_step": update,
               "publish_seconds": median(row["weights/publish_seconds"] for turn in overlapped for row in turn.rows),
               "staleness_max": max(row["staleness/max"] for turn in overlapped for row in turn.rows),
-              "epochs": config.algorithm.epochs, "max_sequences": config.generator.max_sequences},
+              "epochs": config.algorithm.epochs, "mini_batches": config.algorithm.mini_batches,
+              "max_sequences": config.generator.max_sequences},
     )

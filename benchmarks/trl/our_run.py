@@ -20,12 +20,13 @@ def main() -> None:
     quiet_libraries()
     pacing = Pacing(int(sys.argv[2]))
 
-    class PacedMetrics(MetricsWriter):
-        def write(self, step: int, values: Mapping[str, float]) -> None:
-            super().write(step, values)
-            pacing.updated()
+    write = MetricsWriter.write
 
-    ppo.MetricsWriter = PacedMetrics  # type: ignore[misc]
+    def write_and_wait(self: MetricsWriter, step: int, values: Mapping[str, float]) -> None:
+        write(self, step, values)
+        pacing.updated()
+
+    MetricsWriter.write = write_and_wait  # type: ignore[method-assign]
     ppo.run(load(PPOConfig, Path(sys.argv[1]), []))
 
 

@@ -20,13 +20,18 @@ def config(tmp_path):
     return run_config(tmp_path, algorithm={"epochs": 2})
 
 
-@pytest.mark.parametrize(("measured", "settings"), [
-    (steps(step=2.2, update=1.0, forward=0.2), {}),  # 1.2 s of generation, 1.2 s of learning
-    (steps(step=4.0, update=1.0, forward=0.2), {"algorithm": {"epochs": 6}}),  # 3.0 s beside 0.5 s an epoch and 0.2 s
-    (steps(step=3.0, update=2.0, forward=0.2), {"algorithm": {"epochs": 1}, "generator": {"max_sequences": 53}}),
-    (steps(step=5.0, update=3.0, forward=0.5), {"algorithm": {"epochs": 1}}),  # 2.0 s beside 1.5 s and 0.5 s
+@pytest.mark.parametrize(("generation", "learning", "settings"), [
+    (1.0, 1.1, {}),
+    (1.0, 0.95, {}),
+    (2.2, 1.2, {"algorithm": {"epochs": 4, "mini_batches": 4}}),  # 0.5 s an epoch beside 0.2 s of forward passes
+    (1.5, 1.2, {"algorithm": {"epochs": 2, "mini_batches": 8}}),  # 0.58 s an epoch of eight steps
+    (1.0, 2.2, {"algorithm": {"epochs": 1, "mini_batches": 4}, "generator": {"max_sequences": 53}}),
 ])
-def test_epochs_or_else_the_generator_s_batch_balance_the_sides(config, measured, settings):
+def test_epochs_and_mini_batches_or_else_the_generator_s_batch_balance_the_sides(
+    config, generation, learning, settings
+):
+    measured = steps(step=4.0, forward=0.2)
+    measured.idle.update(generation=1 - generation / 4.0, learning=1 - learning / 4.0)
     assert balance(config, measured) == settings
 
 
