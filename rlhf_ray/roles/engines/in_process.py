@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,43 +36,15 @@ from rlhf_ray.roles.engines.messages import (
     scoring_parameters,
 )
 from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
+from rlhf_ray.roles.engines.together import Together
 
 if TYPE_CHECKING:
     from rlhf_ray.weights.routes import Routes
     from rlhf_ray.weights.shadow import Shadow
 
 T = TypeVar("T")
-
-
-@dataclass
-class Together:
-    """The requests of one call. It is woken once, when the last of them is over: waking another thread costs both of
-    them more than a response's other handling together."""
-
-    outputs: dict[str, Any]
-    """By request, in the call's order; None while it is drawn."""
-    done: Future[list[Any]]
-    left: int
-
-    @classmethod
-    def of(cls, request_ids: Sequence[str]) -> Together:
-        """None of them is over."""
-        return cls(dict.fromkeys(request_ids), Future(), len(request_ids))
-
-    def take(self, output: Any) -> None:
-        """One of them is over."""
-        self.outputs[output.request_id] = output
-        self.left -= 1
-        if not self.left and self._wanted():
-            self.done.set_result(list(self.outputs.values()))
-
-    def fail(self, error: Exception) -> None:
-        """They will not all be; may be said more than once."""
-        if self._wanted():
-            self.done.set_exception(error)
-
-    def _wanted(self) -> bool:
-        return not self.done.done() and self.done.set_running_or_notify_cancel()
+Request = tuple[list[int], Callable[[], Any]]
+"""A prompt, and what makes vLLM's sampling parameters."""
 
 
 class KeptBuckets:
@@ -111,13 +83,11 @@ class InProcessEngine:
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See `SamplingEngine.sample`."""
-        outputs = await self._finish([(r.prompt, sampling_parameters(r)) for r in requests])
-        return [completion_of(output) for output in outputs]
+        return await self._finish([(r.prompt, partial(sampling_parameters, r)) for r in requests], completion_of)
 
     async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
         """See `SamplingEngine.score`."""
-        outputs = await self._finish([(row, scoring_parameters()) for row in rows])
-        return [prompt_logprobs_of(output) for output in outputs]
+        return await self._finish([(row, scoring_parameters) for row in rows], prompt_logprobs_of)
 
     def open_stage(self) -> Shadow | KeptBuckets:
         """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded beside the running model."""
@@ -160,16 +130,16 @@ class InProcessEngine:
         self._jobs.put((work, done))
         return await asyncio.wrap_future(done)
 
-    async def _finish(self, requests: list[tuple[list[int], Any]]) -> list[Any]:
+    async def _finish(self, requests: list[Request], make: Callable[[Any], T]) -> list[T]:
         if not requests:
             return []
         self._require_thread()
-        together = Together.of([str(next(self._numbers)) for _ in requests])
+        together = Together.of([str(next(self._numbers)) for _ in requests], make)
         self._jobs.put((lambda: self._add(together, requests), Future()))
         try:
             return await asyncio.wrap_future(together.done)
         except BaseException:
-            self._jobs.put((lambda: self._abort(list(together.outputs)), Future()))
+            self._jobs.put((lambda: self._abort(list(together.results)), Future()))
             raise
 
     def _require_thread(self) -> None:
@@ -227,10 +197,10 @@ class InProcessEngine:
             self._engine.set_weight_version("0")
             [self._model] = self._engine.apply_model(lambda model: model)
 
-    def _add(self, together: Together, requests: list[tuple[list[int], Any]]) -> None:
+    def _add(self, together: Together, requests: list[Request]) -> None:
         try:
-            for request_id, (prompt, parameters) in zip(together.outputs, requests, strict=True):
-                self._engine.add_request(request_id, prompt_of(prompt), parameters)
+            for request_id, (prompt, parameters) in zip(together.results, requests, strict=True):
+                self._engine.add_request(request_id, prompt_of(prompt), parameters())
                 self._waiting[request_id] = together
         except Exception as error:
             together.fail(error)
