@@ -54,7 +54,10 @@ class Faults:
             try:
                 return await update_all(learning, lease)
             finally:
-                self.ends.append((process.status() if process.is_running() else "gone", time.monotonic() - began))
+                took = time.monotonic() - began
+                if number == signal.SIGKILL:  # the system takes it away a moment after Ray has told of it
+                    await asyncio.to_thread(psutil.wait_procs, [process], timeout=10)
+                self.ends.append((process.status() if process.is_running() else "gone", took))
 
         return disturbed
 
