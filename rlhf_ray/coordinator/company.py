@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-PATIENCE = 0.01
+PATIENCE = 0.02
 """How long a chunk waits for company, as a share of the time since it was begun."""
 MOST = 8
 """Chunks of one company: they are scored by one worker of each role, and the first of them waits for the last."""

@@ -42,6 +42,8 @@ class PromptCursor:
 
     def next(self, n: int) -> list[tuple[int, int]]:
         """The next n pairs of (epoch of the row's source, row)."""
+        if len(self._rows) == 1:
+            return self._take_all(n)
         return [self._take(self._turns.next(self._visited)) for _ in range(n)]
 
     def peek(self, n: int) -> list[tuple[int, int]]:
@@ -81,12 +83,26 @@ class PromptCursor:
 
     def _take(self, source: int) -> tuple[int, int]:
         epoch, position = divmod(self._visited[source], self._rows[source])
-        if self._orders[source][0] != epoch:
-            self._orders[source] = (epoch, self._order_of(source, epoch))
         self._visited[source] += 1
-        return epoch, int(self._first[source] + self._orders[source][1][position])
+        return epoch, int(self._first[source] + self._order(source, epoch)[position])
 
-    def _order_of(self, source: int, epoch: int) -> NDArray[np.int64]:
+    def _take_all(self, n: int) -> list[tuple[int, int]]:
+        """The next n of the only source, stretch by stretch."""
+        taken: list[tuple[int, int]] = []
+        while len(taken) < n:
+            epoch, position = divmod(self._visited[0], self._rows[0])
+            rows = self._order(0, epoch)[position : position + n - len(taken)].tolist()
+            self._visited[0] += len(rows)
+            taken += [(epoch, row) for row in rows]
+        return taken
+
+    def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
+        """The order of a source's epoch; the last one is kept."""
+        if self._orders[source][0] != epoch:
+            self._orders[source] = (epoch, self._worked_out(source, epoch))
+        return self._orders[source][1]
+
+    def _worked_out(self, source: int, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(self._rows[source])
         seed = [self._seed, epoch, source] if source else [self._seed, epoch]
