@@ -22,6 +22,13 @@ class StubGroup:
         """As `WorkerGroup.call`."""
         raise NotImplementedError
 
+    def incarnation(self, rank: int) -> int:
+        """As `WorkerGroup.incarnation`: stand-ins do not die."""
+        return 1
+
+    def processes(self, rank: int) -> None:
+        """As `WorkerGroup.processes`: ranks have none of their own."""
+
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
         """As `WorkerGroup.call_all`."""
         return [self.call(rank, method, *args, timeout_s=timeout_s) for rank in range(len(self))]

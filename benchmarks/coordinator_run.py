@@ -29,9 +29,11 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.coordinator.live_status import live_status
+from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -122,7 +124,7 @@ def team_of(group: Callable[[str, int], Any], generators: int, clock: StepClock)
 
 
 async def run_coordinator(config: PPOConfig, team: Team, reader: Any, live: bool) -> dict[str, Any]:
-    """The whole run, wired as the stage wires it; `live` keeps status.json as a run does.
+    """The whole run, wired as the stage wires it; `live` keeps status.json and watches workers as a run does.
 
     Returns:
         marks: of the beginning and of every step.
@@ -137,10 +139,19 @@ async def run_coordinator(config: PPOConfig, team: Team, reader: Any, live: bool
                            EvaluationLog(directory, None), None)
         coordinator.state.unmeasured = False
         metrics.mark(0)
-        async with live_status(lambda: coordinator, directory) if live else nothing():
+        async with looked_at(coordinator, directory) if live else nothing():
             await coordinator.run()
     metrics.close()
     return {"marks": [asdict(mark) for mark in metrics.marks], "ledger": close_books(coordinator.pipeline.ledger)}
+
+
+@asynccontextmanager
+async def looked_at(coordinator: Coordinator, directory: RunDirectory) -> AsyncIterator[None]:
+    """What goes on beside a run: its status is written, and its workers are watched."""
+    team = coordinator.team
+    watch = Watch(team, coordinator.config.cluster.lease_s)
+    async with live_status(lambda: coordinator, directory), team.healing.at_work(watch.keep_looking()):
+        yield
 
 
 @asynccontextmanager

@@ -141,6 +141,10 @@ class StubRoles:
         self._versions[rank] = version
         return WeightsConfirmed(version, 0.0)
 
+    async def tokens_made(self, rank: int) -> float:
+        """A sign of life."""
+        return self._clock()
+
     async def save(self, rank: int, *args: Any) -> None:
         """The end of the run."""
 

@@ -7,7 +7,7 @@ stand still only when stopped, frozen, or stuck in the kernel; what hangs otherw
 
 import asyncio
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.processes import processor_seconds
@@ -30,6 +30,8 @@ class Pulse:
     sign: float
     changed: float
     """When the sign was first seen, by the step clock."""
+    answered: int
+    """Calls that its rank had answered by then."""
 
 
 class Watch:
@@ -61,7 +63,10 @@ class Watch:
         group = crew.group
         now, incarnation = self._team.clock.now(), group.incarnation(rank)
         (since, method), publishing = min(calls), any(phase == "publish" for _, phase in calls)
-        pulse = self._pulses.get((group.role, rank))
+        pulse, answered = self._pulses.get((group.role, rank)), crew.finished[rank]
+        if pulse is not None and pulse.incarnation == incarnation and pulse.answered != answered:
+            self._pulses[group.role, rank] = replace(pulse, changed=now, answered=answered)
+            return  # one that has answered a call meanwhile need not be asked
         sign = await self._sign(group, rank, publishing, now)
         if sign is None:
             return
@@ -69,7 +74,7 @@ class Watch:
             sign = pulse.sign
         if pulse is None or pulse.incarnation != incarnation or pulse.sign != sign:
             # Not since it was called: there may have been signs that nobody looked for.
-            self._pulses[group.role, rank] = Pulse(incarnation, sign, now)
+            self._pulses[group.role, rank] = Pulse(incarnation, sign, now, answered)
             return
         silent = now - max(pulse.changed, since)
         if silent > self._lease_s and group.incarnation(rank) == incarnation:

@@ -322,6 +322,26 @@ def test_tokens_however_few_are_a_sign_of_life():
     assert run_in_virtual_time(Watched().look_on(60, tokens_a_second=1)) is None
 
 
+def test_one_that_has_answered_since_the_last_look_is_not_asked(monkeypatch):
+    it, asked = Watched(), []
+    crew, call = it.team.crew(it.team.generators), it.group.call
+
+    def answering(rank, method, *args, **options):
+        asked.append(method)
+        return call(rank, method, *args, **options)
+
+    async def run():
+        monkeypatch.setattr(it.group, "call", answering)
+        watched = asyncio.create_task(it.look_on(60))
+        for _ in range(30):
+            await asyncio.sleep(1)
+            crew.finished[0] += 1
+        return await watched
+
+    assert 40 < run_in_virtual_time(run()) < 46, "it was silent after 30 s, for a lease of 10 s"
+    assert asked[0] == "tokens_made" and len(asked) < 8, asked
+
+
 def test_while_it_takes_weights_an_answer_is_enough():
     assert run_in_virtual_time(Watched().look_on(60, phase="publish")) is None
 
