@@ -4,7 +4,8 @@ Every error we raise on purpose derives from `RLHFError`. The command line print
 traceback, and exits with `exit_code`. `retryable` says whether doing the same thing again may succeed.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 
 class RLHFError(Exception):
@@ -44,6 +45,25 @@ class ModelError(RLHFError):
 
 class RewardError(RLHFError):
     """A reward that is not a finite number, or a scorer that did not answer as agreed. Never turned into a zero."""
+
+
+class SampleError(RewardError):
+    """A reward that failed in a way for which a sample may be to blame: others may well be scored."""
+
+
+class UnscoredSamples(RewardError):
+    """Samples found to have no score, one by one, where such samples are set aside instead of ending the run.
+
+    Args:
+        samples: a `records.Unscored` for each.
+    """
+
+    def __init__(self, message: str, samples: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.samples = tuple(samples)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.samples)
 
 
 class WeightsError(RLHFError):

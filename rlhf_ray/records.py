@@ -185,6 +185,18 @@ class RewardScores:
 
 
 @dataclass(frozen=True)
+class Unscored:
+    """A sample for which a reward could not be given."""
+
+    key: SampleKey
+    prompt: str
+    """Text as the policy's tokenizer saw it."""
+    response: str
+    reason: str
+    """What the source said."""
+
+
+@dataclass(frozen=True)
 class Scores:
     """All that was said about one rollout: what the assembler needs to turn it into experience."""
 

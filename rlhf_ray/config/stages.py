@@ -219,7 +219,7 @@ class PPOConfig(StageConfig):
     """vLLM rollout workers."""
     reference: "ScorerConfig" = Field(default_factory=lambda: ScorerConfig())
     """Frozen reference model; not started with `policy.lora`, whose frozen base is the reference."""
-    reward: "ScorerConfig" = Field(default_factory=lambda: ScorerConfig())
+    reward: "RewardScorerConfig" = Field(default_factory=lambda: RewardScorerConfig())
     """Workers that give the rewards."""
     assembler: PlacementConfig = Field(default_factory=lambda: PlacementConfig(cpus=0.05))
     """Turns rollouts and scores into experience."""
@@ -498,6 +498,17 @@ class ScorerConfig(PlacementConfig):
     """Largest number of tokens in one forward pass."""
 
 
+class RewardScorerConfig(ScorerConfig):
+    """The workers that give the rewards, and what becomes of samples that have none."""
+
+    on_failure: Literal["fail", "quarantine"] = "fail"
+    """What a sample does that no score can be given to: end the run, or leave the run with its prompt, named in
+    quarantine.jsonl, for another prompt. A source that fails as a whole ends the run in both cases."""
+    quarantine_limit: float = Field(0.01, gt=0, le=1)
+    """Largest share of the prompts that may be left out so (at least one may): where more than 1 in 100 has no score,
+    the reward is more likely to be broken than the prompts, and what is left of the data is another selection."""
+
+
 PPOConfig.model_rebuild()
 __all__ = ["PPOConfig", "PreferencesStageConfig", "ProcessRewardConfig", "RewardModelConfig", "SFTConfig",
-           "ScorerConfig", "StageConfig", "SamplingConfig"]
+           "RewardScorerConfig", "ScorerConfig", "StageConfig", "SamplingConfig"]

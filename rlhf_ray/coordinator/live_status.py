@@ -71,6 +71,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
         "max_staleness": coordinator.config.coordinator.max_staleness,
         "buffer": {"ready": buffer.samples_ready, "under_way": buffer.samples_reserved,
                    "training": buffer.samples_leased, "mb": buffer.bytes / 2**20},
+        "quarantined": coordinator.pipeline.quarantine.samples if coordinator.pipeline.quarantine else 0,
         "under_way": _by_worker(coordinator.team.clock),
         "chunks": _by_station(coordinator), "leases": _leases(coordinator),
         "down": coordinator.team.healing.status(coordinator.team.clock.now()),

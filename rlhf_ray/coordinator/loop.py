@@ -124,6 +124,8 @@ class Coordinator:
 
     def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:
         row = step_metrics(outcome, depth, self.team.clock, self.team.workers())
+        if self.pipeline.quarantine:
+            row["reward/quarantined"] = float(self.pipeline.quarantine.samples)
         self.state.early_stop.observe(self.state.step, row["kl/sequence"], row["reward/mean"])
         self.metrics.write(self.state.step, row)
         texts = [text for summary in outcome.summaries for text in summary.samples]

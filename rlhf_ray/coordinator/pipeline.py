@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.company import PATIENCE, Companies
 from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
+from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.route import Generated, Route
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import BufferError, WorkerLost
+from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import CommitOutcome, Eviction, Lease, Reservation
@@ -46,9 +47,11 @@ class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and hands out batches."""
 
     def __init__(self, config: PPOConfig, team: Team, state: RunState, buffer: ReplayBuffer,
-                 prompts: PromptSource, ledger: Ledger) -> None:
+                 prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None) -> None:
+        """`quarantine` takes prompts without a score; without one, such a prompt ends the run."""
         self.config, self.team, self.state, self.buffer, self.ledger = config, team, state, buffer, ledger
         self.route, self._prompts = Route(config, team), PromptsAhead(prompts, state.cursor)
+        self.quarantine = quarantine
         self._companies = Companies(self._assess)
         self._patience = PATIENCE if config.coordinator.max_staleness else 0.0
         self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness, config.concurrency)
@@ -144,9 +147,14 @@ class Pipeline:
         task.add_done_callback(self._over.put_nowait)
 
     async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
-        """One chunk from prompt to committed experience; made again when it came out too old for the bound."""
+        """One chunk from prompt to committed experience; made again when it came out too old for the bound, or when
+        prompts of it, or of its company, were left out."""
         while True:
-            ref, summary = await self._experience(reservation, keys)
+            try:
+                ref, summary = await self._experience(reservation, keys)
+            except UnscoredSamples as error:
+                keys = self._without_unscored(reservation, keys, error)
+                continue
             outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
             if outcome is CommitOutcome.READY:
                 self.ledger.scored(keys, summary.min_version)
@@ -193,6 +201,24 @@ class Pipeline:
         """An attempt at a chunk was lost with a worker or a node; the next one begins."""
         self.ledger.give_up(keys, str(error).partition("\n")[0])
         self.ledger.lease(keys, self.version)
+
+    def _without_unscored(self, reservation: Reservation, keys: list[SampleKey],
+                          error: UnscoredSamples) -> list[SampleKey]:
+        """What takes the place of a chunk that has no scores: its other samples, and the next prompts for those that
+        are set aside. All of it is drawn again, and what has the same key comes out the same.
+
+        Raises:
+            RewardError: too many were set aside.
+        """
+        if self.quarantine is None:
+            raise error
+        staying = self.quarantine.set_aside(keys, error)
+        self.ledger.give_up(staying, "prompts of its chunk or company were left out, and the others drawn again")
+        keys = staying + self._next_keys(len(keys) - len(staying))
+        self.ledger.lease(keys, self.version)
+        self.state.in_flight[reservation.order] = keys
+        self._generating += len(keys)
+        return keys
 
     async def _generate(self, keys: list[SampleKey]) -> Generated:
         """A chunk; when its generator is done with it there may be room for another one."""

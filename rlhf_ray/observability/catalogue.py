@@ -70,6 +70,7 @@ METRICS: dict[str, Metric] = {
     "time/publish": Metric("Weight publication", "seconds"),
     "sft/loss": Metric("Training loss", "nats per token"),
     "sft/learning_rate": Metric("Learning rate"),
+    "reward/quarantined": Metric("Samples left out so far, for want of a score", "samples"),
     "reward_model/loss": Metric("Pairwise loss", "nats per pair"),
     "reward_model/accuracy": Metric("Training pairs ranked right", "share"),
     "reward_model/learning_rate": Metric("Learning rate"),
@@ -114,7 +115,7 @@ def readable(name: str) -> str:
 
 def better(name: str) -> Literal["higher", "lower"] | None:
     """Which way this metric improves; None when neither way is good in itself (length, KL, entropy)."""
-    if name.startswith(("reward/failures/", "reward/failed_tries/")):
+    if name.startswith(("reward/failures/", "reward/failed_tries/", "reward/quarantined")):
         return "lower"
     if "pass@" in name:
         return "higher"

@@ -100,6 +100,9 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
 def _endings(summary: Mapping[str, Any]) -> list[str]:
     """What a reader must know of how the run ended, and which of its steps was the best."""
     said = [f"Stopped early: {summary['stopped_early']}."] if "stopped_early" in summary else []
+    if left_out := (summary.get("ledger") or {}).get("quarantined"):
+        said.append(f"{left_out} samples were left out, for no score could be given to them or to another sample of "
+                    "their prompt: quarantine.jsonl names them.")
     if "best_step" in summary:
         step, value = summary["best_step"], f"{summary['best_metric']} {summary['best_value']:.4g}"
         said.append(f"Best held-out {value} at step {step}; that model is in best/." if step else

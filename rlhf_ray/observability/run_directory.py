@@ -29,6 +29,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.sqlite"
+        self.quarantine = self.path / "quarantine.jsonl"
         self.samples = self.path / "samples"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"

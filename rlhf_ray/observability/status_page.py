@@ -96,6 +96,8 @@ def _pace(steps: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> str:
         shown.append(f"{sum(rates) / len(rates):.3g} samples/s")
     if live and not live.get("ended"):
         shown.append(f"{duration(pace * (live['steps'] - live['step']))} left")
+    if live.get("quarantined"):
+        shown.append(f"{live['quarantined']} samples left out (quarantine.jsonl)")
     return ", ".join(shown)
 
 

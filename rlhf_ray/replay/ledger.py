@@ -120,6 +120,12 @@ class Ledger:
         """The samples are set aside for good."""
         self._move(keys, State.QUARANTINED, UNDER_WAY, reason=reason)
 
+    def quarantined(self) -> list[tuple[SampleKey, str]]:
+        """Samples that were set aside, and why."""
+        found = self._db.execute("SELECT epoch, row, sample, reason FROM samples WHERE state = ? ORDER BY 1, 2, 3",
+                                 (State.QUARANTINED,))
+        return [(SampleKey(*key), reason) for *key, reason in found]
+
     def give_up(self, keys: Iterable[SampleKey], reason: str) -> None:
         """The present attempt at these samples is over without success; they count as never admitted until leased."""
         plain = [(*key.numbers, reason) for key in keys]

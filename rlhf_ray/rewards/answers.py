@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.errors import RewardError
+from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 
 
@@ -25,12 +25,12 @@ def finite_scores(values: Any, requests: Sequence[RewardRequest], who: str, fix:
     with np.errstate(over="ignore"):  # beyond float32 is infinite, and told below
         scores = np.asarray(values, dtype=np.float32)
     if scores.shape != (len(requests),):
-        raise RewardError(f"{who} gave {_count(scores)} for {len(requests)} samples "
+        raise SampleError(f"{who} gave {_count(scores)} for {len(requests)} samples "
                           f"({sample_names([r.key for r in requests])}); it must give one number for each, {fix}")
     wrong = np.flatnonzero(~np.isfinite(scores))
     if len(wrong):
         keys = sample_names([requests[i].key for i in wrong])
-        raise RewardError(f"{who} gave {scores[wrong[0]]} for {len(wrong)} of {len(requests)} samples ({keys}). No "
+        raise SampleError(f"{who} gave {scores[wrong[0]]} for {len(wrong)} of {len(requests)} samples ({keys}). No "
                           f"score is made up in its place: {fix}")
     return scores
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rlhf_ray.errors import RewardError
+from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.rewards.function_process import HEADER
 
 IMPORT_S = 120.0
@@ -75,9 +75,9 @@ class KillableFunction:
         async with self._turn:
             if self._process is None:
                 await self._start()
-            reply = await self._exchange(arguments, self._timeout_s, f" for {_named(samples)}")
+            reply = await self._exchange(arguments, self._timeout_s, f" for {_named(samples)}", SampleError)
         if "error" in reply:
-            raise RewardError(f"{self._who} failed for {_culprit(reply.get('sample'), samples)}: {reply['error']}. No "
+            raise SampleError(f"{self._who} failed for {_culprit(reply.get('sample'), samples)}: {reply['error']}. No "
                               "score is made up in its place: mend the function")
         return list(reply["scores"])
 
@@ -110,8 +110,10 @@ class KillableFunction:
             raise RewardError(f"{self._who} cannot be used: {reply['error']}. Correct the name (module:name or "
                               "file.py:name), or mend the function")
 
-    async def _exchange(self, message: dict[str, Any], timeout_s: float, about: str) -> dict[str, Any]:
-        """Send a frame and wait for the answer. The process does not outlive a failure."""
+    async def _exchange(
+        self, message: dict[str, Any], timeout_s: float, about: str, failure: type[RewardError] = RewardError
+    ) -> dict[str, Any]:
+        """Send a frame and wait for the answer. The process does not outlive a failure, which is told as `failure`."""
         process, self._calling = self._process, True
         try:
             async with asyncio.timeout(timeout_s):
@@ -120,17 +122,17 @@ class KillableFunction:
                 await self._writer.drain()
                 size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
                 if size > ANSWER_BYTES:
-                    raise RewardError(f"{self._who} answered with {size} bytes; mend the function")
+                    raise failure(f"{self._who} answered with {size} bytes; mend the function")
                 return dict(json.loads(await self._reader.readexactly(size)))
         except TimeoutError:
             await self._kill()
-            raise RewardError(f"{self._who} gave no answer within {timeout_s:g} s{about}; its process was killed. Make "
+            raise failure(f"{self._who} gave no answer within {timeout_s:g} s{about}; its process was killed. Make "
                               "it faster, or raise timeout_s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._gone(GONE_S)
             told = _ending(process.poll() if process else None)
             await self._kill()
-            raise RewardError(f"{self._who} {told}{about}. No score is made up in its place: mend the function (the "
+            raise failure(f"{self._who} {told}{about}. No score is made up in its place: mend the function (the "
                               "worker's log has what it printed)") from None
         except BaseException:  # cancelled, say: the answer to this call must not be taken for one to the next
             await self._kill()

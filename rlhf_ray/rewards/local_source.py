@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.errors import RewardError
+from rlhf_ray.errors import SampleError
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 
 Config = TypeVar("Config", bound=ModelConfig)
@@ -69,11 +69,11 @@ class LocalSource(ABC, Generic[Config]):
             counted: what `lengths` counts, for the message.
 
         Raises:
-            RewardError: naming the samples and the context.
+            SampleError: naming the samples and the context.
         """
         over = np.flatnonzero(lengths > (longest or np.inf))
         if len(over):
-            raise RewardError(
+            raise SampleError(
                 f"{len(over)} samples ({sample_names([requests[i].key for i in over])}) have up to {lengths.max()} "
                 f"{counted} by the tokenizer of {self._who}, over its context of {longest}: lower prompts.max_tokens "
                 "or generator.sampling.max_tokens, or use a model of longer context")

@@ -13,7 +13,7 @@ from rlhf_ray.data.batching import micro_batches
 from rlhf_ray.data.chat import ChatTemplate, PromptText
 from rlhf_ray.data.encoding import encode_prompts
 from rlhf_ray.data.step_format import StepTokens, load_steps
-from rlhf_ray.errors import RewardError
+from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
@@ -99,7 +99,7 @@ class ProcessModelSource(LocalSource[ProcessReward]):
     def _check_finite(self, found: list[NDArray[np.float64]], requests: Sequence[RewardRequest]) -> None:
         wrong = [i for i, values in enumerate(found) if not np.isfinite(values).all()]
         if wrong:
-            raise RewardError(
+            raise SampleError(
                 f"{self._who} gave a step of {len(wrong)} of {len(found)} samples "
                 f"({sample_names([requests[i].key for i in wrong])}) no finite probability. None "
                 "is made up in its place: mend the model (its weights are damaged or its precision is too low)")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_ray.config.rewards import VerifiableReward
-from rlhf_ray.errors import RewardError
+from rlhf_ray.errors import SampleError
 from rlhf_ray.rewards.killable import KillableFunction
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 
@@ -55,7 +55,7 @@ class RuleSource:
         answers = answers_of(requests, self._column, self._name)
         for request, answer in zip(requests, answers, strict=True):
             if not self._usable(answer):
-                raise RewardError(f"rewards.{self._name}: {self._column}={answer!r} of {sample_names([request.key])} "
+                raise SampleError(f"rewards.{self._name}: {self._column}={answer!r} of {sample_names([request.key])} "
                                   "is nothing that a response can be compared with; correct the row or leave it out")
         verdicts = [self._rule(r.response, answer) for r, answer in zip(requests, answers, strict=True)]
         return verdicts_as_answer(verdicts, self._config)
@@ -110,7 +110,7 @@ def answers_of(requests: Sequence[RewardRequest], column: str | None, name: str)
         return [None] * len(requests)
     for request in requests:
         if request.metadata.get(column) is None:
-            raise RewardError(f"rewards.{name}.answer={column!r}: the prompt of {sample_names([request.key])} has no "
+            raise SampleError(f"rewards.{name}.answer={column!r}: the prompt of {sample_names([request.key])} has no "
                               f"such column or nothing in it; its row has {sorted(request.metadata)} beside the prompt")
     return [request.metadata[column] for request in requests]
 

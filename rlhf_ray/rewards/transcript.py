@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_ray.data.encoding import encode
-from rlhf_ray.errors import RewardError
+from rlhf_ray.errors import SampleError
 from rlhf_ray.rewards.protocol import RewardRequest, sample_names
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _conversation(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) ->
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # a template is a program and raises what it likes
-        raise RewardError(f"the chat template of the reward model's tokenizer {tokenizer.name_or_path!r} refuses the "
+        raise SampleError(f"the chat template of the reward model's tokenizer {tokenizer.name_or_path!r} refuses the "
                           f"conversation of {sample_names([request.key])}, of roles {[m['role'] for m in messages]}: "
                           f"{error}") from error
 

@@ -4,12 +4,13 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Literal, cast
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, RewardScores, Rollout
+from rlhf_ray.rewards.isolation import score_or_blame
 from rlhf_ray.rewards.requests import requests_of
 from rlhf_ray.rewards.sources import make_sources
 
@@ -17,9 +18,10 @@ from rlhf_ray.rewards.sources import make_sources
 class RewardScorer:
     """Asks all sources about a rollout, several rollouts at a time. A missing score is an error, never a zero."""
 
-    def __init__(self, rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int) -> None:
-        """`policy` names the tokenizer in whose ids rollouts are."""
-        self._policy = policy
+    def __init__(self, rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int,
+                 on_failure: Literal["fail", "quarantine"] = "fail") -> None:
+        """`policy` names the tokenizer in whose ids rollouts are; `on_failure` as in `RewardScorerConfig`."""
+        self._policy, self._names_samples = policy, on_failure == "quarantine"
         self._sources = make_sources(rewards, policy, micro_batch_tokens)
 
     async def start(self) -> dict[str, float]:
@@ -36,9 +38,13 @@ class RewardScorer:
             prompts: those that the rollout's rows answer.
 
         Raises:
+            UnscoredSamples: some samples have no score, where those are set aside.
             RewardError: a source failed or gave no finite number; names the samples.
         """
-        return await self._sources.score(requests_of(rollout, prompts, self._tokenizer))
+        requests = requests_of(rollout, prompts, self._tokenizer)
+        if self._names_samples:
+            return await score_or_blame(self._sources.score, requests)
+        return await self._sources.score(requests)
 
     async def score_each(self, *records: Rollout | Prompts) -> list[RewardScores]:
         """As `score`, for several rollouts side by side: first all of them, then the prompts of each in turn."""

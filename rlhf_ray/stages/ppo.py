@@ -17,6 +17,7 @@ from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.state import RunState, kl_controller
@@ -152,7 +153,9 @@ def wire(
         buffer_config.capacity_mb * 2**20 if buffer_config.capacity_mb else None,
         config.coordinator.max_staleness, buffer_config.lease_timeout_s,
     )
-    pipeline = Pipeline(config, team, state, buffer, training, _ledger(config, training, directory, store, resume_at))
+    ledger = _ledger(config, training, directory, store, resume_at)
+    pipeline = Pipeline(config, team, state, buffer, training, ledger,
+                        _quarantine(config, ledger, directory, training, progress))
     evaluator = None
     if config.evaluation and held_out:
         evaluator = Evaluator(config.evaluation, pipeline, held_out)
@@ -184,6 +187,14 @@ def _ledger(config: PPOConfig, prompts: PromptSource, directory: RunDirectory, s
         directory.ledger.unlink(missing_ok=True)  # of a run that failed before anything worth keeping
         return Ledger.create(directory.ledger, facts)
     return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts)
+
+
+def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prompts: PromptSource,
+                progress: StageProgress) -> Quarantine | None:
+    """Where prompts without a score go; None where they end the run."""
+    if config.reward.on_failure == "fail":
+        return None
+    return Quarantine(ledger, directory.quarantine, config.reward.quarantine_limit, sum(prompts.sizes), progress.warn)
 
 
 def close_books(ledger: Ledger) -> dict[str, int]:

@@ -44,7 +44,8 @@ def spawn_team(config: PPOConfig, place: Workplace, healing: Healing | None = No
         reward=place.spawn(
             "reward_scorer", RewardScorer, config.reward,
             lambda _: {"rewards": config.rewards, "policy": config.model,
-                       "micro_batch_tokens": config.reward.micro_batch_tokens}, goodbye="stop",
+                       "micro_batch_tokens": config.reward.micro_batch_tokens, "on_failure": config.reward.on_failure},
+            goodbye="stop",
         ),
         assembler=place.spawn(
             "assembler", Assembler, config.assembler,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.rewards import HTTPReward
-from rlhf_ray.errors import ConfigError, RewardError
+from rlhf_ray.errors import ConfigError, RewardError, SampleError
 from rlhf_ray.rewards.http.balance import Balancer
 from rlhf_ray.rewards.http.health import Health, ask_health, one_model
 from rlhf_ray.rewards.http.server import Access, FailedTry, Server
@@ -22,6 +22,8 @@ from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 IN_FLIGHT = 4
 """Requests to each server at a time: enough that its next batch gathers while it computes one."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 10.0
+OF_SAMPLES = frozenset({"http_400", "http_413", "http_422", "schema", "not_finite"})
+"""Failures of a server that is there and at work: something about the samples it cannot judge."""
 BYTES_PER_SCORE, BYTES_OF_ANSWER = 64, 65536
 """An answer may be this long: twenty times what scores need, and what surrounds them."""
 
@@ -155,7 +157,8 @@ class HTTPSource:
     def _error(self, requests: Sequence[RewardRequest], last: list[tuple[Server, FailedTry]],
                outcome: str) -> RewardError:
         what = "; ".join(f"{server.url}: {failure}" for server, failure in _latest_by_server(last))
-        return RewardError(
+        of_samples = bool(last) and all(failure.kind in OF_SAMPLES for _, failure in _latest_by_server(last))
+        return (SampleError if of_samples else RewardError)(
             f"the reward service {self._name!r} gave no scores for {len(requests)} samples "
             f"({sample_names([r.key for r in requests])}): {outcome}. "
             f"{'Last, ' + what if what else 'No server could be asked: all of them had failed before'}. No score is "

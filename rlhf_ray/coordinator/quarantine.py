@@ -1,0 +1,90 @@
+"""Prompts that leave the run because no score could be given to a sample of theirs: set aside by name, within a budget.
+
+A prompt leaves with all its samples, for estimators compare them with each other. It leaves for the present epoch: the
+next one visits its row again, and the budget counts rows, however often they fail.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rlhf_ray.errors import RewardError, UnscoredSamples
+from rlhf_ray.observability.run_directory import write_atomically
+from rlhf_ray.records import SampleKey, Unscored
+from rlhf_ray.replay.ledger import Ledger
+
+SHOWN = 3
+"""Reasons in the message that ends a run."""
+
+
+class Quarantine:
+    """The samples that were set aside: in the ledger with their reasons, in a file with their texts."""
+
+    def __init__(self, ledger: Ledger, file: Path, limit: float, rows: int, warn: Callable[[str], None]) -> None:
+        """Go on with those in the ledger; what the file says of others was lost with the process that wrote it.
+
+        Args:
+            limit: largest share of the prompts.
+            rows: prompts of the data set.
+        """
+        self._ledger, self._file, self._limit, self._rows, self._warn = ledger, file, limit, rows, warn
+        self._allowed = max(1, int(limit * rows))
+        self._reasons: dict[int, str] = {}
+        """By row: why it left first."""
+        known = ledger.quarantined()
+        self.samples = len(known)
+        """Samples set aside."""
+        for key, reason in known:
+            self._reasons.setdefault(key.row, reason)
+        if file.exists():
+            _keep_lines(file, {key.numbers for key, _ in known})
+
+    def set_aside(self, keys: Sequence[SampleKey], error: UnscoredSamples) -> list[SampleKey]:
+        """Of a chunk's samples those whose prompts stay; the others are set aside.
+
+        Raises:
+            RewardError: more prompts would leave than may; says why the first ones did.
+        """
+        reasons = {(s.key.epoch, s.key.row): s.reason for s in error.samples if s.key in keys}
+        leaving = [key for key in keys if (key.epoch, key.row) in reasons]
+        for (_, row), reason in reasons.items():
+            self._reasons.setdefault(row, reason)
+        if len(self._reasons) > self._allowed:
+            raise self._too_many() from error
+        blamed = {sample.key: sample for sample in error.samples}
+        for key in leaving:
+            reason = blamed[key].reason if key in blamed else "another sample of its prompt has no score"
+            self._ledger.quarantine([key], reason)
+        self._write([blamed[key] for key in leaving if key in blamed])
+        self.samples += len(leaving)
+        for (epoch, row), reason in reasons.items():
+            self._warn(f"the prompt of row {row} leaves epoch {epoch}, for it has a sample without a score "
+                       f"({len(self._reasons)} of at most {self._allowed} prompts; see {self._file.name}): {reason}")
+        return [key for key in keys if (key.epoch, key.row) not in reasons]
+
+    def _write(self, samples: Sequence[Unscored]) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            for sample in samples:
+                file.write(json.dumps({**asdict(sample), "key": list(sample.key.numbers)}) + "\n")
+
+    def _too_many(self) -> RewardError:
+        told = "\n".join(f"- row {row}: {reason}" for row, reason in list(self._reasons.items())[:SHOWN])
+        return RewardError(
+            f"{len(self._reasons)} of {self._rows} prompts have samples without a score, and "
+            f"reward.quarantine_limit={self._limit:g} lets {self._allowed} leave the run. The first:\n{told}\nMend the "
+            "reward or the prompts (no score is made up in their place), or raise the limit, and go on with --resume")
+
+
+def _keep_lines(file: Path, keys: set[tuple[int, ...]]) -> None:
+    """Leave the lines that speak of these samples; the last one may be torn."""
+    kept = []
+    for line in file.read_bytes().splitlines(keepends=True):
+        try:
+            if tuple(json.loads(line)["key"]) in keys:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    write_atomically(file, b"".join(kept))
