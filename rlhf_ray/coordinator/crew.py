@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.errors import RLHFError, WorkerLost
 from rlhf_ray.observability.spans import StepClock, Task
+
+T = TypeVar("T")
 
 
 class Rotation:
@@ -165,6 +167,27 @@ class Crew:
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(None)
+
+
+async def kept(make: Callable[[], Awaitable[T]], most: int, again: Callable[[WorkerLost], None] | None = None) -> T:
+    """What `make` gives; made all over again, `most` times, when something of it lay on a node that is gone.
+
+    Args:
+        again: told of each loss before.
+
+    Raises:
+        WorkerLost: it was lost once more.
+    """
+    losses = 0
+    while True:
+        try:
+            return await make()
+        except WorkerLost as error:
+            losses += 1
+            if error.kind != "result" or losses > most:
+                raise
+            if again is not None:
+                again(error)
 
 
 async def finished(call: Call, phase: str, clock: StepClock) -> Call:

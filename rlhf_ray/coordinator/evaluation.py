@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.loop import EvaluationConfig
+from rlhf_ray.coordinator.crew import kept
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.records import SampleKey
@@ -51,8 +52,11 @@ class Evaluator:
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call:
         """One chunk, measured; what was measured stays in the object store."""
         team = self._pipeline.team
-        async with self._room:  # deadlines run from the call on, so a long queue must wait here
-            scored = await self._pipeline.route.score(
-                keys, self.config.seed, self._prompts, self.config.sampling)
+
+        async def measured() -> Call:
+            scored = await self._pipeline.route.score(keys, self.config.seed, self._prompts, self.config.sampling)
             return await team.crew(team.assembler).ask(
                 "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference, phase="evaluate")
+
+        async with self._room:  # deadlines run from the call on, so a long queue must wait here
+            return await kept(measured, self._pipeline.config.cluster.max_restarts)

@@ -117,8 +117,10 @@ class Healing:
                 return None
             except WorkerLost as again:
                 error = again
-        return WorkerError(f"{error.worker} was lost once more after {self._config.max_restarts} restarts "
-                           f"(cluster.max_restarts) without completing a call in between: {error}")
+        ended = WorkerError(f"{error.worker} was lost once more after {self._config.max_restarts} restarts "
+                            f"(cluster.max_restarts) without completing a call in between: {error}")
+        ended.role = error.role
+        return ended
 
     async def _restart(self, crew: Crew, rank: int, reason: str) -> None:
         group, loss = crew.group, self.down[crew.group.role, rank]

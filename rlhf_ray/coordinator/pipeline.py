@@ -7,10 +7,12 @@ fixed at admission, so at max_staleness 0, where each goes alone, timing changes
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.company import PATIENCE, Companies
+from rlhf_ray.coordinator.crew import kept
 from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.route import Generated, Route
@@ -150,8 +152,9 @@ class Pipeline:
         """One chunk from prompt to committed experience; made again when it came out too old for the bound, or when
         prompts of it, or of its company, were left out."""
         while True:
+            made = partial(self._experience, reservation, keys)
             try:
-                ref, summary = await self._experience(reservation, keys)
+                ref, summary = await kept(made, self.config.cluster.max_restarts, partial(self._all_over, keys))
             except UnscoredSamples as error:
                 keys = self._without_unscored(reservation, keys, error)
                 continue
@@ -175,27 +178,14 @@ class Pipeline:
             reservation = again
 
     async def _experience(self, reservation: Reservation, keys: list[SampleKey]) -> tuple[Any, ExperienceSummary]:
-        """A chunk generated, scored and assembled; all over again when something of it was lost with a node.
-
-        Raises:
-            WorkerLost: it was lost time and again.
-        """
-        losses = 0
-        while True:
-            began = self.team.clock.now()
-            self._note(reservation, "generated")
-            try:
-                chunk = await self._generate(keys)
-                self._note(reservation, "scored")
-                texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
-                return await self._companies.join(
-                    Member(reservation, chunk, texts), self._patience * (self.team.clock.now() - began))
-            except WorkerLost as error:
-                losses += 1
-                if error.kind != "result" or losses > self.config.cluster.max_restarts:
-                    raise
-                self._attempt_over(keys, error)
-                self._generating += len(keys)
+        """A chunk generated, scored and assembled."""
+        began = self.team.clock.now()
+        self._note(reservation, "generated")
+        chunk = await self._generate(keys)
+        self._note(reservation, "scored")
+        texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
+        return await self._companies.join(
+            Member(reservation, chunk, texts), self._patience * (self.team.clock.now() - began))
 
     def _attempt_over(self, keys: list[SampleKey], error: WorkerLost) -> None:
         """An attempt at a chunk was lost with a worker or a node; the next one begins."""
@@ -220,11 +210,16 @@ class Pipeline:
         self._generating += len(keys)
         return keys
 
+    def _all_over(self, keys: list[SampleKey], error: WorkerLost) -> None:
+        """A chunk is generated once more, after it was already."""
+        self._attempt_over(keys, error)
+        self._generating += len(keys)
+
     async def _generate(self, keys: list[SampleKey]) -> Generated:
         """A chunk; when its generator is done with it there may be room for another one."""
         try:
             chunk = await self.route.generate(keys, self.config.run.seed, self._prompts, None,
-                                              lambda error: self._attempt_over(keys, error))
+                                              partial(self._attempt_over, keys))
         finally:
             self._generating -= len(keys)
         self.ledger.generated(keys, chunk.rollout.worker)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_ray.errors import WorkerError, WorkerLost
+
 
 class FaultLog:
     """One line a lost worker, written when it is back, or will not come back. A resumed run appends.
@@ -27,6 +29,18 @@ class FaultLog:
         """A worker is lost."""
         self._lost += 1
         self._warn(text)
+
+    def rebuilt(self, error: WorkerError, seconds: float) -> None:
+        """A learner was lost, and all of them were built again, which took so long."""
+        lost = error if isinstance(error, WorkerLost) else None
+        self._lost += 1
+        self.write({
+            "role": error.role, "rank": lost and lost.rank, "incarnation": lost and lost.incarnation, "pid": None,
+            "kind": lost.kind if lost else "failed", "method": lost and lost.method, "reason": str(error),
+            "call_age_s": lost and round(lost.age_s, 3), "detection_s": None, "recovery_s": seconds,
+            "outcome": "all learners built again from the last checkpoint", "redispatched": 0,
+            "lost_at": self.wall_time(seconds),
+        }, seconds_down=seconds)
 
     def back(self, text: str) -> None:
         """It is back."""

@@ -87,9 +87,12 @@ class Course:
             raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume goes on from the "
                                  f"last checkpoint, or begins anew where there is none yet: {error}") from error
         self._stop.can_save = False  # what there is to save is saved
-        if self.coordinator is not None:
-            self.coordinator.weights.forget()
+        began, coordinator = time.perf_counter(), self.coordinator
+        if coordinator is not None:
+            coordinator.weights.forget()
         await self._rebuilding.after(error)
+        if coordinator is not None:
+            coordinator.team.healing.log.rebuilt(error, time.perf_counter() - began)
         return await asyncio.to_thread(self._store.latest)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.crew import kept
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
@@ -180,6 +181,35 @@ def test_a_role_s_own_error_and_a_lost_argument_are_no_business_of_healing():
         with pytest.raises(type(error)):
             run_in_virtual_time(ward.ask_all(1))
     assert ward.healing.down == {} and ward.crew.rotation.up == [0, 1]
+
+
+@pytest.mark.parametrize("losses, most", [(2, 3), (3, 3)])
+def test_what_lay_on_a_lost_node_is_made_again(losses, most):
+    group, told, made = StandInGroup("reward", None), [], []
+    group.incarnation = lambda rank: 1
+
+    async def make():
+        made.append(len(made))
+        if len(made) <= losses:
+            raise lost(group, 0, kind="result")
+        return "whole"
+
+    assert asyncio.run(kept(make, most, told.append)) == "whole"
+    assert len(made) == losses + 1 and len(told) == losses
+
+
+def test_but_not_for_ever_and_not_for_other_losses():
+    group, made = StandInGroup("reward", None), []
+    group.incarnation = lambda rank: 1
+
+    async def make(kind):
+        made.append(kind)
+        raise lost(group, 0, kind=kind)
+
+    for kind in ("result", "died"):
+        with pytest.raises(WorkerLost):
+            asyncio.run(kept(lambda kind=kind: make(kind), 3))
+    assert made == ["result"] * 4 + ["died"]
 
 
 class Publishing(Ward):

@@ -3,7 +3,8 @@
 import asyncio
 import random
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
+from contextlib import closing
 
 import pytest
 
@@ -11,9 +12,11 @@ from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.errors import RewardError
+from rlhf_ray.errors import RewardError, WorkerLost
 from rlhf_ray.records import RewardTerms
+from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.ledger import open_for_reading
 from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, ledger_of, team_of
 
 ROWS = 50
@@ -123,6 +126,36 @@ def test_a_prompts_samples_travel_together(ppo_config, summary):
 
     rows = [row for _, row in cursor_keys(3)]
     assert in_loop(run()) == [(row, sample) for row in rows for sample in (0, 1)]
+
+
+def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed(ppo_config, summary):
+    """Its rollout lay on a node that is gone when the assembler asked for it."""
+    lost = []
+
+    async def run():
+        world = World(ppo_config(prompts=4, chunk=2), summary)
+        assemble = world._assemble
+
+        async def lose_one(rank, method, terms, keep_texts, ranks, *records):
+            if not lost:
+                lost.append(records[0]["keys"])
+                error = WorkerLost("an argument of assemble_each was lost")
+                error.role, error.kind = "assembler", "result"
+                raise error
+            return await assemble(rank, method, terms, keep_texts, ranks, *records)
+
+        world.team.assembler._behaviour = lose_one
+        keys = await world.train()
+        return world, [(k.epoch, k.row) for k in keys]
+
+    world, keys = in_loop(run())
+    assert keys == cursor_keys(4)
+    assert sorted(Counter(world.seeds).values()) == [1, 2]
+    assert Counter(world.seeds)[tuple(lost[0]), world.seeds[0][1]] == 2
+    with closing(open_for_reading(world.ledger.path)) as db:
+        assert db.execute("SELECT state, reason FROM attempts").fetchall() == [
+            ("generated", "an argument of assemble_each was lost")] * 2
+        assert audit(db, ended=False) == []
 
 
 def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
