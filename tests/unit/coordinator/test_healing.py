@@ -12,7 +12,7 @@ from rlhf_ray.coordinator.crew import kept
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import ModelError, RewardError, WorkerError, WorkerLost
+from rlhf_ray.errors import ModelError, RewardError, WeightsError, WorkerError, WorkerLost
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.spans import Task
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
@@ -33,7 +33,7 @@ class Mortals(StandInGroup):
 
     def __init__(self, workers=2, doomed=(), unrestartable=None):
         super().__init__("generator", self._behave, workers)
-        self.doomed, self.unrestartable = list(doomed), unrestartable
+        self.doomed, self.unrestartable, self.begun = list(doomed), unrestartable, set()
         self.incarnations, self.given_up, self.tokens, self.versions = [1] * workers, [], 0, [0] * workers
 
     async def _behave(self, rank, method, *args):
@@ -41,6 +41,10 @@ class Mortals(StandInGroup):
         if (rank, method) in self.doomed:
             self.doomed.remove((rank, method))
             raise lost(self, rank, method)
+        if method == "begin_weights":
+            self.begun.add(rank)
+        if method in ("load_weights", "finish_weights") and rank not in self.begun:
+            raise WeightsError(f"generator/{rank} got {method} while no publication was under way")
         if method == "finish_weights":
             self.versions[rank] = args[0]
             return WeightsConfirmed(args[0], 0.5)
@@ -61,6 +65,7 @@ class Mortals(StandInGroup):
         await asyncio.sleep(1.0)
         self.incarnations[rank] += 1
         self.versions[rank] = 0
+        self.begun.discard(rank)
 
     async def start_one(self, rank, timeout_s):
         if self.unrestartable:
@@ -226,7 +231,7 @@ class Publishing(Ward):
 
     async def _learner(self, rank, method, *args):
         if method == "plan_weights":
-            return WeightsPlan(PublicationSize(3, 300), PublicationSize(3, 300))
+            return WeightsPlan(PublicationSize(40, 300), PublicationSize(40, 300))
         if self.learner_lost:
             self.learner_lost -= 1
             raise lost(self.policy, rank, method)
