@@ -5,6 +5,7 @@ role has started (vLLM's engine runs in one of its own). So a worker names them 
 """
 
 import asyncio
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ def processor_seconds(processes: Processes) -> float | None:
 
 def _nanoseconds(pid: int) -> Iterator[int]:
     """Of each thread of a process."""
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(OSError):
-            yield int(path.read_text().split()[0])
+    with suppress(OSError):  # it ends just now
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                yield int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0])

@@ -13,7 +13,7 @@ from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.processes import processor_seconds
 from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import WorkerLost
+from rlhf_ray.errors import RLHFError, WorkerLost
 
 LOOKS = 4
 """Looks within a lease."""
@@ -92,6 +92,6 @@ class Watch:
             return None if processes is None else await asyncio.to_thread(processor_seconds, processes)
         try:
             tokens: int = await group.call(rank, "tokens_made", timeout_s=self._period_s).value()
-        except WorkerLost:
-            return NO_ANSWER  # one that died is noticed by those who wait for it
+        except RLHFError:
+            return NO_ANSWER  # one that died, or broke, is noticed by those who wait for it
         return now if publishing else float(tokens)
