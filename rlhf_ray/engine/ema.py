@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ray.checkpoint.tensors import load_tensors
-from rlhf_ray.engine.shards import full_shape, own_shard, whole
+from rlhf_ray.engine.shards import full_shape, own_shard, share_of, whole
 from rlhf_ray.errors import CheckpointError
 
 
@@ -53,21 +53,23 @@ class WeightAverage:
         """Write this rank's shards."""
         torch.save(self._shards, path)
 
-    def load(self, path: Path) -> None:
-        """Take back what `save` wrote on the same rank of as many.
+    def load(self, *paths: Path) -> None:
+        """Take back what `save` wrote on all ranks, in their order, however many there were.
 
         Raises:
             CheckpointError: nothing was saved, or other parameters.
         """
-        if not path.is_file():
-            raise CheckpointError(f"the checkpoint has no average of the weights ({path.name}): the run that saved it "
-                                  "had no policy.ema_decay. Leave it empty to go on, or begin a new run.")
-        saved = load_tensors(path)
-        mine = {name: tuple(shard.shape) for name, shard in self._shards.items()}
-        if {name: tuple(shard.shape) for name, shard in saved.items()} != mine:
-            raise CheckpointError(f"{path} holds averages of other weights than this run trains")
+        if not paths:
+            raise CheckpointError("the checkpoint has no average of the weights: the run that saved it had no "
+                                  "policy.ema_decay. Leave it empty to go on, or begin a new run.")
+        saved = [load_tensors(path) for path in paths]
         for name, shard in self._shards.items():
-            shard.copy_(saved[name])
+            numel = full_shape(self._parameters[name]).numel()
+            parts = [found[name] for found in saved if name in found]
+            if [len(part) for part in parts] != [-(-numel // len(saved))] * len(saved):
+                raise CheckpointError(f"{paths[0].parent} holds averages of other weights than this run trains: "
+                                      f"{name} is not there, or of another size")
+            shard.copy_(share_of(torch.cat(parts)[:numel]))
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():

@@ -19,8 +19,12 @@ def own_shard(parameter: nn.Parameter) -> Tensor:
     """[ceil(numel / ranks)] this rank's share; zeros fill the last one up. Not a copy where none is needed."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.detach().view(-1)
-    flat, ranks = parameter.detach().reshape(-1), dist.get_world_size()
-    size = -(-flat.numel() // ranks)
+    return share_of(parameter.detach().reshape(-1))
+
+
+def share_of(flat: Tensor) -> Tensor:
+    """[ceil(numel / ranks)] this rank's share of a flattened tensor that it holds whole."""
+    size = -(-flat.numel() // dist.get_world_size())
     share = flat[dist.get_rank() * size : (dist.get_rank() + 1) * size]
     return pad(share, (0, size - share.numel()))
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.engine.safe_checkpoint import read_safely
+from rlhf_ray.engine.portions import MOMENTS, Portion, adamw, portions
+from rlhf_ray.engine.saved import WEIGHTS, Saved, Snapshot, snapshot
 from rlhf_ray.engine.schedule import learning_rate
 from rlhf_ray.errors import CheckpointError, TrainingError
 
@@ -47,14 +48,13 @@ class TrainEngine:
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._partly_frozen = _leave_out_frozen(module)
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=_adamw(module, config), config=_deepspeed_config(config, stage),
             dist_init_required=False,
         )
-        read_safely(self.engine)
         self._norm: float | None = None
         if stage == 0:
             self.engine.optimizer.register_step_pre_hook(self._clip)
@@ -123,40 +123,49 @@ class TrainEngine:
         if not math.isfinite(self._norm):
             self.engine.zero_grad()
 
-    def save(self, directory: Path) -> None:
-        """Write trained weights, optimizer and progress of this rank under `directory`, each rank its part.
+    def snapshot(self) -> Snapshot:
+        """A copy of this rank's part of weights, optimizer and progress, which `Snapshot.write` puts into a file of the
+        directory that `load` reads. Frozen parameters are left out: they are as the module was built."""
+        return snapshot(portions(self.engine, self._stage, self._trained), adamw(self.engine, self._stage).state, {
+            "world": self.world, "optimizer_steps": self.optimizer_steps, "updates_in_vain": self.updates_in_vain})
 
-        Frozen parameters are left out: they are as the module was built.
-        """
-        progress = {"optimizer_steps": self.optimizer_steps, "updates_in_vain": self.updates_in_vain}
-        self.engine.save_checkpoint(str(directory), tag="engine", client_state=progress,
-                                    exclude_frozen_parameters=self._partly_frozen)
-
+    @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """Take back what `save` wrote, for the same number of ranks.
+        """Take back what all ranks wrote, however many there were and at whichever ZeRO stage.
 
         Raises:
-            CheckpointError: there is nothing of this engine in `directory`, or more than a checkpoint may hold, or it
-                was saved at another ZeRO stage.
+            CheckpointError: there is no learner's state in `directory`, or it is of another model.
         """
-        # DeepSpeed answers a missing folder with an assertion of its own.
-        path, client = None, {}
-        if (directory / "engine").is_dir():
-            self._check_stage(directory)
-            path, client = self.engine.load_checkpoint(
-                str(directory), tag="engine", load_module_strict=not self._partly_frozen)
-        if path is None:
-            raise CheckpointError(f"{directory} holds no learner state to load")
-        self.optimizer_steps = int(client["optimizer_steps"])
-        self.updates_in_vain = int(client.get("updates_in_vain", 0))  # earlier versions ended at the first
+        saved = Saved(directory)
+        if saved.names() != self._trained.keys():
+            raise CheckpointError(f"{directory} holds the state of other parameters than this run trains: "
+                                  f"{sorted(saved.names() ^ self._trained.keys())[:3]} are in one of the two only")
+        if self._stage < 3:
+            for name, parameter in self._trained.items():
+                parameter.copy_(_there(saved.whole(WEIGHTS, name, parameter.numel())).view_as(parameter))
+        for portion in portions(self.engine, self._stage, self._trained, whole=True):
+            self._take_back(saved, portion)
+        self.optimizer_steps = int(saved.notes["optimizer_steps"])
+        self.updates_in_vain = int(saved.notes["updates_in_vain"])
 
-    def _check_stage(self, directory: Path) -> None:
-        """DeepSpeed takes another stage's files for weights without an optimizer, and says nothing."""
-        sharded = any((directory / "engine").glob("*zero_pp_rank_*_optim_states.pt"))
-        if sharded != (self._stage > 0):
-            raise CheckpointError(f"{directory} was saved {'with' if sharded else 'without'} ZeRO's shards, and this "
-                                  f"run has stage {self._stage}: set zero_stage and offload_optimizer back, or begin a "
-                                  "new run. (One rank below stage 3 keeps no shards.)")
+    def _take_back(self, saved: Saved, portion: Portion) -> None:
+        stretch, states = slice(portion.start, portion.stop), adamw(self.engine, self._stage).state
+        weights = _there(saved.whole(WEIGHTS, portion.name, portion.numel))[stretch]
+        portion.weights.copy_(weights)
+        if self._stage == 3:
+            self._trained[portion.name].ds_tensor.view(-1)[: len(weights)].copy_(weights)
+        for moment in MOMENTS:
+            whole = saved.whole(moment, portion.name, portion.numel)
+            if whole is None:  # saved before the optimizer's first step
+                states.pop(portion.owner, None)
+                return
+            state = states[portion.owner]
+            if moment not in state:
+                state[moment] = torch.zeros_like(portion.owner)
+            portion.of(state[moment]).copy_(whole[stretch])
+            step = saved.notes["steps"][portion.name]
+            state["step"] = step if self.config.offload_optimizer else torch.tensor(
+                float(step), device=portion.owner.device)  # as each of the two optimizers keeps it
 
     def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and full shape of every parameter of the inner model, tied ones once, in a fixed order."""
@@ -190,20 +199,11 @@ def _seen_in_gradient(loss: Tensor, weight: float) -> Tensor:
     return torch.where(torch.isfinite(loss.detach()), weight, torch.nan)
 
 
-def _leave_out_frozen(module: nn.Module) -> bool:
-    """Let the module's state be that of its trained parameters; returns whether some are frozen.
-
-    DeepSpeed would do so by itself, and keep frozen parameters that go by a second name, such as tied embeddings.
-    """
-    frozen = [name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
-
-    def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for name in frozen:
-            state.pop(prefix + name, None)
-
-    if frozen:
-        module.register_state_dict_post_hook(drop)
-    return bool(frozen)
+def _there(tensor: Tensor | None) -> Tensor:
+    """A tensor of a parameter that is known to have been saved."""
+    if tensor is None:
+        raise CheckpointError("a parameter was saved without its weights")
+    return tensor
 
 
 def _adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:

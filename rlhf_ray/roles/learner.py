@@ -155,7 +155,7 @@ class Learner:
         path = Path(directory)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self.engine.save(path)
+            self.engine.snapshot().write(path / f"rank_{self.rank}.safetensors")
             if self.rank == 0:
                 save_description(self.adapters, path)
             torch.save(rng_state(), path / f"rng_{self.rank}.pt")
@@ -174,7 +174,8 @@ class Learner:
         path = Path(directory)
         check_description(self.adapters, path)
         self.engine.load(path)
-        set_rng_state(load_tensors(path / f"rng_{self.rank}.pt"))
+        if (own := path / f"rng_{self.rank}.pt").is_file():  # else there were fewer ranks
+            set_rng_state(load_tensors(own))
         self.load_more(path)
 
     def save_more(self, path: Path) -> None:

@@ -153,12 +153,12 @@ class PolicyLearner(Learner):
         """The average of the weights, and the place in the pretraining text."""
         if self.average:
             self.average.save(path / f"average_{self.rank}.pt")
-        if self.ptx:
-            self.ptx.save(path / f"ptx_{self.rank}.json")
+        if self.ptx and self.rank == 0:
+            self.ptx.save(path / "ptx_0.json")
 
     def load_more(self, path: Path) -> None:
         """Errors as in `WeightAverage.load` and `PretrainingMix.load`."""
         if self.average:
-            self.average.load(path / f"average_{self.rank}.pt")
+            self.average.load(*(path / f"average_{rank}.pt" for rank in range(len(list(path.glob("average_*.pt"))))))
         if self.ptx:
-            self.ptx.load(path / f"ptx_{self.rank}.json")
+            self.ptx.load(path / "ptx_0.json")  # the same on all ranks

@@ -212,15 +212,11 @@ def close_books(ledger: Ledger) -> dict[str, int]:
 
 def _geometry(config: PPOConfig) -> dict[str, int | str]:
     """What a resumed run must have in common with the run that saved."""
-    numbers: dict[str, int | str] = {
+    critic = config.critic.backbone if config.shares_backbone or config.starts_critic else "nobody's"
+    return {
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
-        "policy.workers": config.policy.workers, "policy.zero_stage": config.policy.zero_stage,
         "training on the update's own forward pass (see PPOConfig)": config.trains_on_own_forward,
+        "critic.backbone": critic,
     }
-    if config.shares_backbone:
-        numbers |= {"critic.backbone": config.critic.backbone}
-    if config.starts_critic:
-        numbers |= {"critic.workers": config.critic.workers, "critic.zero_stage": config.critic.zero_stage}
-    return numbers

@@ -18,6 +18,7 @@ from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.process_rows import IGNORE, StepRows
 from rlhf_ray.data.sequences import Pairs, Sequences
+from rlhf_ray.engine.saved import Saved
 from rlhf_ray.records import Experience, Rollout, SampleKey, TokenScores, offsets_of
 from rlhf_ray.roles.updates import mini_batches, training_batch
 
@@ -369,6 +370,46 @@ def test_a_rollout_with_fewer_rows_than_ranks_is_scored_whole(ranks, files, expe
         found = TokenScores.concat(learners.do("logprobs", rollout))
         expected = plain_logprobs(load_policy(files.tied), rollout.tokens, rollout.offsets, rollout.response_mask)
         assert np.abs(found.values - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((1, 2), (2, 2)), ((2, 3), (1, 3)), ((1, 3), (2, 3)),
+                                               ((2, 0), (2, 3)), ((2, 2), (2, 0)), ((2, 3), (2, 1))], ids=str)
+def test_another_number_of_ranks_at_another_stage_goes_on_with_the_same_state(
+    ranks, files, experiences, tmp_path, before, after
+):
+    """The state as it was, number by number: saved again by the others it is the same. Then the next update, which
+    differs by no more than the order of sums; and back."""
+    worlds, found = [before, after, before], []
+    for turn, (world, zero) in enumerate(worlds):
+        arguments = policy_arguments(files, zero, SMALL)
+        arguments["config"] = arguments["config"].model_copy(update={"ema_decay": 0.5})
+        learners = ranks.make(world, "PolicyLearner", arguments)
+        if turn == 0:
+            learners.do("update", 0, 0.0, *experiences)
+        else:
+            learners.do("load", str(tmp_path / str(turn - 1)))
+        learners.do("save", str(tmp_path / str(turn)))
+        start = learners.weights()
+        stats = learners.do("update", 1, 0.0, *experiences)
+        found.append((start, learners.weights(), stats[0].metrics["learning_rate"]))
+    assert states(tmp_path / "0") == states(tmp_path / "1") == states(tmp_path / "2")
+    for start, end, rate in found[1:]:
+        assert rate == found[0][2]
+        assert_same_update((found[0][0], found[0][1]), start, end)
+
+
+def states(directory):
+    """Whole tensors of a learner's saved state, as bytes by kind and name, and how far it was."""
+    saved = Saved(directory)
+    names = sorted(saved.names())
+    sizes = {name: sum(len(file.get_tensor(key)) for _, file, key in saved._stretches["weights", name])
+             for name in names}
+    files = sorted(directory.glob("average_*.pt"), key=lambda path: int(path.stem.split("_")[1]))
+    parts = [torch.load(path, weights_only=True) for path in files]
+    averages = {name: torch.cat([part[name] for part in parts])[: sizes[name]].numpy().tobytes() for name in names}
+    notes = {name: value for name, value in saved.notes.items() if name != "world"}
+    return notes, averages, {(kind, name): saved.whole(kind, name, sizes[name]).numpy().tobytes()
+                             for kind in ("weights", "exp_avg", "exp_avg_sq") for name in names}
 
 
 @pytest.mark.parametrize("cls", ["PolicyLearner", "CriticLearner"])

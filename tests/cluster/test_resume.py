@@ -29,7 +29,7 @@ def resumed(finished, configure, tmp_path_factory):
     shutil.copytree(finished.directory, directory)
     for file in ("model", "model_ema", "summary.json", "report.html"):
         shutil.rmtree(directory / file) if (directory / file).is_dir() else (directory / file).unlink()
-    flip_a_byte(directory / "checkpoints/step_4/policy_learner/engine/zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    flip_a_byte(directory / "checkpoints/step_4/policy_learner/rank_1.safetensors")
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -56,7 +56,7 @@ def measured(directory):
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(resumed):
     _, warnings = resumed
-    assert any("passing over a damaged checkpoint" in w and "step_4" in w and "zero_pp_rank_1" in w for w in warnings)
+    assert any("passing over a damaged checkpoint" in w and "step_4" in w and "rank_1" in w for w in warnings)
 
 
 @pytest.mark.parametrize("model", ["model", "model_ema"])
@@ -106,7 +106,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(copy_of_t
     from rlhf_ray.stages import ppo
 
     for step in (2, 4):
-        flip_a_byte(copy_of_the_run / f"checkpoints/step_{step}/policy_learner/engine/mp_rank_00_model_states.pt")
+        flip_a_byte(copy_of_the_run / f"checkpoints/step_{step}/policy_learner/rank_0.safetensors")
     before = (copy_of_the_run / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints .* is intact"):
         ppo.run(load(PPOConfig, configure(copy_of_the_run), []), resume=True)

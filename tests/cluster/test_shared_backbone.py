@@ -66,5 +66,5 @@ def test_a_run_with_a_critic_of_its_own_does_not_go_on_from_there(runs, configur
 
     directory = shutil.copytree(runs[0], tmp_path / "run")
     own = {**sections, "critic": {"workers": 1}}
-    with pytest.raises(CheckpointError, match=r"critic.workers was None and is 1"):
+    with pytest.raises(CheckpointError, match=r"critic.backbone was policy and is own"):
         ppo.run(load(PPOConfig, configure(directory, **own), []), resume=True)

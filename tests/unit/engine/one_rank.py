@@ -55,14 +55,23 @@ def modes(it: TrainEngine) -> list[bool]:
     return found
 
 
-def other_stage(folder: Path) -> str:
-    """What loading the shards of stage 3 into an engine without any says."""
-    engine(3).save(folder)
-    try:
-        engine(0).load(folder)
-    except RLHFError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def save(it: TrainEngine, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    it.snapshot().write(folder / "rank_0.safetensors")
+    return folder
+
+
+def at_another_stage(folder: Path) -> list[list[Any]]:
+    """Weights and norm after one more step, where one stage goes on from what another saved, after steps or none."""
+    found = []
+    for before, after, steps in ((0, 3, 0), (0, 3, 2), (3, 0, 0), (3, 0, 2)):
+        first, second = engine(before), engine(after)
+        for _ in range(steps):
+            first.step([first.forward(X).sum()])
+        second.load(save(first, folder / f"{before}{after}{steps}"))
+        found.append([[vars(it.step([it.forward(X).sum()])), weights(it), it.optimizer_steps]
+                      for it in (first, second)])
+    return found
 
 
 def weights(it: TrainEngine) -> list[float]:
@@ -112,24 +121,17 @@ class Sentinel:
         return open, (self.path, "w")
 
 
-def poisoned(folder: Path, zero_stage: int) -> dict[str, str]:
-    """What loading says for each file of a saved engine that somebody has put a call into; "fired" if it ran."""
-    it, told = engine(zero_stage), {}
-    it.step([it.forward(X).sum()])
-    it.save(folder)
-    for path in sorted((folder / "engine").iterdir()):
-        whole, sentinel = path.read_bytes(), folder / "fired"
-        torch.save({**torch.load(path, weights_only=False), "extra": Sentinel(sentinel)}, path)
-        try:
-            it.load(folder)
-            told[path.name] = "nothing"
-        except RLHFError as error:
-            told[path.name] = f"{type(error).__name__}: {error}"
-        if sentinel.exists():
-            told[path.name] = "fired"
-        path.write_bytes(whole)
-        it.load(folder)  # and whole it is read again
-    return told
+def poisoned(folder: Path) -> str:
+    """What loading says where somebody has put a pickle with a call into the place of a file; "fired" if it ran."""
+    it = engine()
+    save(it, folder)
+    torch.save({"weights": Sentinel(folder / "fired")}, folder / "rank_0.safetensors")
+    try:
+        it.load(folder)
+        told = "nothing"
+    except RLHFError as error:
+        told = f"{type(error).__name__}: {error}"
+    return "fired" if (folder / "fired").exists() else told
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def main(folder: Path) -> dict[str, Any]:
     results = [vars(whole.step([whole.forward(X).sum()]))]
     first = weights(whole)
     parts.step(parts.forward(X).sum() * share for share in (0.25, 0.75))
-    whole.save(folder)
+    save(whole, folder)
     resumed = engine()
     resumed.load(folder)
     restored = {"weights": weights(resumed), "steps": resumed.optimizer_steps}
@@ -154,8 +156,9 @@ def main(folder: Path) -> dict[str, Any]:
         "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
         "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
         "spoiled": {kind: [failing_step(spoil, stage) for stage in range(4)] for kind, spoil in SPOILED.items()},
-        "in_vain": in_vain(), "modes": modes(engine()), "other_stage": other_stage(folder / "other"),
-        "poisoned": [poisoned(folder / f"stage_{stage}", stage) for stage in range(4)],
+        "in_vain": in_vain(), "modes": modes(engine()),
+        "at_another_stage": at_another_stage(folder),
+        "poisoned": poisoned(folder / "poisoned"),
     }
 
 

@@ -48,20 +48,17 @@ def test_an_empty_directory_is_no_state(told):
     assert told["missing"].startswith("CheckpointError: ") and "nowhere holds no learner state" in told["missing"]
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_checkpoint_with_a_call_in_it_is_refused_and_the_call_never_made(told, stage):
-    said = told["poisoned"][stage]
-    assert len(said) == (2 if stage == 3 else 1)  # one rank has nothing to shard below stage 3
-    for name, what in said.items():
-        assert what.startswith("CheckpointError: ") and name in what and "was not read" in what and "io.open" in what
+def test_a_checkpoint_with_a_call_in_it_is_refused_and_the_call_never_made(told):
+    assert told["poisoned"].startswith("CheckpointError: ") and "rank_0.safetensors is no learner's" in told["poisoned"]
 
 
 def test_layers_are_told_when_they_are_trained_whatever_they_were_told_before(told):
     assert told["modes"] == [True, False, False, True, True]
 
 
-def test_shards_of_another_stage_are_refused(told):
-    assert told["other_stage"].startswith("CheckpointError: ") and "set zero_stage" in told["other_stage"]
+def test_another_stage_goes_on_as_if_it_had_been_the_first(told):
+    for first, second in told["at_another_stage"]:
+        assert first == second
 
 
 def test_inference_builds_no_graph(told):

@@ -1,0 +1,89 @@
+"""Which stretch of which parameter a rank answers for, at every ZeRO stage, and where AdamW keeps what goes with it.
+
+At stage 0 each rank holds all and answers for an equal share; at stages 1 and 2 for what lies in its partition of the
+flattened parameters; at stage 3 for its shard. The stretches of all ranks together are the parameters, each once.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of every weight (Kingma and Ba 2015: m and v)."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A stretch of one flattened parameter."""
+
+    name: str
+    numel: int
+    """Of the whole parameter."""
+    start: int
+    weights: Tensor
+    """[length] the weights that the optimizer changes; a view."""
+    owner: Tensor
+    """Whose state the optimizer keeps: the parameter, or what many of them are flattened into."""
+    offset: int
+    """Where the stretch begins in the flattened owner."""
+
+    def of(self, like_owner: Tensor) -> Tensor:
+        """[length] its stretch of a tensor of the owner's shape; a view."""
+        return like_owner.view(-1).narrow(0, self.offset, len(self.weights))
+
+    @property
+    def stop(self) -> int:
+        """The end of the stretch."""
+        return self.start + len(self.weights)
+
+
+def portions(engine: Any, stage: int, parameters: Mapping[str, nn.Parameter], whole: bool = False) -> Iterator[Portion]:
+    """The stretches of this rank.
+
+    Args:
+        engine: DeepSpeed's.
+        parameters: those under training, by name.
+        whole: at stage 0, where every rank steps every weight, all of each parameter.
+    """
+    for name, parameter in parameters.items():
+        if stage == 0:
+            yield from _replicated(name, parameter, whole)
+        elif stage == 3:
+            yield from _sharded(name, parameter, engine.optimizer)
+        else:
+            yield from _partitioned(name, parameter, engine.optimizer)
+
+
+def adamw(engine: Any, stage: int) -> torch.optim.Optimizer:
+    """The optimizer under DeepSpeed's, whose state `Portion.owner` is a key of."""
+    found: torch.optim.Optimizer = engine.optimizer.optimizer if stage else engine.optimizer
+    return found
+
+
+def _replicated(name: str, parameter: nn.Parameter, whole: bool) -> Iterator[Portion]:
+    flat, ranks = parameter.data.view(-1), dist.get_world_size()
+    size = -(-len(flat) // ranks)
+    start, stop = (0, len(flat)) if whole else (dist.get_rank() * size, min(len(flat), (dist.get_rank() + 1) * size))
+    if start < stop:
+        yield Portion(name, len(flat), start, flat[start:stop], parameter, start)
+
+
+def _partitioned(name: str, parameter: nn.Parameter, optimizer: Any) -> Iterator[Portion]:
+    mapping = parameter._hp_mapping
+    if mapping is not None:  # else it lies in other ranks' partitions
+        owner = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        yield Portion(name, parameter.numel(), mapping.lp_fragment_address.start, mapping.hp_fragment.data, owner,
+                      mapping.hp_fragment_address.start)
+
+
+def _sharded(name: str, parameter: Any, optimizer: Any) -> Iterator[Portion]:
+    group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    start = dist.get_rank() * size
+    length = min(size, parameter.ds_numel - start)  # the last shards may be filled up
+    if length > 0:
+        owner = optimizer.fp32_partitioned_groups_flat[group]
+        yield Portion(name, parameter.ds_numel, start, owner.data.narrow(0, offset, length), owner, offset)
