@@ -145,6 +145,13 @@ class StubRoles:
         """A sign of life."""
         return self._clock()
 
+    async def begin_save(self, rank: int, directory: str) -> None:
+        """Nothing of a learner is kept."""
+
+    async def saved(self, rank: int) -> bool:
+        """It is on disk."""
+        return True
+
     async def save(self, rank: int, *args: Any) -> None:
         """The end of the run."""
 

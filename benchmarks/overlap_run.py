@@ -167,6 +167,12 @@ class _Silent:
     async def save(self) -> None:
         """Nothing is kept."""
 
+    async def settled(self, wait: bool = True) -> None:
+        """Nothing is waited for."""
+
+    async def close(self, hurry: bool = False) -> None:
+        """Nothing is under way."""
+
     def write(self, *_: Any) -> None:
         """Nothing is written."""
 

@@ -67,7 +67,7 @@ class CheckpointStore:
         """
         tmp = temporary_for(self.path(step))
         require_space(self.root, needed_bytes, f"checkpoint of step {step}", self._safe())
-        with self._whole_or_nothing(tmp, step):
+        with self.whole_or_nothing(tmp, step):
             if tmp.exists():
                 shutil.rmtree(tmp)
             tmp.mkdir(parents=True)
@@ -80,7 +80,7 @@ class CheckpointStore:
             CheckpointError: the disk is full, or `tmp` holds something that is not a regular file; `tmp` is gone then.
         """
         final = self.path(step)
-        with self._whole_or_nothing(tmp, step):
+        with self.whole_or_nothing(tmp, step):
             fsync_tree(tmp)
             write_manifest(tmp, step, extra)
             fsync_path(tmp)
@@ -96,7 +96,7 @@ class CheckpointStore:
         `extra` is read at the end, so it may be filled while writing. A full disk rises as CheckpointError.
         """
         tmp = self.begin(step, needed_bytes)
-        with self._whole_or_nothing(tmp, step):
+        with self.whole_or_nothing(tmp, step):
             yield tmp
         self.commit(tmp, step, extra)
 
@@ -166,7 +166,7 @@ class CheckpointStore:
         return f"the previous checkpoint {newest} is intact" if newest else "no earlier checkpoint exists"
 
     @contextmanager
-    def _whole_or_nothing(self, tmp: Path, step: int) -> Iterator[None]:
+    def whole_or_nothing(self, tmp: Path, step: int) -> Iterator[None]:
         """Remove `tmp` when the block fails, and say so plainly when the disk was full."""
         try:
             yield

@@ -1,5 +1,6 @@
 """PPO's loop on one page: get a batch, learn from it, publish the new policy, keep the books."""
 
+import asyncio
 import gc
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,7 +46,9 @@ class Coordinator:
     on_evaluation: Callable[[int, Evaluation], None]
     """Told of every evaluation and the step it belongs to."""
     _saved_at: int | None = None
-    """Step of the newest checkpoint of this process."""
+    """Step of the newest checkpoint of this process, which may still be written."""
+    _pause_s: float | None = None
+    """How long training stood still for a checkpoint since the last row of metrics."""
 
     def __post_init__(self) -> None:
         self._learning = Learning(self.config, self.team, self.state, self.pipeline, self.progress.warn)
@@ -63,12 +66,18 @@ class Coordinator:
                 await self._keep_best()
             while not self._ended:
                 await self._step_or_stop()
+            await self.recovery.settled()
+        except asyncio.CancelledError:
+            await self.recovery.close(hurry=True)
+            raise
         finally:
             gc.unfreeze()
             await self.pipeline.close()
+            await self.recovery.close()
 
     async def _step_or_stop(self) -> None:
         """One step; when asked to stop, a checkpoint instead. Chunks under way are in it, and are made again."""
+        await self.recovery.settled(wait=False)
         began, received = self.team.clock.now(), traffic.received
         # A batch that is ready would be given first, time and again.
         lease = None if self.stop.requested else await self.stop.unless_asked(self._next_batch())
@@ -77,6 +86,7 @@ class Coordinator:
             return
         if self._saved_at != self.state.step:
             await self._save()
+        await self.recovery.settled()
         raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
                              f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
 
@@ -104,7 +114,9 @@ class Coordinator:
         if not self._pauses:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
-                              traffic.received - received, self.team.healing.log.take(), began, self.team.clock.now())
+                              traffic.received - received, self.team.healing.log.take(), began, self.team.clock.now(),
+                              self._pause_s)
+        self._pause_s = None
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
@@ -116,10 +128,11 @@ class Coordinator:
     async def _keep_best(self) -> None:
         """Keep the present step, which is the best so far."""
         await self._save()
+        await self.recovery.settled()
         await self.best.keep()
 
     async def _save(self) -> None:
-        await self.recovery.save()
+        self._pause_s = await self.recovery.save()
         self._saved_at = self.state.step
 
     def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:

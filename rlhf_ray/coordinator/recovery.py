@@ -1,25 +1,29 @@
 """Checkpoints of a whole run: every learner rank's part, the coordinator's state, its ledger, waiting experience."""
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
+from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import ExperienceSummary
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.entries import Reservation
+from rlhf_ray.replay.entries import Entry, Reservation
 from rlhf_ray.replay.ledger import Ledger
 
 LEDGER = "ledger.sqlite"
 """Name of the ledger's copy in a checkpoint."""
+ASK_AGAIN_S = 0.1
+"""Between two looks whether a checkpoint's parts are written."""
 
 
 class Recovery:
-    """Saves a run between two steps and brings it back."""
+    """Saves a run between two steps and brings it back. One checkpoint is under way at a time."""
 
     def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer,
                  summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str], ledger: Ledger) -> None:
@@ -31,28 +35,75 @@ class Recovery:
         self.geometry = geometry
         self.store, self.team, self.state, self.buffer = store, team, state, buffer
         self.summaries, self.ledger = summaries, ledger
+        self.longest_pause_s = 0.0
+        """Of those that `save` told."""
+        self._under_way: asyncio.Task[None] | None = None
 
-    async def save(self) -> Path:
-        """Write the checkpoint of the present step; whole, or not at all.
+    async def save(self) -> float:
+        """Begin the checkpoint of the present step, when the one before is in place: everything is copied now, and
+        training may go on while it is written.
+
+        Returns:
+            seconds for which training stood still.
 
         Raises:
             CheckpointError: the disk is full or cannot be written; the previous checkpoint is intact.
         """
+        began = time.perf_counter()
+        await self.settled()
         waiting = self.buffer.ready_entries()
         snapshot = {
             "geometry": dict(self.geometry), "run": self.state.state_dict(), "buffer": self.buffer.state_dict(),
             "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
         }
-        with self.store.writing(self.state.step) as directory:
+        step, directory = self.state.step, self.store.begin(self.state.step)
+        with self.store.whole_or_nothing(directory, step):
             self.ledger.save(directory / LEDGER)  # at once, so that it tells of the same moment as the snapshot
-            await asyncio.gather(*(group.values("save", str(directory.absolute() / group.role))
+            save_state(directory / "coordinator.json", snapshot)
+            await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
                                    for group in self.team.learners()))
+        self._under_way = asyncio.create_task(self._finish(directory, step, waiting), name=f"checkpoint of step {step}")
+        pause_s = time.perf_counter() - began
+        self.longest_pause_s = max(self.longest_pause_s, pause_s)
+        return pause_s
+
+    async def settled(self, wait: bool = True) -> None:
+        """The checkpoint under way, if there is one, is in its place.
+
+        Args:
+            wait: for it; else only what went wrong already is told.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        if self._under_way is not None and (wait or self._under_way.done()):
+            under_way, self._under_way = self._under_way, None
+            await under_way
+
+    async def close(self, hurry: bool = False) -> None:
+        """Let the checkpoint under way come to its end, whatever that is; or drop it, in a hurry."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            if hurry:
+                under_way.cancel()
+            await asyncio.gather(under_way, return_exceptions=True)
+            if hurry:
+                self.store.clean()
+
+    async def _finish(self, directory: Path, step: int, waiting: Sequence[Entry]) -> None:
+        """Wait until all parts are on disk, and make a checkpoint of them. The ledger follows."""
+        with self.store.whole_or_nothing(directory, step):
             for entry in waiting:
                 path = directory.absolute() / f"experience_{entry.order}.npz"
                 await self.team.crew(self.team.assembler).ask("save", str(path), entry.ref)
-            save_state(directory / "coordinator.json", snapshot)
-        self.ledger.commit()
-        return self.store.root / f"step_{self.state.step}"
+            await asyncio.gather(*(self._on_disk(group) for group in self.team.learners()))
+        await asyncio.to_thread(self.store.commit, directory, step)
+        self.ledger.commit(step)
+
+    async def _on_disk(self, group: WorkerGroup) -> None:
+        """Ask, between its other calls, whether each rank has written its part."""
+        while not all(await group.values("saved")):
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def restore(self, directory: Path) -> list[Reservation]:
         """Bring a verified checkpoint back into workers, state and buffer.

@@ -39,6 +39,8 @@ class StepOutcome:
     began: float
     ended: float
     """Seconds of the step clock."""
+    save_pause: float | None = None
+    """Seconds for which training stood still before the step, to copy what a checkpoint keeps; None without one."""
 
 
 def step_metrics(
@@ -62,6 +64,8 @@ def step_metrics(
         **outcome.faults,
         "time/step": seconds,
     }
+    if outcome.save_pause is not None:
+        metrics["checkpoint/pause_seconds"] = outcome.save_pause
     for name, stats in (("policy", outcome.policy), ("critic", outcome.critic)):
         if stats is not None:
             metrics.update({f"{name}/{key}": value for key, value in stats.metrics.items()})

@@ -49,12 +49,12 @@ class WeightAverage:
             found[name] = whole(self._shards[f"model.{name}"], shape).cpu()
         return found
 
-    def save(self, path: Path) -> None:
-        """Write this rank's shards."""
-        torch.save(self._shards, path)
+    def copy(self) -> dict[str, Tensor]:
+        """A copy of this rank's shards, for `torch.save`."""
+        return {name: shard.to("cpu", copy=True) for name, shard in self._shards.items()}
 
     def load(self, *paths: Path) -> None:
-        """Take back what `save` wrote on all ranks, in their order, however many there were.
+        """Take back the shards of all ranks from files, in their order, however many there were.
 
         Raises:
             CheckpointError: nothing was saved, or other parameters.

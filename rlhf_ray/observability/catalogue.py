@@ -58,6 +58,7 @@ METRICS: dict[str, Metric] = {
     "faults/redispatched": Metric("Samples and calls that other workers made again"),
     "throughput/samples_per_second": Metric("Samples trained on", "samples per second"),
     "throughput/tokens_per_second": Metric("Tokens trained on", "tokens per second"),
+    "checkpoint/pause_seconds": Metric("Training stood still for the checkpoint before this step", "seconds"),
     "time/step": Metric("Whole step", "seconds"),
     "time/generate": Metric("Generation", "seconds"),
     "time/reference": Metric("Reference log-probabilities", "seconds"),

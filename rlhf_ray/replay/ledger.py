@@ -150,10 +150,10 @@ class Ledger:
             target.execute("PRAGMA journal_mode=DELETE")
             _commit_consumed(target)
 
-    def commit(self) -> None:
-        """The checkpoint is in its place: everything consumed so far is committed."""
+    def commit(self, step: int | None = None) -> None:
+        """The checkpoint is in its place: everything consumed by updates up to `step` (all if None) is committed."""
         with self._writing() as db:
-            _commit_consumed(db)
+            _commit_consumed(db, step)
 
     def close(self) -> None:
         """Leave one file behind, without a write-ahead log, which readers would begin anew."""
@@ -230,9 +230,10 @@ def _check_ledger(db: sqlite3.Connection, path: Path) -> None:
             raise LedgerError(f"{path} is damaged, or no ledger: it has other tables or columns than one has")
 
 
-def _commit_consumed(db: sqlite3.Connection) -> None:
+def _commit_consumed(db: sqlite3.Connection, step: int | None = None) -> None:
     with db:
-        db.execute("UPDATE samples SET state = ? WHERE state = ?", (State.COMMITTED, State.CONSUMED))
+        db.execute("UPDATE samples SET state = ?1 WHERE state = ?2 AND (step <= ?3 OR ?3 IS NULL)",
+                   (State.COMMITTED, State.CONSUMED, step))
 
 
 def _attempts_beyond(path: Path, copy: Path) -> list[tuple[Any, ...]]:

@@ -9,13 +9,12 @@ from pathlib import Path
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.lora import Adapters
 
-FILE = "adapters.json"
+DESCRIPTION = "adapters.json"
 
 
-def save_description(adapters: Adapters | None, directory: Path) -> None:
-    """Write `adapters.json`; nothing for a model that is trained whole."""
-    if adapters is not None:
-        (directory / FILE).write_text(json.dumps(adapters.describe()))
+def save_description(adapters: Adapters, file: Path) -> None:
+    """Write `adapters.json`."""
+    file.write_text(json.dumps(adapters.describe()))
 
 
 def check_description(adapters: Adapters | None, directory: Path) -> None:
@@ -24,7 +23,7 @@ def check_description(adapters: Adapters | None, directory: Path) -> None:
     Raises:
         CheckpointError: only one of the two has adapters, or theirs have another base, rank, alpha or layers.
     """
-    file = directory / FILE
+    file = directory / DESCRIPTION
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapters is None):
         had, asks = ("without", "asks for some") if saved is None else ("with", "asks for none")

@@ -1,10 +1,10 @@
 """What all learners share: a place among the ranks, a DeepSpeed engine, its state on disk, its weights by bucket."""
 
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlhf_ray.checkpoint.adapter import export_adapter
-from rlhf_ray.checkpoint.disk import is_disk_full
 from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.rng import rng_state, set_rng_state
@@ -22,13 +21,13 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.train_engine import StepResult, TrainEngine
-from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.records import WeightBucket, WeightsPlan
-from rlhf_ray.roles.adapter_checkpoint import check_description, save_description
+from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, save_description
 from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.saving import Saving
 from rlhf_ray.weights.fused import with_companions
 from rlhf_ray.weights.publisher import Publisher
 
@@ -58,6 +57,7 @@ class Learner:
         self.rank, self.world, self.seed = rank, world, seed
         self.total_steps = total_steps
         self.adapters: Adapters | None = None
+        self._saving = Saving()
 
     def rendezvous(self, host: str) -> str:
         """An address at which the ranks can meet; asked of rank 0, whose node others know as `host`."""
@@ -150,20 +150,29 @@ class Learner:
         """Write this rank's part of engine and random-number state under `directory`.
 
         Raises:
-            CheckpointError: the disk is full. Only here can that be told: torch speaks of a stream's position.
+            CheckpointError: the disk is full.
         """
-        path = Path(directory)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self.engine.snapshot().write(path / f"rank_{self.rank}.safetensors")
-            if self.rank == 0:
-                save_description(self.adapters, path)
-            torch.save(rng_state(), path / f"rng_{self.rank}.pt")
-            self.save_more(path)
-        except (OSError, RuntimeError) as error:
-            if is_disk_full(error, path):
-                raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {path}") from error
-            raise
+        self.begin_save(directory)
+        self._saving.over(wait=True)
+
+    def begin_save(self, directory: str) -> None:
+        """`save` from a copy made now: training may go on while it is written. One at a time."""
+        self._saving.begin(Path(directory), self.copies())
+
+    def saved(self) -> bool:
+        """Whether what `begin_save` began is on disk; errors as in `save`."""
+        return self._saving.over()
+
+    def copies(self) -> dict[str, Callable[[Path], object]]:
+        """Copies of everything that a checkpoint keeps of this rank, and what writes them, by file name."""
+        rng = rng_state()
+        found: dict[str, Callable[[Path], object]] = {
+            f"rank_{self.rank}.safetensors": self.engine.snapshot().write,
+            f"rng_{self.rank}.pt": lambda path: torch.save(rng, path),
+        }
+        if self.adapters is not None and self.rank == 0:
+            found[DESCRIPTION] = partial(save_description, self.adapters)
+        return found
 
     def load(self, directory: str) -> None:
         """Take back what `save` wrote. The caller has verified the files.
@@ -178,11 +187,8 @@ class Learner:
             set_rng_state(load_tensors(own))
         self.load_more(path)
 
-    def save_more(self, path: Path) -> None:
-        """Write what a subclass keeps beside the engine, into the same directory."""
-
     def load_more(self, path: Path) -> None:
-        """Take back what `save_more` wrote."""
+        """Take back what a subclass added to `copies`."""
 
     def plan_weights(self, bucket_bytes: int, together: list[list[str]]) -> WeightsPlan:
         """Plan publications in buckets of at most `bucket_bytes`, in the model's own precision.

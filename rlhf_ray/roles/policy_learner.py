@@ -1,15 +1,19 @@
 """The policy under training: old log-probabilities, clipped policy updates, and its weights for the generators."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, denominator, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.checkpoint.state import save_state
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
@@ -149,12 +153,14 @@ class PolicyLearner(Learner):
             raise ValueError("there is no average to export without policy.ema_decay")
         self.export(directory, card, lambda names: average.gather(names, self.engine.gather))
 
-    def save_more(self, path: Path) -> None:
-        """The average of the weights, and the place in the pretraining text."""
+    def copies(self) -> dict[str, Callable[[Path], object]]:
+        """With the average of the weights, and the place in the pretraining text."""
+        found = super().copies()
         if self.average:
-            self.average.save(path / f"average_{self.rank}.pt")
+            found[f"average_{self.rank}.pt"] = partial(torch.save, self.average.copy())
         if self.ptx and self.rank == 0:
-            self.ptx.save(path / "ptx_0.json")
+            found["ptx_0.json"] = partial(_write_state, self.ptx.state_dict())
+        return found
 
     def load_more(self, path: Path) -> None:
         """Errors as in `WeightAverage.load` and `PretrainingMix.load`."""
@@ -162,3 +168,7 @@ class PolicyLearner(Learner):
             self.average.load(*(path / f"average_{rank}.pt" for rank in range(len(list(path.glob("average_*.pt"))))))
         if self.ptx:
             self.ptx.load(path / "ptx_0.json")  # the same on all ranks
+
+
+def _write_state(state: dict[str, Any], path: Path) -> None:
+    save_state(path, state)

@@ -6,12 +6,13 @@ gradient is added to the policy's. Every rank holds the text without a copy and 
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_ray.checkpoint.state import load_state, save_state
+from rlhf_ray.checkpoint.state import load_state
 from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.data.cursor import PromptCursor
@@ -62,9 +63,9 @@ class PretrainingMix:
             meter.add(weight, {"ptx_loss": loss.detach()})
             yield loss * (weight / whole)
 
-    def save(self, path: Path) -> None:
-        """Write where the cursor stands."""
-        save_state(path, self._cursor.state_dict())
+    def state_dict(self) -> dict[str, Any]:
+        """Where the cursor stands."""
+        return self._cursor.state_dict()
 
     def load(self, path: Path) -> None:
         """Go on from there.

@@ -49,7 +49,7 @@ class DelayedRun:
         ledger = SimpleNamespace(**dict.fromkeys(("lease", "generated", "scored", "consumed", "give_up"), _nothing))
         self.pipeline = Pipeline(config, team, self.state, self.buffer, StandInPrompts("prompts"), ledger)
         silent = SimpleNamespace(write=lambda *_: None, update=lambda *_, **__: None, warn=lambda _: None,
-                                 save=self._delay)
+                                 save=self._delay, settled=_silence, close=_silence)
         self.coordinator = Coordinator(
             config, team, self.state, self.buffer, self.pipeline,
             SimpleNamespace(publish=self._publish, changing=nullcontext),
@@ -104,6 +104,10 @@ class DelayedRun:
         await asyncio.gather(*(take(rank) for rank in range(len(self.versions))))
         self.events.append("published")
         return Published(0.1, 0.01, 2**20)
+
+
+async def _silence(*_, **__):
+    pass
 
 
 def _nothing(*_):

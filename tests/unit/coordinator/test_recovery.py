@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,27 +16,32 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError, WorkerError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.stand_ins import team_of
 
 
 class Workers:
-    """Learners and an assembler that write and read small files; `loaded` says who read which."""
+    """Learners and an assembler that write and read small files; `loaded` says who read which. Parts are on disk when
+    `disk` is set."""
 
     def __init__(self, critic=True):
-        self.loaded = []
+        self.loaded, self.disk, self.asked = [], asyncio.Event(), 0
+        self.disk.set()
         self.team = team_of(policy=self._learner("policy"), critic=self._learner("critic") if critic else None,
                             assembler=self._assembler)
 
     def _learner(self, role):
-        async def behave(rank, method, directory):
+        async def behave(rank, method, directory=""):
             path = type(self).path(directory)
-            if method == "save":
+            if method == "begin_save":
                 path.mkdir(parents=True)
                 (path / "weights").write_text(role)
+            elif method == "saved":
+                self.asked += 1
             else:
                 self.loaded.append((path / "weights").read_text())
+            return self.disk.is_set()
 
         return behave
 
@@ -60,6 +66,13 @@ def setting(tmp_path, geometry=MappingProxyType({"policy.workers": 2}), critic=T
     return workers, state, buffer, summaries, recovery
 
 
+async def saved(recovery):
+    """Where the checkpoint of the present step is, when it is there."""
+    await recovery.save()
+    await recovery.settled()
+    return recovery.store.path(recovery.state.step)
+
+
 def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, summary):
     keys = [SampleKey(0, row, 0) for row in range(6)]
 
@@ -71,7 +84,7 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
         buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 3, 20)
         summaries[1] = summary(keys[2:4], version=3)
         state.in_flight = {0: keys[:2], 2: keys[4:]}
-        where = await recovery.save()
+        where = await saved(recovery)
         assert where == tmp_path / "step_3" and where.is_dir()
 
         workers, again, other, found, restored = setting(tmp_path)
@@ -91,7 +104,7 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
 def test_without_a_critic_none_is_saved_and_none_comes_back(tmp_path):
     async def run():
         *_, recovery = setting(tmp_path, critic=False)
-        where = await recovery.save()
+        where = await saved(recovery)
         workers, *_, restored = setting(tmp_path, critic=False)
         await restored.restore(where)
         return where, workers.loaded
@@ -100,25 +113,92 @@ def test_without_a_critic_none_is_saved_and_none_comes_back(tmp_path):
     assert loaded == ["policy"] and (where / "policy").is_dir() and not (where / "critic").exists()
 
 
-def test_a_save_that_fails_leaves_no_checkpoint(tmp_path):
+@pytest.mark.parametrize("when", ["begin_save", "saved"])
+def test_a_save_that_fails_leaves_no_checkpoint(tmp_path, when):
     async def run():
         *_, recovery = setting(tmp_path)
 
-        async def refuse(rank, method, directory):
-            raise WorkerError("critic/0 died")
+        async def refuse(rank, method, directory=""):
+            if method == when:
+                raise WorkerError("critic/0 died")
 
         recovery.team = team_of(policy=Workers()._learner("policy"), critic=refuse)
-        await recovery.save()
+        await saved(recovery)
 
     with pytest.raises(WorkerError, match="critic/0 died"):
         asyncio.run(run())
     assert CheckpointStore(tmp_path, 2).latest() is None
+    assert [path.name for path in tmp_path.iterdir() if "step" in path.name] == []
+
+
+def consume(recovery, row, step):
+    key = SampleKey(0, row, 0)
+    recovery.ledger.lease([key], step - 1)
+    recovery.ledger.generated([key], "generator/0")
+    recovery.ledger.scored([key], step - 1)
+    recovery.ledger.consumed([key], step)
+    recovery.state.step = step
+
+
+def committed(recovery):
+    with closing(open_for_reading(recovery.ledger.path)) as db:
+        return db.execute("SELECT step FROM samples WHERE state = 'committed' ORDER BY step").fetchall()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_ledger_waits_for_its_manifest(tmp_path):
+    async def run():
+        workers, *_, recovery = setting(tmp_path)
+        workers.disk.clear()
+        consume(recovery, 0, 1)
+        assert 0 < await recovery.save() < 1
+        consume(recovery, 1, 2)  # the next update is made meanwhile
+        await asyncio.sleep(0.3)
+        await recovery.settled(wait=False)
+        assert workers.asked > 2 and not (tmp_path / "step_1").exists() and committed(recovery) == []
+        workers.disk.set()
+        await recovery.settled()
+        assert committed(recovery) == [(1,)], "what came after is not in it"
+        with closing(open_for_reading(tmp_path / "step_1/ledger.sqlite")) as db:
+            assert db.execute("SELECT step, state FROM samples").fetchall() == [(1, "committed")]
+
+    asyncio.run(run())
+    assert CheckpointStore(tmp_path, 2).latest().step == 1
+
+
+def test_one_checkpoint_is_under_way_at_a_time(tmp_path):
+    async def run():
+        workers, *_, recovery = setting(tmp_path)
+        workers.disk.clear()
+        consume(recovery, 0, 1)
+        await recovery.save()
+        consume(recovery, 1, 2)
+        asyncio.get_running_loop().call_later(0.3, workers.disk.set)
+        assert await recovery.save() > 0.25, "it waits for the one before"
+        assert (tmp_path / "step_1").is_dir()
+        await recovery.settled()
+
+    asyncio.run(run())
+    assert CheckpointStore(tmp_path, 2).latest().step == 2
+
+
+@pytest.mark.parametrize("hurry", [False, True])
+def test_a_run_that_ends_lets_its_checkpoint_come_to_an_end_unless_it_is_in_a_hurry(tmp_path, hurry):
+    async def run():
+        workers, *_, recovery = setting(tmp_path)
+        workers.disk.clear()
+        await recovery.save()
+        asyncio.get_running_loop().call_later(0.3, workers.disk.set)
+        await recovery.close(hurry)
+
+    asyncio.run(run())
+    assert (tmp_path / "step_0").is_dir() is not hurry
+    assert [path.name for path in tmp_path.iterdir() if "tmp-step" in path.name] == []
 
 
 def test_other_ranks_and_another_estimator_are_refused_by_name(tmp_path):
     async def run():
         *_, recovery = setting(tmp_path, {"policy.workers": 2, "algorithm.estimator": "gae"})
-        where = await recovery.save()
+        where = await saved(recovery)
         *_, other = setting(tmp_path, {"policy.workers": 1, "algorithm.estimator": "grpo"})
         await other.restore(where)
 
