@@ -133,7 +133,8 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
         "seconds": time.perf_counter() - began, "seconds_loop": course.seconds,
         "first_rollout_at": round(time.time() - (team.clock.now() - first_rollout), 3),
         "samples_per_second": course.samples / course.seconds, **course.evaluations.summary(),
-        **coordinator.best.summary(), "checkpoint_pause_seconds": coordinator.recovery.longest_pause_s, "ledger": samples,
+        **coordinator.best.summary(), "checkpoint_pause_seconds": coordinator.recovery.longest_pause_s,
+        "ledger": samples,
     }
 
 
