@@ -178,10 +178,11 @@ def fill_the_disk_after_the_first_checkpoint(monkeypatch, disk):
     save = Recovery.save
 
     async def save_and_fill(self):
-        path = await save(self)
+        pause_s = await save(self)
+        await self.settled()
         free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
         (disk / "ballast").write_bytes(bytes(free - 200 * 1024))
-        return path
+        return pause_s
 
     monkeypatch.setattr(Recovery, "save", save_and_fill)
 
