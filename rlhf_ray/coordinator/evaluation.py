@@ -1,7 +1,9 @@
 """The policy on prompts it never trained on: the same prompts, the same seeds, before, during and after training."""
 
 import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.loop import EvaluationConfig
@@ -42,12 +44,21 @@ class Evaluator:
         config = self._pipeline.config
         size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
-        parts = await asyncio.gather(*(self._part(chunk, TEXTS if i == 0 else 0) for i, chunk in enumerate(chunks)))
+        parts = await self._all([self._part(chunk, TEXTS if i == 0 else 0) for i, chunk in enumerate(chunks)])
         team = self._pipeline.team
         refs = (part.ref for part in parts)
         _, (metrics, texts) = await team.crew(team.assembler).ask_for(
             0, "sum_up", config.evaluates_the_policy_itself, config.solved_at, *refs, phase="evaluate")
         return Evaluation(metrics, texts)
+
+    async def _all(self, work: Sequence[Coroutine[Any, Any, Call]]) -> list[Call]:
+        """What all parts give. When one fails, none goes on: others are about to need the workers."""
+        parts = [asyncio.ensure_future(part) for part in work]
+        try:
+            return await asyncio.gather(*parts)
+        finally:
+            for part in parts:
+                part.cancel()
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call:
         """One chunk, measured; what was measured stays in the object store."""

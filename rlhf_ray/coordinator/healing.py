@@ -70,7 +70,11 @@ class Healing:
             silent_s: for how long the worker gave no sign of life, if that is how it was noticed.
         """
         role, rank, group = crew.group.role, error.rank, crew.group
-        if error.incarnation == group.incarnation(rank) and (role, rank) not in self.down:
+        if error.incarnation != group.incarnation(rank):
+            pass  # its successor is there already
+        elif (role, rank) in self.down:
+            group.give_up(rank, str(error))  # it may be the successor, which hangs before it is back
+        else:
             processes = group.processes(rank)
             self.down[role, rank] = Loss(error, crew.now(), silent_s, processes.pid if processes else None)
             crew.leave_out(rank)

@@ -31,10 +31,18 @@ class Rebuilding:
         Raises:
             WorkerError: no learner was lost (then `error` itself), or too often without a checkpoint in between.
         """
-        if not await self._lost_a_learner(error):
-            raise error
-        self._count(error)
-        self._warn(f"{_first_line(error)}. All learners are built again; the run goes on from its last checkpoint")
+        while True:
+            if not await self._lost_a_learner(error):
+                raise error
+            self._count(error)
+            self._warn(f"{_first_line(error)}. All learners are built again; the run goes on from its last checkpoint")
+            try:
+                await self._build()
+                return
+            except WorkerError as again:
+                error = again
+
+    async def _build(self) -> None:
         await asyncio.gather(*(group.respawn(rank, "the learners are built again") for group in self._team.learners()
                                for rank in range(len(group))))
         self._store.clean()  # of a checkpoint that the old ones were writing

@@ -113,9 +113,9 @@ class WeightSync:
 
     async def _publish_to(self, audience: Audience, resend: bool) -> Published:
         began = time.perf_counter()
-        if not audience.ranks:
-            return Published(0.0, 0.0, 0)
         plan = self._plan = self._plan or await self._planned(audience)
+        if plan is None or not audience.ranks:
+            return Published(0.0, 0.0, 0)
         lasting, self._lasting = self._lasting, None
         size = await self._begin(audience, plan, lasting, resend)
         await self._send(audience, size, whole=size is plan.whole)
@@ -129,10 +129,13 @@ class WeightSync:
             self._lasting = lasting if size is plan.changing else self.team.policy.call(0, "lasting_weights").ref
         return Published(seconds, max((answer.pause_seconds for answer in confirmed), default=0.0), size.nbytes)
 
-    async def _planned(self, audience: Audience) -> WeightsPlan:
-        together = (await audience.each("weights_together"))[0]
+    async def _planned(self, audience: Audience) -> WeightsPlan | None:
+        """The plan; None where no generator is left that could say what it needs together."""
+        answers = await audience.each("weights_together")
+        if not answers:
+            return None
         plans: list[WeightsPlan] = await self.team.policy.values(
-            "plan_weights", self.config.bucket_mb * 2**20, together)
+            "plan_weights", self.config.bucket_mb * 2**20, answers[0])
         return plans[0]
 
     async def _begin(self, audience: Audience, plan: WeightsPlan, lasting: Any, resend: bool) -> PublicationSize:
@@ -148,23 +151,31 @@ class WeightSync:
         return plan.whole
 
     async def _send(self, audience: Audience, size: PublicationSize, whole: bool) -> None:
-        under_way: deque[tuple[int, Call, list[Call]]] = deque()
+        under_way: deque[tuple[int, list[Call], list[Call]]] = deque()
         for index in range(size.buckets):
             bucket = self._gathered(index, whole)
-            under_way.append((index, bucket, audience.calls("load_weights", bucket.ref)))
+            under_way.append((index, bucket, audience.calls("load_weights", bucket[0].ref)))
             if len(under_way) == AHEAD:
                 await self._loaded(audience, whole, *under_way.popleft())
         while under_way:
             await self._loaded(audience, whole, *under_way.popleft())
 
-    def _gathered(self, index: int, whole: bool) -> Call:
-        return self.team.policy.call_all("weight_bucket", self.version, index, whole)[0]
+    def _gathered(self, index: int, whole: bool) -> list[Call]:
+        """The calls to all ranks; the first one's result is the bucket."""
+        return self.team.policy.call_all("weight_bucket", self.version, index, whole)
 
-    async def _loaded(self, audience: Audience, whole: bool, index: int, bucket: Call, loads: list[Call]) -> None:
-        """Wait until all have a bucket; one whose bytes are lost is gathered once more."""
+    async def _loaded(
+        self, audience: Audience, whole: bool, index: int, bucket: list[Call], loads: list[Call]
+    ) -> None:
+        """Wait until all have a bucket; one whose bytes are lost is gathered once more.
+
+        The learners come first: a generator cannot answer before they did, and must not be blamed for one that hangs.
+        """
+        await asyncio.gather(*(call.done() for call in bucket))
         missed = await audience.without(loads)
         if missed:
-            await bucket.done()  # raises where the learner never sent any
-            again = audience.calls("load_weights", self._gathered(index, whole).ref, only=missed)
+            bucket = self._gathered(index, whole)
+            again = audience.calls("load_weights", bucket[0].ref, only=missed)
+            await asyncio.gather(*(call.done() for call in bucket))
             if await audience.without(again):
                 raise WeightsError(f"bucket {index} of weights version {self.version} was lost twice on its way")

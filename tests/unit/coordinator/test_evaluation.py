@@ -13,6 +13,7 @@ from rlhf_ray.config.loop import EvaluationConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
 from rlhf_ray.coordinator.route import Scored
+from rlhf_ray.errors import RewardError
 from rlhf_ray.records import EvaluationPart, SampleKey
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.held_out import pass_rates, summarise
@@ -102,6 +103,30 @@ def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):
     assert asked == [(keys, 99, "held out", None) for keys in chunks * 2]
     assert one == two and one.metrics["reward"] == 4.5
     assert [text["prompt"] for text in one.texts] == [str(i) for i in range(min(TEXTS, 4))]
+
+
+def test_when_one_chunk_fails_the_others_are_given_up(ppo_config):
+    dropped = []
+
+    async def run():
+        pipeline = StandInPipeline(ppo_config(chunk=4))
+
+        async def score(keys, *_):
+            try:
+                await asyncio.sleep(0.01 if keys[0].row == 4 else 60)
+                raise RewardError("no score")
+            except asyncio.CancelledError:
+                dropped.append(keys[0].row)
+                raise
+
+        pipeline.score = score
+        evaluator = Evaluator(EvaluationConfig(prompts="e"), pipeline, StandInPrompts("held out", rows=10))
+        with pytest.raises(RewardError):
+            await evaluator.measure()
+        await asyncio.sleep(0)
+        assert sorted(dropped) == [0, 8]
+
+    asyncio.run(run())
 
 
 def test_a_kl_is_told_of_the_policys_own_samples_only():

@@ -140,6 +140,23 @@ def test_a_loss_of_an_incarnation_that_is_gone_is_old_news():
     assert run_in_virtual_time(run()) == [0, 1] and ward.healing.down == {}
 
 
+def test_a_successor_that_hangs_before_it_is_back_is_given_up():
+    ward = Ward(doomed=[(0, "generate")])
+
+    async def run():
+        await ward.ask_all(1)
+        old = lost(ward.group, 0, "tokens_made", "hung")
+        await asyncio.sleep(0.95)
+        assert ward.group.incarnations[0] == 2 and (("generator", 0) in ward.healing.down)
+        ward.healing.lost(ward.crew, old)
+        before = list(ward.group.given_up)
+        ward.healing.lost(ward.crew, lost(ward.group, 0, "load_weights", "hung"), silent_s=10.0)
+        return before, ward.group.given_up
+
+    before, after = run_in_virtual_time(run())
+    assert before == [0] and after == [0, 0]
+
+
 def test_a_worker_that_never_completes_a_call_ends_the_run_after_so_many_restarts():
     ward = Ward(workers=1, max_restarts=2, doomed=[(0, "generate")] * 3)
     with pytest.raises(WorkerError, match=r"lost once more after 2 restarts \(cluster.max_restarts\)") as caught:
@@ -305,6 +322,41 @@ def test_who_waits_for_a_generator_hears_of_a_learner_lost_while_it_catches_up()
 
     it.policy.incarnation = lambda rank: 1
     assert run_in_virtual_time(run()) == [0] and it.group.versions == [1]
+
+
+def test_the_first_publication_of_all_goes_on_when_the_only_generator_is_lost_at_its_first_question():
+    it = Publishing(workers=1, doomed=[(0, "weights_together")])
+
+    async def run():
+        await it.publish(1)
+        return await it.ask_all(1)
+
+    assert run_in_virtual_time(run()) == [0]
+    assert it.group.versions == [1] and it.group.incarnations == [2]
+
+
+def test_a_learner_that_hangs_while_it_gathers_is_told_as_soon_as_it_is_given_up_and_no_generator_is_blamed():
+    it = Publishing()
+    it.policy.incarnation = lambda rank: 1
+
+    async def learner(rank, method, *args):
+        if method == "plan_weights":
+            return WeightsPlan(PublicationSize(2, 200), PublicationSize(2, 200))
+        await asyncio.sleep(1e6 if rank == 0 else 7)  # one waits for the other, which stands still
+        raise lost(it.policy, rank, method, "stale")
+
+    it.policy = StandInGroup("policy", learner, workers=2)
+    it.policy.incarnation = lambda rank: 1
+    object.__setattr__(it.team, "policy", it.policy)
+
+    async def run():
+        with pytest.raises(WorkerLost, match="policy/1 stale in weight_bucket"):
+            await asyncio.wait_for(it.publish(1), 100)
+        assert it.crew.rotation.up == [0, 1] and it.healing.down == {}
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    run_in_virtual_time(run())
 
 
 def test_nobody_catches_up_with_learners_that_are_being_replaced():

@@ -106,3 +106,20 @@ def test_the_first_loss_can_be_one_too_many(tmp_path):
     with pytest.raises(WorkerError, match="lost 1 times since the run began"):
         asyncio.run(rebuilding.after(lost("policy", "died")))
     assert started == []
+
+
+def test_a_learner_lost_while_it_is_built_again_is_built_once_more_within_the_bound(tmp_path):
+    rebuilding, _, started = setting(tmp_path, max_rebuilds=2)
+    start = rebuilding._start
+
+    async def lost_as_it_starts():
+        await start()
+        if len(started) == 1:
+            raise lost("critic", "died")
+
+    rebuilding._start = lost_as_it_starts
+    asyncio.run(rebuilding.after(lost("policy", "died")))
+    assert len(started) == 2
+    with pytest.raises(WorkerError, match="lost 3 times since the run began.*policy/1 died"):
+        asyncio.run(rebuilding.after(lost("policy", "died")))
+    assert len(started) == 2
