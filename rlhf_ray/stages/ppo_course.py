@@ -67,6 +67,7 @@ class Course:
                 await self._timed(coordinator)
                 await export_run(coordinator, self.evaluations, self._directory)
             except WorkerError:
+                await coordinator.pipeline.close()  # of what was begun again before the loop, which closes it itself
                 coordinator.pipeline.ledger.close()
                 raise
         finally:
