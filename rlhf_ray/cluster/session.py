@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from rlhf_ray.errors import ClusterError
 INLINE_BYTES = 4096
 """Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's own bound of
 100 KiB lets whole chunks of tokens through the driver, to it and on to each of their readers."""
+CONNECT_S = 10.0
+"""For a cluster's address to take a connection."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) 
         yield _describe()
         return
     _quieten_ray()
+    if config.address:
+        _require_listener(config.address)
     namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster: their workers share names too
     try:
         if config.address:
@@ -58,6 +63,18 @@ def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) 
             yield _describe()
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Refuse a host:port where nobody listens: Ray itself tries for minutes, and logs each try."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return  # "auto", or another of Ray's own notations
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ClusterError(f"nothing takes connections at cluster.address={address!r} ({error}): start the cluster "
+                           "(`ray start --head` prints its address), or correct host and port") from error
 
 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) -> None:

@@ -35,7 +35,8 @@ class Rebuilding:
             if not await self._lost_a_learner(error):
                 raise error
             self._count(error)
-            self._warn(f"{_first_line(error)}. All learners are built again; the run goes on from its last checkpoint")
+            where = "its beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
+            self._warn(f"{_first_line(error)}. All learners are built again; the run goes on from {where}")
             try:
                 await self._build()
                 return

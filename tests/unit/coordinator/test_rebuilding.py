@@ -123,3 +123,13 @@ def test_a_learner_lost_while_it_is_built_again_is_built_once_more_within_the_bo
     with pytest.raises(WorkerError, match="lost 3 times since the run began.*policy/1 died"):
         asyncio.run(rebuilding.after(lost("policy", "died")))
     assert len(started) == 2
+
+
+def test_it_is_told_where_the_run_goes_on(tmp_path):
+    said = []
+    rebuilding, store, _ = setting(tmp_path, max_rebuilds=2)
+    rebuilding._warn = said.append
+    asyncio.run(rebuilding.after(lost("policy", "died")))
+    commit(store, 7)
+    asyncio.run(rebuilding.after(lost("policy", "died")))
+    assert said[0].endswith("goes on from its beginning") and said[1].endswith("goes on from the checkpoint of step 7")
