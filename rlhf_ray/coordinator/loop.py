@@ -68,7 +68,10 @@ class Coordinator:
                 await self._step_or_stop()
             await self.recovery.settled()
         except asyncio.CancelledError:
-            await self.recovery.close(hurry=True)
+            await self.recovery.close(patience_s=0)
+            raise
+        except WorkerError:  # ranks that wait for a lost one answer nobody, until a deadline of hours perhaps
+            await self.recovery.close(self.config.cluster.lease_s)
             raise
         finally:
             gc.unfreeze()

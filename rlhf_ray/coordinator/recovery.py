@@ -80,14 +80,15 @@ class Recovery:
             under_way, self._under_way = self._under_way, None
             await under_way
 
-    async def close(self, hurry: bool = False) -> None:
-        """Let the checkpoint under way come to its end, whatever that is; or drop it, in a hurry."""
+    async def close(self, patience_s: float | None = None) -> None:
+        """Let the checkpoint under way come to its end, whatever that is; or drop it after `patience_s`."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
-            if hurry:
-                under_way.cancel()
+            if patience_s is not None:
+                await asyncio.wait([under_way], timeout=patience_s)
+            dropped = patience_s is not None and under_way.cancel()
             await asyncio.gather(under_way, return_exceptions=True)
-            if hurry:
+            if dropped:
                 self.store.clean()
 
     async def _finish(self, directory: Path, step: int, waiting: Sequence[Entry]) -> None:

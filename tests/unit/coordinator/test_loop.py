@@ -12,7 +12,7 @@ from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import Published
-from rlhf_ray.errors import RunInterrupted, TrainingError
+from rlhf_ray.errors import RunInterrupted, TrainingError, WorkerError
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.entries import Reservation
@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True, best_at=(),
                  stop_in_evaluation=None, in_vain=()):
-        self.events, self.rows, self.warnings, self.update_arguments = [], {}, [], []
+        self.events, self.rows, self.warnings, self.update_arguments, self.patience = [], {}, [], [], []
         self.stop_after, self.fail_at, self.best_at = stop_after, fail_at, best_at
         self.stop_in_evaluation, self.in_vain = stop_in_evaluation, in_vain
         world = self.world = World(config, summary)
@@ -42,7 +42,7 @@ class Run:
             config=config, team=world.team, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
             best=SimpleNamespace(consider=self._consider, keep=self._keep),
             weights=SimpleNamespace(publish=self._publish, changing=nullcontext),
-            recovery=SimpleNamespace(save=self._save, settled=self._settled, close=self._settled),
+            recovery=SimpleNamespace(save=self._save, settled=self._settled, close=self._close),
             evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
             samples=SimpleNamespace(write=lambda step, texts: None), progress=progress, stop=self.stop,
             on_evaluation=lambda step, _: self.events.append(f"evaluate {step}"),
@@ -74,8 +74,11 @@ class Run:
     async def _save(self):
         self.events.append(f"save {self.world.state.step}")
 
-    async def _settled(self, wait=True, hurry=False):
+    async def _settled(self, wait=True):
         pass
+
+    async def _close(self, patience_s=None):
+        self.patience.append(patience_s)
 
     async def _measure(self):
         if self.world.state.step == self.stop_in_evaluation:
@@ -262,6 +265,18 @@ def test_a_failure_leaves_nothing_under_way(ppo_config, summary):
     with pytest.raises(TrainingError, match="not finite"):
         run.go()
     assert run.world.pipeline._running == {}
+
+
+def test_a_checkpoint_under_way_is_waited_for_no_longer_than_a_lease_when_a_worker_is_lost(ppo_config, summary):
+    run = Run(ppo_config(prompts=4, steps=3, cluster={"lease_s": 7}), summary)
+
+    async def lost(version):
+        raise WorkerError("policy_learner/1 died in weight_bucket")
+
+    run.coordinator.weights.publish = lost
+    with pytest.raises(WorkerError):
+        run.go()
+    assert run.patience[0] == 7
 
 
 def test_the_adaptive_coefficient_moves_with_the_batchs_mean_kl_and_the_row_tells_the_one_used(ppo_config, summary):

@@ -181,17 +181,17 @@ def test_one_checkpoint_is_under_way_at_a_time(tmp_path):
     assert CheckpointStore(tmp_path, 2).latest().step == 2
 
 
-@pytest.mark.parametrize("hurry", [False, True])
-def test_a_run_that_ends_lets_its_checkpoint_come_to_an_end_unless_it_is_in_a_hurry(tmp_path, hurry):
+@pytest.mark.parametrize(("patience_s", "whole"), [(None, True), (5.0, True), (0.05, False), (0.0, False)])
+def test_a_run_that_ends_lets_its_checkpoint_come_to_an_end_unless_it_is_in_a_hurry(tmp_path, patience_s, whole):
     async def run():
         workers, *_, recovery = setting(tmp_path)
         workers.disk.clear()
         await recovery.save()
         asyncio.get_running_loop().call_later(0.3, workers.disk.set)
-        await recovery.close(hurry)
+        await recovery.close(patience_s)
 
     asyncio.run(run())
-    assert (tmp_path / "step_0").is_dir() is not hurry
+    assert (tmp_path / "step_0").is_dir() is whole
     assert [path.name for path in tmp_path.iterdir() if "tmp-step" in path.name] == []
 
 
