@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.errors import WorkerError, WorkerLost
+from rlhf_ray.errors import DataError, WorkerError, WorkerLost
 
 
 class FaultLog:
@@ -67,8 +68,38 @@ class FaultLog:
 
 
 def read_faults(path: Path) -> list[dict[str, Any]]:
-    """Events of a run, oldest first; none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """Events of a run, oldest first; none where there is no file. A last line that a crash left half-written is passed
+    over.
+
+    Raises:
+        DataError: another line is not an event.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if isinstance(event, dict) and "role" in event:
+            events.append(event)
+        elif number < len(lines):
+            raise DataError(f"{path}, line {number}: not a lost worker: {line[:80]!r}. Remove the line to go on")
+    return events
+
+
+def in_one_line(events: Sequence[Mapping[str, Any]]) -> str:
+    """Who was lost, for people: `generator/0 (died 2 times), policy/1 (hung)`; nothing when nobody was."""
+    times = Counter((_name(event), event.get("kind", "lost"), event.get("recovery_s") is None) for event in events)
+    return ", ".join(f"{who} ({kind}{f' {n} times' if n > 1 else ''}{', not back' if gone else ''})"
+                     for (who, kind, gone), n in times.items())
+
+
+def _name(event: Mapping[str, Any]) -> str:
+    """As `generator/0`; a learner's rank is not always known."""
+    return event["role"] if event.get("rank") is None else f"{event['role']}/{event['rank']}"
 
 
 def _silent(_: str) -> None:

@@ -14,6 +14,7 @@ from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.advice import diagnosis
+from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
@@ -82,7 +83,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
     title = context.title or run.path.resolve().name
     body = [
         html.header(_kind(rows, config), title, context.description or _lead(rows, summary), _facts(config),
-                    (*context.notes, *_endings(summary), *_speed(rows, config))),
+                    (*context.notes, *_endings(summary), *_losses(run), *_speed(rows, config))),
         html.tiles(_tiles(rows)),
         html.verdict(changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after")))),
         html.texts(evaluation.get("texts", ())),
@@ -108,6 +109,12 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
         said.append(f"Best held-out {value} at step {step}; that model is in best/." if step else
                     f"Best held-out {value} before the first step; no step improved on it.")
     return said
+
+
+def _losses(run: RunDirectory) -> list[str]:
+    """Workers that were lost on the way."""
+    lost = in_one_line(read_faults(run.faults))
+    return [f"Lost workers: {lost}. faults.jsonl tells of each."] if lost else []
 
 
 def _speed(rows: Rows, config: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from rich.text import Text
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.advice import diagnosis
 from rlhf_ray.observability.catalogue import readable
+from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
@@ -46,6 +47,8 @@ def status_page(path: Path) -> RenderableType:
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)
     parts: list[RenderableType] = [Text(_headline(path, live, rows, summary)), Text(_pace(steps, live))]
+    if lost := in_one_line(read_faults(run.faults)):
+        parts.append(Text(f"lost workers: {lost} (faults.jsonl)"))
     if shares:
         said = diagnosis(steps, live.get("max_staleness", 0))
         parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(said.limit), Text(said.advice)]

@@ -1,0 +1,57 @@
+"""faults.jsonl: who was lost, as the status and the report tell it."""
+
+import pytest
+from rich.console import Console
+
+from rlhf_ray.errors import DataError, WorkerError
+from rlhf_ray.observability.faults import FaultLog, in_one_line, read_faults
+from rlhf_ray.observability.report import write_report
+from rlhf_ray.observability.status_page import status_page
+
+
+def event(role, rank, kind, recovery_s=1.0):
+    return {"role": role, "rank": rank, "kind": kind, "recovery_s": recovery_s}
+
+
+@pytest.fixture
+def faults(tmp_path):
+    """A run in which three workers were lost four times."""
+    log = FaultLog(tmp_path / "faults.jsonl")
+    for one in (event("generator", 0, "died"), event("generator", 1, "hung", None), event("generator", 0, "died")):
+        log.write(one)
+    failed = WorkerError("policy/1 failed in update: out of memory")
+    failed.role = "policy"
+    log.rebuilt(failed, 3.0)
+    return tmp_path / "faults.jsonl"
+
+
+TOLD = "generator/0 (died 2 times), generator/1 (hung, not back), policy (failed)"
+
+
+def test_losses_are_told_in_one_line(faults):
+    assert in_one_line(read_faults(faults)) == TOLD
+
+
+def test_nothing_is_said_where_nobody_was_lost(tmp_path):
+    assert in_one_line(read_faults(tmp_path / "faults.jsonl")) == ""
+
+
+def test_status_and_report_name_who_was_lost(faults):
+    (faults.parent / "metrics.jsonl").write_text('{"step": 1, "time": 1.0}\n')
+    console = Console(width=140, color_system=None)
+    with console.capture() as captured:
+        console.print(status_page(faults.parent))
+    assert f"lost workers: {TOLD} (faults.jsonl)" in captured.get()
+    assert f"Lost workers: {TOLD}." in write_report(faults.parent).read_text()
+
+
+def test_a_line_that_a_crash_tore_is_passed_over(faults):
+    with faults.open("a") as file:
+        file.write('{"time": 1.0, "role": "gen')
+    assert len(read_faults(faults)) == 4
+
+
+def test_a_damaged_line_is_named(faults):
+    faults.write_text("{}\n" + faults.read_text())
+    with pytest.raises(DataError, match=r"faults.jsonl, line 1: not a lost worker: b'\{\}'"):
+        read_faults(faults)
