@@ -169,4 +169,4 @@ def _how(error: WorkerLost) -> str:
 
 def _described(loss: Loss) -> str:
     first, _, _ = str(loss.error).partition("\n")
-    return first + (f" (pid {loss.pid})" if loss.pid else "")
+    return first.rstrip(".") + (f" (pid {loss.pid})" if loss.pid else "")

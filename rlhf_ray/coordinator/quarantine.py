@@ -60,9 +60,10 @@ class Quarantine:
             self._ledger.quarantine([key], reason)
         self._write([blamed[key] for key in leaving if key in blamed])
         self.samples += len(leaving)
+        places = {row: place for place, row in enumerate(self._reasons, start=1)}
         for (epoch, row), reason in reasons.items():
             self._warn(f"the prompt of row {row} leaves epoch {epoch}, for it has a sample without a score "
-                       f"({len(self._reasons)} of at most {self._allowed} prompts; see {self._file.name}): {reason}")
+                       f"({places[row]} of at most {self._allowed} prompts; see {self._file.name}): {reason}")
         return [key for key in keys if (key.epoch, key.row) not in reasons]
 
     def _write(self, samples: Sequence[Unscored]) -> None:

@@ -11,6 +11,8 @@ Shares = Mapping[str, Mapping[str, float]]
 
 NOTICEABLE = 0.15
 """Share of time below which a change would hardly be felt."""
+DISTURBED = ("faults/lost_workers", "faults/seconds_down")
+"""Metrics of a step that say that not all workers were there."""
 LEARNERS = ("policy_learner", "critic_learner")
 MORE = {
     "generator": "more generators (generator.workers), each on a core or GPU of its own",
@@ -33,7 +35,9 @@ class Diagnosis(NamedTuple):
 
 
 def diagnosis(steps: Sequence[Mapping[str, Any]], max_staleness: int) -> Diagnosis:
-    """From the metrics of some steps (`share/...`, `time/...`)."""
+    """From the metrics of some steps (`share/...`, `time/...`), but for those in which workers were missing, unless
+    they were in all of them: waiting for a lost worker is nothing that other settings change."""
+    steps = [row for row in steps if not any(row.get(name) for name in DISTURBED)] or steps
     shares = mean_shares(steps)
     role = bottleneck(shares)
     seconds = sum(row.get("time/step") or 0.0 for row in steps)

@@ -100,7 +100,8 @@ def _pace(steps: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> str:
     if live and not live.get("ended"):
         shown.append(f"{duration(pace * (live['steps'] - live['step']))} left")
     if live.get("quarantined"):
-        shown.append(f"{live['quarantined']} samples left out (quarantine.jsonl)")
+        left_out = live["quarantined"]
+        shown.append(f"{left_out} sample{'' if left_out == 1 else 's'} left out (quarantine.jsonl)")
     return ", ".join(shown)
 
 

@@ -87,3 +87,13 @@ def test_a_directory_without_a_run_is_refused(shown, tmp_path):
     (tmp_path / "status.json").write_text("{")
     with pytest.raises(DataError, match="status.json cannot be read"):
         status_page(tmp_path)
+
+
+def test_steps_in_which_a_worker_was_missing_do_not_speak_of_other_settings(shown):
+    idle = row(2, 60.0, 0.5) | {f"share/{role}/{who}": share for role in ("generator", "policy_learner") for who, share
+                                in (("busy", 0.05), ("generator", 0.0), ("policy_learner", 0.0), ("coordinator", 0.95))}
+    live = LIVE | {"time": time.time(), "quarantined": 1}
+    assert "no role works" in shown(live, [row(1, 3.0, 0.5), idle])
+    text = shown(live, [row(1, 3.0, 0.5), idle | {"faults/lost_workers": 1.0}])
+    assert "no role works" not in text and "take turns (50% and 50%" in text
+    assert "1 sample left out" in text
