@@ -70,6 +70,7 @@ time.sleep(60)
 
 def test_a_request_to_stop_reaches_the_child_once_and_its_answer_is_passed_back(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(auto_resume, "MAIN", (sys.executable, "-c", SLEEPER))
+    before = signal.getsignal(signal.SIGTERM)
 
     def ask():
         while "ready" not in (tmp_path / "out").read_text():
@@ -86,7 +87,7 @@ def test_a_request_to_stop_reaches_the_child_once_and_its_answer_is_passed_back(
             os.dup2(saved, 1)
             os.close(saved)
     assert code == STOPPED and (tmp_path / "out").read_text() == "ready\nasked\n"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_child_is_asked_to_stop_when_its_parent_is_killed(tmp_path):
