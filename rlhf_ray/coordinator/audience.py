@@ -42,7 +42,7 @@ class Audience:
             try:
                 await self._answers(call)
             except WorkerLost as error:
-                if error.role != call.role:
+                if error.kind != "result" or error.role != call.role:
                     raise
                 missed.add(call.rank)
 

@@ -109,11 +109,11 @@ class Route:
         if self.config.shares_backbone:
             both = [team.policy.call(rank, "logprobs_and_values", *rollouts, outputs=2)
                     for rank in range(len(team.policy))]
-            await asyncio.gather(*(team.done(call, "logprobs") for call in both))
+            await self._all_ranks(both, "logprobs")
             return [call.refs[0] for call in both], [call.refs[1] for call in both]
         logprobs = team.policy.call_all("logprobs", *rollouts)
         values = team.critic.call_all("values", *rollouts) if team.critic else []
-        await asyncio.gather(*(team.done(c, "logprobs") for c in logprobs), *(team.done(c, "values") for c in values))
+        await asyncio.gather(self._all_ranks(logprobs, "logprobs"), self._all_ranks(values, "values"))
         return [call.ref for call in logprobs], [call.ref for call in values]
 
     async def _ask_reference(self, rollouts: Sequence[Any]) -> Any:
@@ -123,7 +123,21 @@ class Route:
             return (await self._reference.ask("logprobs", *rollouts, phase="reference")).ref
         await self._learners_free.wait()
         shares = self.team.policy.call_all("reference_logprobs", *rollouts)
-        await asyncio.gather(*(self.team.done(call, "reference") for call in shares))
+        await self._all_ranks(shares, "reference")
         if len(shares) == 1:
             return shares[0].ref
         return (await self._assembler.ask("join", *(call.ref for call in shares), phase="assemble")).ref
+
+    async def _all_ranks(self, calls: Sequence[Call], phase: str) -> None:
+        """Wait for the same call to every rank of a learner.
+
+        Raises:
+            WorkerLost: one was lost. Where there are several ranks it is one, too, whose copy of an argument was lost:
+                the others made the pass, and wait for each other's collectives at another place from then on.
+        """
+        try:
+            await asyncio.gather(*(self.team.done(call, phase) for call in calls))
+        except WorkerLost as error:
+            if error.kind == "result" and len(calls) > 1:
+                error.kind = "broke"
+            raise

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,13 +141,13 @@ class WeightSync:
     async def _begin(self, audience: Audience, plan: WeightsPlan, lasting: Any, resend: bool) -> PublicationSize:
         """Announce the version to every generator; returns which publication they expect."""
         if lasting is not None:
-            try:
-                await audience.each("begin_weights", self.version, plan.changing.buckets, resend, lasting)
-            except WeightsError:
-                pass  # one of them lacks what would be left out; nothing is lost but a little time
-            else:
-                return plan.changing
-        await audience.each("begin_weights", self.version, plan.whole.buckets, resend)
+            # One of them may lack what would be left out, or the digests be lost: nothing is but a little time.
+            with suppress(WeightsError):
+                if not await audience.without(audience.calls(
+                        "begin_weights", self.version, plan.changing.buckets, resend, lasting)):
+                    return plan.changing
+        if await audience.without(audience.calls("begin_weights", self.version, plan.whole.buckets, resend)):
+            raise WeightsError(f"weights version {self.version} could not be announced")
         return plan.whole
 
     async def _send(self, audience: Audience, size: PublicationSize, whole: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
+from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.rewards.isolation import score_or_blame
@@ -44,7 +45,11 @@ class RewardScorer:
         requests = requests_of(rollout, prompts, self._tokenizer)
         if self._names_samples:
             return await score_or_blame(self._sources.score, requests)
-        return await self._sources.score(requests)
+        try:
+            return await self._sources.score(requests)
+        except SampleError as error:
+            raise SampleError(f"{str(error).rstrip('.')}. Or leave prompts like it out, by name and within a budget: "
+                              "reward.on_failure=quarantine") from error
 
     async def score_each(self, *records: Rollout | Prompts) -> list[RewardScores]:
         """As `score`, for several rollouts side by side: first all of them, then the prompts of each in turn."""

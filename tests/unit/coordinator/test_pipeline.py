@@ -158,6 +158,33 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
         assert audit(db, ended=False) == []
 
 
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "result"), (2, "broke")])
+def test_a_learner_rank_that_missed_a_pass_of_the_others_is_lost(ppo_config, summary, ranks, kind):
+    """Its copy of a rollout lay on a node that is gone. A rank alone is asked again; of several, the others have made
+    the pass, and their collectives would meet others of its own from then on."""
+    async def run():
+        world = World(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
+        tell, lost = world.policy._behaviour, []
+
+        async def lose_one(rank, method, *rollouts):
+            if rank == ranks - 1 and not lost:
+                lost.append(rollouts)
+                error = WorkerLost("an argument of logprobs was lost")
+                error.role, error.rank, error.kind = "policy", rank, "result"
+                raise error
+            return await tell(rank, method, *rollouts)
+
+        world.policy._behaviour = lose_one
+        await world.train()
+
+    if kind == "result":
+        in_loop(run())
+        return
+    with pytest.raises(WorkerLost, match="an argument of logprobs") as told:
+        in_loop(run())
+    assert (told.value.role, told.value.kind) == ("policy", kind)
+
+
 def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
     async def run():
         world = World(ppo_config(prompts=2, steps=1), summary, ranks=2)

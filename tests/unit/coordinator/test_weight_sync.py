@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.weight_sync import AHEAD, WeightSync
-from rlhf_ray.errors import WeightsError
+from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 from tests.unit.coordinator.stand_ins import StandInGroup, team_of
 
@@ -14,9 +14,11 @@ from tests.unit.coordinator.stand_ins import StandInGroup, team_of
 class Publication:
     """Stand-ins of a policy with `buckets` buckets on two ranks and of two generators; `events` in their order."""
 
-    def __init__(self, buckets=5, changing=None, confirm=lambda rank, version: version, refuse=None, lacks=()):
-        """`lacks`: ranks and versions for which a generator refuses what leaves tensors out."""
+    def __init__(self, buckets=5, changing=None, confirm=lambda rank, version: version, refuse=None, lacks=(), lost=()):
+        """Ranks and versions for which a generator refuses what leaves tensors out (`lacks`), or is given digests of it
+        that are lost (`lost`)."""
         self.buckets, self._confirm, self._refuse, self.lacks = buckets, confirm, refuse, set(lacks)
+        self.lost = set(lost)
         self.changing = buckets if changing is None else changing
         self.events, self.gathered, self.loaded, self.most_ahead = [], 0, 0, 0
         self.policy = StandInGroup("policy", self._policy, workers=2)
@@ -43,6 +45,10 @@ class Publication:
         await asyncio.sleep(0.002 * rank)
         if method == "begin_weights" and len(args) > 3 and (rank, args[0]) in self.lacks:
             raise WeightsError("does not have what is left out")
+        if method == "begin_weights" and len(args) > 3 and (rank, args[0]) in self.lost:
+            error = WorkerLost("an argument of begin_weights was lost")
+            error.role, error.rank, error.kind = "generators", rank, "result"
+            raise error
         if method == "load_weights":
             if (rank, args[0][1]) == self._refuse:
                 raise WeightsError("bucket 1 is damaged")
@@ -113,6 +119,11 @@ def test_a_generator_that_lacks_what_is_left_out_is_sent_everything():
     assert [published.nbytes for published in it.publish(1, 2, 3)] == [500, 500, 200]
     assert [args for rank, *args in it.begun() if rank == 1] == [
         [1, 5, False], [2, 2, False, {"frozen": "digest"}], [2, 5, False], [3, 2, False, {"frozen": "digest"}]]
+
+
+def test_everything_is_sent_when_what_may_stay_out_is_not_known_any_more():
+    it = Publication(buckets=5, changing=2, lost=[(1, 2)])
+    assert [published.nbytes for published in it.publish(1, 2, 3)] == [500, 500, 200]
 
 
 def test_after_a_failed_publication_everything_is_sent():
