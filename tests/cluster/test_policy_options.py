@@ -110,7 +110,7 @@ def test_a_checkpoint_without_an_average_is_refused_by_a_run_that_keeps_one(rank
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files, 1, SMALL))
     learners.do("save", str(tmp_path))
     learners = ranks.make(2, "PolicyLearner", averaged(files))
-    with pytest.raises(CheckpointError, match=r"no average of the weights .* had no policy.ema_decay"):
+    with pytest.raises(CheckpointError, match=r"no average of the weights: .* had no policy.ema_decay"):
         learners.do("load", str(tmp_path))
 
 
@@ -192,7 +192,7 @@ def test_reading_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
     learners = reading(ranks, files, 2, zero)
     learners.do("update", 0, 0.0, *experiences)
     learners.do("save", str(tmp_path))
-    visited = json.loads((tmp_path / "ptx_1.json").read_text())["visited"]
+    visited = json.loads((tmp_path / "ptx_0.json").read_text())["visited"]
     assert visited == [4 * TEXT.batch_size] and visited[0] % 9
     uninterrupted = learners.do("update", 1, 0.0, *experiences)
     others = reading(fresh_ranks, files, 2, zero)

@@ -1,6 +1,7 @@
 """A run with a secret, watched from outside: where the secret may be seen, and which doors stand open meanwhile."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.dashboard.consts import DASHBOARD_METRIC_PORT
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.tokenizer import tokenizer_digest
@@ -37,7 +39,7 @@ def look_at(process, seen):
         seen["text"].update([" ".join(command), *(f"{k}={v}" for k, v in process.environ().items())])
         seen["names"].add(process.name())
         if any("dashboard/dashboard.py" in part for part in command):
-            seen["dashboard"].update(c.laddr.ip for c in process.net_connections("inet")
+            seen["dashboard"].update((c.laddr.ip, c.laddr.port) for c in process.net_connections("inet")
                                      if c.status == psutil.CONN_LISTEN)
 
 
@@ -85,4 +87,6 @@ def test_a_reward_services_token_is_nowhere_to_be_seen_and_the_dashboard_is_for_
     assert any("ray::" in name for name in seen["names"]) and any(ray_files.rglob("*.log")), "nothing was watched"
     assert holding(CANARY, tmp_path / "run") + holding(CANARY, ray_files) == []
     assert CANARY not in output and not [text for text in seen["text"] if CANARY in text]
-    assert seen["dashboard"] == {"127.0.0.1"}
+    port = int(re.search(r"Ray dashboard at http://127\.0\.0\.1:(\d+)", output)[1])
+    assert {ip for ip, at in seen["dashboard"] if at == port} == {"127.0.0.1"}
+    assert {at for _, at in seen["dashboard"]} <= {port, DASHBOARD_METRIC_PORT}

@@ -42,7 +42,7 @@ def test_the_policy_learns_with_the_penalty_in_its_loss(runs):
 
 
 def test_the_resumed_run_is_the_same_run(runs):
-    whole, again = (without(steps(directory), *CLOCKS) for directory in runs)
+    whole, again = (without(steps(directory), *CLOCKS, TRAFFIC) for directory in runs)
     assert again == whole
     one, two = (load_file(d / "model/model.safetensors") for d in runs)
     assert all(one[name].equal(two[name]) for name in one)
