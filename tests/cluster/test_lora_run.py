@@ -76,6 +76,7 @@ def test_the_frozen_base_is_the_reference(run):
     assert abs(evaluation["before"]["kl"]) < 1e-4 < 0.01 < evaluation["after"]["kl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", ["tied"], indirect=True)
 def test_the_resumed_run_is_the_same_run_bit_for_bit(run, resumed):
     first, again = (without(steps(directory), *CLOCKS, TRAFFIC) for directory in (run, resumed))
