@@ -40,7 +40,8 @@ async def live_status(present: Callable[[], Coordinator | None], directory: RunD
         over.set()  # not cancelled: a thread that is still writing would have the last word
         await asyncio.gather(task, return_exceptions=True)
         if (coordinator := present()) is not None:
-            directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
+            with suppress(OSError):  # on a disk that is full: what the run itself says of it must come through
+                directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
 
 
 def how_it_ended(error: BaseException) -> str:

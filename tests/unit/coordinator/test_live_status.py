@@ -1,6 +1,7 @@
 """status.json while a run goes on, and after it."""
 
 import asyncio
+import errno
 import json
 import threading
 import time
@@ -115,3 +116,16 @@ def test_a_slow_write_does_not_have_the_last_word(run, tmp_path, monkeypatch):
 
     asyncio.run(work())
     assert status(tmp_path)["ended"] == "finished"
+
+
+def test_a_disk_that_is_full_does_not_bury_what_the_run_says_of_it(run, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def work():
+        async with live_status.live_status(lambda: run.coordinator, RunDirectory(tmp_path)):
+            monkeypatch.setattr(RunDirectory, "write_json", full)
+            raise TrainingError("the disk is full")
+
+    with pytest.raises(TrainingError, match="the disk is full"):
+        asyncio.run(work())
