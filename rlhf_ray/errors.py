@@ -19,6 +19,11 @@ class RLHFError(Exception):
         return _rebuild, (type(self), str(self))
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's name where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def _rebuild(cls: type[RLHFError], message: str) -> RLHFError:
     error = cls.__new__(cls)
     Exception.__init__(error, message)
@@ -95,6 +100,10 @@ class WorkerError(RLHFError):
     role: str = ""
     """Of the worker, where it is known."""
 
+    def __init__(self, message: str, role: str = "") -> None:
+        super().__init__(message)
+        self.role = role
+
 
 class WorkerBroken(WorkerError):
     """A worker says of itself that it lives and cannot work any more: what it runs on died. It must be restarted."""
@@ -112,6 +121,13 @@ class WorkerLost(WorkerError):
     result, or an argument, is not in the object store any more; it answered after it had been given up."""
     age_s: float = 0.0
     """Seconds from the call to the end of hope."""
+
+    def __init__(
+        self, message: str, role: str = "", rank: int = -1, incarnation: int = 0, method: str = "",
+        kind: Literal["died", "hung", "broke", "result", "stale"] = "died", age_s: float = 0.0,
+    ) -> None:
+        super().__init__(message, role)
+        self.rank, self.incarnation, self.method, self.kind, self.age_s = rank, incarnation, method, kind, age_s
 
     @property
     def worker(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError, WorkerLost
+from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError, WorkerLost, first_line
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class Call:
         except RayTaskError as error:
             raise self._told_by_worker(error) from error
         except RayActorError as error:
-            raise self._lost("died", f"{self.worker} died in {self.method}: {_first_line(error)}") from error
+            raise self._lost("died", f"{self.worker} died in {self.method}: {first_line(error)}") from error
         except RayError as error:
             raise self._lost("result", f"the result of {self.method} of {self.worker} was lost: "
-                             f"{_first_line(error)}") from error
+                             f"{first_line(error)}") from error
         except TimeoutError:
             raise self._lost("hung", f"{self.worker} did not answer {self.method} within {self.timeout_s:g} s "
                              "(cluster.call_timeout_s)") from None
@@ -137,10 +137,7 @@ class Call:
         if self.fence.closed is not None:
             kind, message = "stale", (f"{self.worker} was given up while {self.method} was under way for {age_s:.1f} s:"
                                       f" {self.fence.closed}")
-        error = WorkerLost(message)
-        error.role, error.rank, error.incarnation = self.role, self.rank, self.fence.incarnation
-        error.method, error.kind, error.age_s = self.method, kind, age_s
-        return error
+        return WorkerLost(message, self.role, self.rank, self.fence.incarnation, self.method, kind, age_s)
 
     def _told_by_worker(self, error: RayTaskError) -> RLHFError:
         cause: BaseException = error
@@ -151,12 +148,6 @@ class Call:
         if isinstance(cause, RLHFError):
             return cause
         if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
-            return self._lost("result", f"an argument of {self.method} of {self.worker} was lost: {_first_line(cause)}")
-        failed = WorkerError(f"{self.worker} failed in {self.method}: {type(cause).__name__}: {cause}\n{error}")
-        failed.role = self.role
-        return failed
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+            return self._lost("result", f"an argument of {self.method} of {self.worker} was lost: {first_line(cause)}")
+        message = f"{self.worker} failed in {self.method}: {type(cause).__name__}: {cause}\n{error}"
+        return WorkerError(message, self.role)

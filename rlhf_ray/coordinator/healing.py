@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.crew import Crew
-from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost
+from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost, first_line
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import duration
 
@@ -121,10 +121,9 @@ class Healing:
                 return None
             except WorkerLost as again:
                 error = again
-        ended = WorkerError(f"{error.worker} was lost once more after {self._config.max_restarts} restarts "
-                            f"(cluster.max_restarts) without completing a call in between: {error}")
-        ended.role = error.role
-        return ended
+        message = (f"{error.worker} was lost once more after {self._config.max_restarts} restarts "
+                   f"(cluster.max_restarts) without completing a call in between: {error}")
+        return WorkerError(message, error.role)
 
     async def _restart(self, crew: Crew, rank: int, reason: str) -> None:
         group, loss = crew.group, self.down[crew.group.role, rank]
@@ -164,9 +163,8 @@ class Healing:
 
 
 def _how(error: WorkerLost) -> str:
-    return {"died": "died", "hung": "hung", "broke": "broke"}.get(error.kind, "was given up") + f" in {error.method}"
+    return f"{error.kind if error.kind in ('died', 'hung', 'broke') else 'was given up'} in {error.method}"
 
 
 def _described(loss: Loss) -> str:
-    first, _, _ = str(loss.error).partition("\n")
-    return first.rstrip(".") + (f" (pid {loss.pid})" if loss.pid else "")
+    return first_line(loss.error).rstrip(".") + (f" (pid {loss.pid})" if loss.pid else "")

@@ -18,7 +18,7 @@ from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.route import Generated, Route
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost
+from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import CommitOutcome, Eviction, Lease, Reservation
@@ -189,7 +189,7 @@ class Pipeline:
 
     def _attempt_over(self, keys: list[SampleKey], error: WorkerLost) -> None:
         """An attempt at a chunk was lost with a worker or a node; the next one begins."""
-        self.ledger.give_up(keys, str(error).partition("\n")[0])
+        self.ledger.give_up(keys, first_line(error))
         self.ledger.lease(keys, self.version)
 
     def _without_unscored(self, reservation: Reservation, keys: list[SampleKey],

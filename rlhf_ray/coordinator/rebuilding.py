@@ -11,7 +11,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import WorkerError, WorkerLost
+from rlhf_ray.errors import WorkerError, WorkerLost, first_line
 
 
 class Rebuilding:
@@ -36,7 +36,7 @@ class Rebuilding:
                 raise error
             self._count(error)
             where = "its beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
-            self._warn(f"{_first_line(error)}. All learners are built again; the run goes on from {where}")
+            self._warn(f"{first_line(error).rstrip('.')}. All learners are built again; the run goes on from {where}")
             try:
                 await self._build()
                 return
@@ -66,10 +66,9 @@ class Rebuilding:
         self._committed = committed
         if self._losses > self._config.max_rebuilds:
             since = "since the run began" if committed is None else f"since the checkpoint of step {committed}"
-            ended = WorkerError(f"learners were lost {self._losses} times {since} without a new one in between "
-                                f"(cluster.max_rebuilds={self._config.max_rebuilds}), the last time so: {error}")
-            ended.role = error.role
-            raise ended from error
+            message = (f"learners were lost {self._losses} times {since} without a new one in between "
+                       f"(cluster.max_rebuilds={self._config.max_rebuilds}), the last time so: {error}")
+            raise WorkerError(message, error.role) from error
 
 
 async def _answers(call: Call) -> bool:
@@ -78,7 +77,3 @@ async def _answers(call: Call) -> bool:
     except WorkerError:
         return False
     return True
-
-
-def _first_line(error: WorkerError) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

@@ -1,7 +1,6 @@
 """The workers of a PPO run by role."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
@@ -62,8 +61,3 @@ class Team:
     async def done(self, call: Call, phase: str) -> Call:
         """Wait for a call without fetching its result, and note its working time under its role and `phase`."""
         return await finished(call, phase, self.clock)
-
-    async def value(self, call: Call, phase: str, index: int = 0) -> Any:
-        """Wait for a call as `done` does, and fetch one of its results."""
-        await self.done(call, phase)
-        return await call.value(index)

@@ -23,7 +23,7 @@ NO_ANSWER = -1.0
 
 
 @dataclass
-class Pulse:
+class Shown:
     """What a worker's incarnation showed last."""
 
     incarnation: int
@@ -41,7 +41,7 @@ class Watch:
         self._team, self._lease_s = team, lease_s
         self._period_s = min(SELDOM_S, lease_s / LOOKS)
         self._crews = team.crews
-        self._pulses: dict[tuple[str, int], Pulse] = {}
+        self._shown: dict[tuple[str, int], Shown] = {}
 
     async def keep_looking(self) -> None:
         """Look until cancelled."""
@@ -54,7 +54,7 @@ class Watch:
         phases: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
         for task in self._team.clock.under_way:
             phases[task.role, task.worker].append((task.since, task.phase))
-        self._pulses = {who: pulse for who, pulse in self._pulses.items() if who in phases}
+        self._shown = {who: shown for who, shown in self._shown.items() if who in phases}
         await asyncio.gather(*(self._look_at(self._crews[role], rank, found)
                                for (role, rank), found in phases.items() if role in self._crews))
 
@@ -63,26 +63,25 @@ class Watch:
         group = crew.group
         now, incarnation = self._team.clock.now(), group.incarnation(rank)
         (since, method), publishing = min(calls), any(phase == "publish" for _, phase in calls)
-        pulse, answered = self._pulses.get((group.role, rank)), crew.finished[rank]
-        if pulse is not None and pulse.incarnation == incarnation and pulse.answered != answered:
-            self._pulses[group.role, rank] = replace(pulse, changed=now, answered=answered)
+        shown, answered = self._shown.get((group.role, rank)), crew.finished[rank]
+        if shown is not None and shown.incarnation == incarnation and shown.answered != answered:
+            self._shown[group.role, rank] = replace(shown, changed=now, answered=answered)
             return  # one that has answered a call meanwhile need not be asked
         sign = await self._sign(group, rank, publishing, now)
         if sign is None:
             return
-        if sign is NO_ANSWER and pulse is not None:
-            sign = pulse.sign
-        if pulse is None or pulse.incarnation != incarnation or pulse.sign != sign:
+        if sign is NO_ANSWER and shown is not None:
+            sign = shown.sign
+        if shown is None or shown.incarnation != incarnation or shown.sign != sign:
             # Not since it was called: there may have been signs that nobody looked for.
-            self._pulses[group.role, rank] = Pulse(incarnation, sign, now, answered)
+            self._shown[group.role, rank] = Shown(incarnation, sign, now, answered)
             return
-        silent = now - max(pulse.changed, since)
+        silent = now - max(shown.changed, since)
         if silent > self._lease_s and group.incarnation(rank) == incarnation:
             what = "made no token" if group is self._team.generators and not publishing else "gave no sign of life"
             error = WorkerLost(f"{group.role}/{rank} {what} for {silent:.0f} s while {method} was under way for "
-                               f"{now - since:.0f} s (cluster.lease_s={self._lease_s:g})")
-            error.role, error.rank, error.incarnation = group.role, rank, incarnation
-            error.method, error.kind, error.age_s = method, "hung", now - since
+                               f"{now - since:.0f} s (cluster.lease_s={self._lease_s:g})",
+                               group.role, rank, incarnation, method, "hung", now - since)
             self._team.healing.lost(crew, error, silent_s=silent)
 
     async def _sign(self, group: WorkerGroup, rank: int, publishing: bool, now: float) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
-from rlhf_ray.errors import ModelError
+from rlhf_ray.errors import ModelError, first_line
 from rlhf_ray.models.hub import check_on_hub
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def load_tokenizer(config: ModelConfig | NewModelConfig) -> "PreTrainedTokenizer
     try:
         tokenizer = _tokenizer_class(Path(where)).from_pretrained(where, **_tokenizer_trust(config))
     except Exception as error:  # a damaged tokenizer.json raises the library's own kinds, or a plain Exception
-        raise ModelError(f"no tokenizer could be loaded from {where!r}: {_first_line(error)}") from error
+        raise ModelError(f"no tokenizer could be loaded from {where!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer at {where!r} has no end-of-sequence token; responses could never end. "
                          "Set `eos_token` in its tokenizer_config.json.")
@@ -125,7 +125,7 @@ def check_scalar_head(config: ModelConfig) -> None:
     try:
         heads, labels = _heads_and_labels(config)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
+        raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
     if not any("SequenceClassification" in name for name in heads) or labels != 1:
         raise ModelError(f"{config.path!r} is no reward model: it has architectures {heads} with "
                          f"{labels} labels, and a sequence classifier with one label is needed. "
@@ -143,7 +143,7 @@ def pretrained_config(config: ModelConfig) -> "PretrainedConfig":
     try:
         return AutoConfig.from_pretrained(config.path, **config.trust)
     except Exception as error:  # an unknown kind, a field of another type, no JSON: each raises its own
-        raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
+        raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
 
 
 def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
@@ -201,8 +201,4 @@ def _load(auto: Any, config: ModelConfig, packed: bool = True, **more: Any) -> "
             config.path, dtype=getattr(torch, config.dtype), use_safetensors=True, **config.trust, **attention, **more,
         ))
     except Exception as error:  # a damaged file, a pickle where none may be, weights of another shape
-        raise ModelError(f"no model could be loaded from {config.path!r}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error

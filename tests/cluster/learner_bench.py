@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.shards import full_shape, own_shard, whole
@@ -16,21 +15,10 @@ from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.process_learner import ProcessRewardLearner
 from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner
+from tests.not_finite import NoNumber
 
 LEARNERS = (PolicyLearner, ActorCriticLearner, CriticLearner, SFTLearner, RewardModelLearner, ProcessRewardLearner)
 CLASSES = {cls.__name__: cls for cls in LEARNERS}
-
-
-class NoNumber(torch.autograd.Function):
-    """The same number with a gradient that is none."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * float("nan")
 
 
 class LearnerBench:

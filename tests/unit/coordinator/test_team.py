@@ -38,7 +38,7 @@ def test_working_time_is_noted_under_role_and_phase():
     async def run():
         team = team_of()
         began = team.clock.now()
-        await team.value(team.policy.call(0, "update"), "policy_update")
+        await team.done(team.policy.call(0, "update"), "policy_update")
         return team.clock, began
 
     clock, began = asyncio.run(run())

@@ -14,6 +14,7 @@ from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.train_engine import TrainEngine
 from rlhf_ray.errors import RLHFError
+from tests.not_finite import NoNumber
 
 X = torch.tensor([[3.0, -4.0]])
 
@@ -28,16 +29,6 @@ class TwoWeights(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.told = self.model.training
         return self.model(x)
-
-
-class NaNGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * float("nan")
 
 
 def engine(zero_stage: int = 1) -> TrainEngine:
@@ -81,7 +72,7 @@ def weights(it: TrainEngine) -> list[float]:
 SPOILED = {
     "loss": lambda y: y * float("nan"),
     "infinite loss without a gradient": lambda y: y.clamp(max=1.0) + float("inf"),
-    "gradient": NaNGradient.apply,
+    "gradient": NoNumber.apply,
 }
 
 
