@@ -43,6 +43,7 @@ class RunDirectory:
         self.summary = self.path / "summary.json"
         self.status = self.path / "status.json"
         self.faults = self.path / "faults.jsonl"
+        self.control = self.path / "control"
         self.report = self.path / "report.html"
 
     @classmethod

@@ -26,6 +26,7 @@ from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -123,7 +124,8 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                 )
                 watch = Watch(team, config.cluster.lease_s)
                 async with (live_status(lambda: course.coordinator, directory), pulse.watched(),
-                            team.healing.at_work(watch.keep_looking())):
+                            team.healing.at_work(watch.keep_looking()),
+                            answering(directory, {})):
                     coordinator = await course.run(start, resume)
                 samples = close_books(coordinator.pipeline.ledger)
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
