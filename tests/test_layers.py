@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlhf_ray"
 FLOORS = [
     {"records", "errors"},
+    {"failpoints"},
     {"config"},
     {"algorithms", "observability", "planning"},
     {"models", "data", "engine", "weights", "checkpoint"},

@@ -21,6 +21,7 @@ from rlhf_ray.checkpoint.atomic import (
 from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_space
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, Manifest, NewerSchemaError, verify_manifest, write_manifest
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.failpoints import reached
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -82,8 +83,10 @@ class CheckpointStore:
         final = self.path(step)
         with self.whole_or_nothing(tmp, step):
             fsync_tree(tmp)
+            reached("checkpoint_unlisted")
             write_manifest(tmp, step, extra)
             fsync_path(tmp)
+            reached("checkpoint_unnamed")
             replace_directory(tmp, final)
         self._damaged.discard(step)
         self._prune()

@@ -19,6 +19,7 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import RLHFError, RunInterrupted, WorkerError
+from rlhf_ray.failpoints import reached
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import SampleWriter
@@ -110,8 +111,10 @@ class Coordinator:
         async with self.weights.changing():
             with self.pipeline.route.forward_passes_held():
                 learned, summaries = await self._learning.learn(lease)
+                reached("update_consumed")
                 too_old = self.buffer.evict(self.state.step)
                 published = await self.weights.publish(self.state.step)
+        reached("publication_over")
         self.pipeline.version = self.state.step
         self.pipeline.make_again(too_old)
         if not self._pauses:

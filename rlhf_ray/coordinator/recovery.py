@@ -11,6 +11,7 @@ from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.failpoints import reached
 from rlhf_ray.records import ExperienceSummary
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import Entry, Reservation
@@ -62,6 +63,7 @@ class Recovery:
             save_state(directory / "coordinator.json", snapshot)
             await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
                                    for group in self.team.learners()))
+        reached("checkpoint_copied")
         self._under_way = asyncio.create_task(self._finish(directory, step, waiting), name=f"checkpoint of step {step}")
         pause_s = time.perf_counter() - began
         self.longest_pause_s = max(self.longest_pause_s, pause_s)
@@ -99,6 +101,7 @@ class Recovery:
                 await self.team.crew(self.team.assembler).ask("save", str(path), entry.ref)
             await asyncio.gather(*(self._on_disk(group) for group in self.team.learners()))
         await asyncio.to_thread(self.store.commit, directory, step)
+        reached("checkpoint_uncommitted")
         self.ledger.commit(step)
 
     async def _on_disk(self, group: WorkerGroup) -> None:

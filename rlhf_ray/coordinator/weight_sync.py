@@ -13,6 +13,7 @@ from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.audience import Audience
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import WeightsError, WorkerLost
+from rlhf_ray.failpoints import reached
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 
 AHEAD = 3
@@ -157,6 +158,7 @@ class WeightSync:
             under_way.append((index, bucket, audience.calls("load_weights", bucket[0].ref)))
             if len(under_way) == AHEAD:
                 await self._loaded(audience, whole, *under_way.popleft())
+        reached("publication_begun")
         while under_way:
             await self._loaded(audience, whole, *under_way.popleft())
 

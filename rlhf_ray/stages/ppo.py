@@ -26,6 +26,7 @@ from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.failpoints import armed
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
@@ -76,6 +77,7 @@ def preflight(config: PPOConfig) -> None:
         ConfigError, ModelError, DataError: naming the field, the value and the fix.
     """
     refuse_open_serialization()
+    armed()  # a failpoint that is spelled wrong would never be reached
     check_data(config.prompts, "prompts")
     held_out = config.evaluation_prompts
     if held_out:
