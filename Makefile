@@ -1,7 +1,7 @@
 # Everything a person does with this repository. `make` lists it.
 #   PYTHON=python3.12   interpreter for a new .venv (3.11 or 3.12)
 #   EXTRA=gpu           vLLM's GPU build instead of the CPU one
-#   ARGS='...'          more arguments for quickstart, example, bench and pytest
+#   ARGS='...'          more arguments for quickstart, example, bench, chaos and pytest
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -15,7 +15,7 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart example test test-slow fuzz lint typecheck bench bench-estimators bench-growth docs requirements clean
+.PHONY: help install install-test quickstart example test test-slow fuzz lint typecheck bench bench-estimators bench-growth chaos docs requirements clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,9 @@ bench-estimators: install ## Run every estimator on the quickstart's task, three
 bench-growth: install ## Measure how cost grows with model size and response length, role by role
 	@$(BIN)/python -m benchmarks.growth $(ARGS)
 	@$(BIN)/python -m benchmarks.cluster_model
+
+chaos: install-test ## Kill, stop and damage what runs depend on, in about 15 minutes on two cores
+	@$(BIN)/python -m chaos $(ARGS)
 
 docs: install ## Write docs/configuration.md from the configuration's models
 	@$(BIN)/python -m rlhf_ray.config.reference docs/configuration.md

@@ -71,10 +71,8 @@ def write_prompts(path: Path, rows: int, seed: int, too_long: int = 0) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def files(tmp_path_factory) -> Files:
-    """Models and prompts, made once."""
-    root = tmp_path_factory.mktemp("tiny")
+def make_files(root: Path) -> Files:
+    """Models and prompts below an existing directory."""
     shape = {"vocab": VOCAB, "hidden": 32, "heads": 1}
     return Files(
         root=root,
@@ -84,6 +82,12 @@ def files(tmp_path_factory) -> Files:
         prompts=write_prompts(root / "prompts.jsonl", 20, seed=1, too_long=3),
         evaluation=write_prompts(root / "held_out.jsonl", 6, seed=2),
     )
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory) -> Files:
+    """Models and prompts, made once."""
+    return make_files(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,116 @@
+"""Which runs a call makes, and with which faults; and the runs themselves, each beside the same run without a fault."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos.invariants import Books, broken
+from chaos.kinds import of_target
+from chaos.outcome import outcomes
+from chaos.plan import plan
+from chaos.settings import RANKS, SAVED_EVERY, Ground
+from chaos.summary import Finished, loop_seconds
+from chaos.supervisor import Course, run
+
+USUAL_MINUTES = 15.0
+STEPS_A_FAULT, FEWEST_STEPS = 1.5, 12
+ALONE = 3
+"""Faults of a kind that is asked for alone."""
+SYNCHRONOUS = {
+    "generator_kill": 3, "generator_stop": 2, "generator_kill_in_publication": 2, "reward_kill": 2, "reward_stop": 1,
+    "reference_kill": 1, "reference_stop": 1, "assembler_kill": 2, "policy_kill": 1, "policy_stop": 1,
+    "policy_kill_in_forward": 1, "critic_kill": 1, "critic_stop": 1, "driver_kill": 1, "driver_term": 1,
+    **{kind.name: 1 for kind in of_target("failpoint", "checkpoint")},
+}
+"""Faults of the run at max_staleness 0, by kind."""
+OVERLAPPED = {"generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1,
+              "reference_kill": 1, "assembler_kill": 1, "policy_kill": 1, "critic_stop": 1, "driver_kill": 1,
+              "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1}
+"""Of that at max_staleness 1, where it is not the bits that must be the same, but the books."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run to make."""
+
+    name: str
+    kinds: tuple[str, ...]
+    """Of its faults; they may repeat."""
+    max_staleness: int
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        """Of the run."""
+        return max(FEWEST_STEPS, math.ceil(STEPS_A_FAULT * len(self.kinds)))
+
+
+def trials(seed: int, minutes: float, only: Sequence[str] = ()) -> list[Trial]:
+    """The runs of one round. In less than the usual time there are fewer faults of each kind, and then fewer kinds."""
+    if only:
+        kinds = tuple(kind for kind in only for _ in range(ALONE))
+        return [Trial("alone", kinds, 0, seed)]
+    share = min(1.0, minutes / USUAL_MINUTES)
+    return [Trial("synchronous", _some(SYNCHRONOUS, share), 0, seed),
+            Trial("overlapped", _some(OVERLAPPED, share), 1, seed + 1)]
+
+
+def _some(wanted: dict[str, int], share: float) -> tuple[str, ...]:
+    """Kinds in turns, each as often as wanted, cut to a share."""
+    left, order = Counter(wanted), list[str]()
+    while left := +left:
+        order += left
+        left -= Counter(dict.fromkeys(left, 1))
+    return tuple(order[: max(1, round(share * len(order)))])
+
+
+def rounds(seed: int, minutes: float, only: Sequence[str], place: Path) -> Iterator[Finished]:
+    """Make runs: one round, and more for as long as there is time for another."""
+    began, longest, number = time.monotonic(), 0.0, 0
+    ground, undisturbed = Ground.make(place / "ground"), dict[tuple[int, int], Path]()
+    while not number or time.monotonic() - began + longest < 60 * minutes:
+        start = time.monotonic()
+        for trial in trials(seed + 100 * number, minutes, only):
+            shape = trial.steps, trial.max_staleness
+            if shape not in undisturbed:
+                undisturbed[shape] = _undisturbed(ground, trial)
+            yield _made(ground, trial, undisturbed[shape], number + 1)
+        longest, number = max(longest, time.monotonic() - start), number + 1
+
+
+def _undisturbed(ground: Ground, trial: Trial) -> Path:
+    _say(f"{trial.steps} updates at max_staleness {trial.max_staleness} without a fault")
+    config, directory = ground.configure(f"{trial.name}_undisturbed", trial.steps, trial.max_staleness)
+    course = run(config, directory)
+    if course.starts[-1].code:
+        raise RuntimeError(f"the run without a fault ended with {course.starts[-1].code}: "
+                           f"{course.starts[-1].last_words()}")
+    return directory
+
+
+def _made(ground: Ground, trial: Trial, undisturbed: Path, number: int) -> Finished:
+    faults = plan(trial.seed, trial.kinds, trial.steps, RANKS, SAVED_EVERY)
+    _say(f"{trial.name}, round {number}: {trial.steps} updates among {len(faults)} faults of "
+         f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
+    config, directory = ground.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness)
+    return looked_through(run(config, directory, faults), undisturbed, trial.max_staleness == 0)
+
+
+def looked_through(course: Course, undisturbed: Path, same: bool) -> Finished:
+    """A run that is over, and what can be said of it.
+
+    Args:
+        same: whether its results must be those of the undisturbed run, to the bit.
+    """
+    return Finished(course, outcomes(course), broken(course, undisturbed if same else None),
+                    loop_seconds(undisturbed), Books.of(course))
+
+
+def _say(text: str) -> None:
+    print(f"chaos: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,29 @@
+"""`python -m chaos.driver CONFIG FAULTS STRIKES [--resume]`: `rlhf-ray ppo`, with an injector in its process."""
+
+import json
+import sys
+from pathlib import Path
+
+from chaos.plan import Fault
+from chaos.strikes import Strikes
+
+
+def main() -> None:
+    """Run the command line as ever, once the injector is in place.
+
+    Arguments: the run's configuration, a file with the faults to inject, and the file to note them in.
+    """
+    from rlhf_ray.cli.main import main as command_line
+    from rlhf_ray.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    from chaos.injector import Injector
+
+    config, faults, strikes, *more = sys.argv[1:]
+    Injector([Fault.of(told) for told in json.loads(Path(faults).read_text())], Strikes(Path(strikes))).install()
+    sys.argv = ["rlhf-ray", "ppo", config, *more]
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

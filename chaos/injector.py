@@ -1,0 +1,128 @@
+"""Injects faults from inside the driver, which alone knows who is at work on what, and under which pid.
+
+Faults are met one after the other, each as soon as it is due and its victim in the state that it asks for. What was
+struck need not be back before the next one is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
+
+from chaos.plan import Fault
+from chaos.strikes import Strikes
+from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.failpoints import VARIABLE
+from rlhf_ray.observability.spans import Task
+
+LOOK_S = 0.002
+"""Between two looks at who is at work."""
+EFFECT_S = 10.0
+"""How long the system gets to end or stop a process."""
+
+
+class Injector:
+    """The faults of one driver process."""
+
+    def __init__(self, faults: Sequence[Fault], strikes: Strikes) -> None:
+        self._left, self._strikes = list(faults), strikes
+        self._confirming: set[asyncio.Task[None]] = set()
+
+    def install(self) -> None:
+        """Let every loop of this process meet the faults that are left."""
+        run = Coordinator.run
+
+        async def run_among_faults(coordinator: Coordinator) -> None:
+            self._strikes.add("loop", pid=os.getpid(), step=coordinator.state.step)
+            injecting = asyncio.create_task(self._inject(coordinator), name="chaos")
+            try:
+                await run(coordinator)
+            finally:
+                injecting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await injecting
+
+        Coordinator.run = run_among_faults  # type: ignore[method-assign]
+
+    async def _inject(self, coordinator: Coordinator) -> None:
+        while self._left:
+            fault = self._left[0]
+            while coordinator.state.step < fault.step:
+                await asyncio.sleep(LOOK_S)
+            if fault.what.target == "failpoint":
+                self._arm(fault, coordinator)
+            elif fault.what.target == "driver":
+                await self._strike_driver(fault, coordinator)
+            else:
+                await self._strike_worker(fault, coordinator)
+            self._left.pop(0)
+
+    def _arm(self, fault: Fault, coordinator: Coordinator) -> None:
+        name = fault.kind.removeprefix("exit_at_")
+        self._strikes.add("struck", fault=fault.number, kind=fault.kind, pid=os.getpid(), step=coordinator.state.step,
+                          state=f"failpoint {name} armed")
+        os.environ[VARIABLE] = f"{name}:exit:{min(fault.sightings, 2)}"
+
+    async def _strike_driver(self, fault: Fault, coordinator: Coordinator) -> None:
+        await asyncio.sleep(fault.delay_s)
+        while not (busy := coordinator.team.clock.under_way):
+            await asyncio.sleep(LOOK_S)
+        state = "waiting for " + ", ".join(sorted({f"{task.role} ({task.phase})" for task in busy}))
+        self._strikes.add("struck", fault=fault.number, kind=fault.kind, pid=os.getpid(), step=coordinator.state.step,
+                          state=state)
+        os.kill(os.getpid(), fault.what.signal)
+
+    async def _strike_worker(self, fault: Fault, coordinator: Coordinator) -> None:
+        what, clock = fault.what, coordinator.team.clock
+        (group,) = (group for group in coordinator.team.groups() if group.role == what.role)
+        task = await self._sighted(fault, coordinator)
+        processes = group.processes(fault.rank)
+        assert processes is not None, f"{what.role}/{fault.rank} is at work and has not started"
+        in_state = task in clock.under_way and psutil.pid_exists(processes.pid)
+        self._strikes.add(
+            "struck", fault=fault.number, kind=fault.kind, role=what.role, rank=fault.rank, pid=processes.pid,
+            incarnation=group.incarnation(fault.rank), step=coordinator.state.step, in_state=in_state,
+            state=f"{what.phase} under way for {clock.now() - task.since:.3f} s")
+        process = psutil.Process(processes.pid)
+        process.send_signal(what.signal)
+        confirming = asyncio.create_task(asyncio.to_thread(self._confirm, fault, process))
+        self._confirming.add(confirming)  # a task that nobody holds may be collected
+        confirming.add_done_callback(self._confirming.discard)
+
+    async def _sighted(self, fault: Fault, coordinator: Coordinator) -> Task:
+        """A call in the state that the fault asks for, at the moment to strike. None is over that soon: the loop's
+        thread, which would hear of it, is here."""
+        clock, seen = coordinator.team.clock, set[Task]()
+        while True:
+            for task in list(clock.under_way):
+                if (task.role, task.worker, task.phase) != (fault.what.role, fault.rank, fault.what.phase):
+                    continue
+                seen.add(task)
+                if len(seen) < fault.sightings:
+                    continue
+                if clock.now() - task.since >= fault.delay_s:
+                    return task
+            await asyncio.sleep(LOOK_S)
+
+    def _confirm(self, fault: Fault, process: psutil.Process) -> None:
+        """Wait until the process is dead, or stopped, and note it."""
+        began = time.monotonic()
+        while (seconds := time.monotonic() - began) < EFFECT_S:
+            state = _state(process)
+            if state == "gone" or (state == psutil.STATUS_STOPPED and fault.what.stops):
+                self._strikes.add("confirmed", fault=fault.number, state=state, seconds=seconds)
+                return
+            time.sleep(LOOK_S)
+
+
+def _state(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return process.status()
+    return "gone"
+

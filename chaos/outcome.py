@@ -1,0 +1,108 @@
+"""What became of each fault: was its victim in the state that was meant, was it struck, and did the run get over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chaos.plan import Fault
+from chaos.supervisor import Course, Start
+from rlhf_ray.observability.faults import read_faults
+from rlhf_ray.observability.run_directory import RunDirectory
+
+PASSED_OVER = "passing over a damaged checkpoint"
+EARLY_S = 0.5
+"""By so much an event may seem to be before its cause: it is placed by subtracting durations."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One fault and what came of it."""
+
+    run: str
+    fault: Fault
+    state: str
+    """Of the victim when it was struck."""
+    detection_s: float | None = None
+    recovery_s: float | None = None
+    """From its detection (a driver's end) to normal work."""
+    problem: str = ""
+    """Why the fault does not count as survived; empty if it does."""
+    injected: bool = True
+
+    @property
+    def survived(self) -> bool:
+        """Whether the run got over it."""
+        return self.injected and not self.problem
+
+
+def outcomes(course: Course) -> list[Outcome]:
+    """Of every fault of the plan, in its order."""
+    struck = {told["fault"]: told for told in course.strikes.read("struck")}
+    events = read_faults(RunDirectory(course.directory).faults)
+    found = []
+    for fault in course.faults:
+        told = struck.get(fault.number)
+        if told is None:
+            found.append(Outcome(course.config.stem, fault, "", problem="its moment never came", injected=False))
+        elif fault.what.target == "checkpoint":
+            found.append(_of_damage(course, fault, told))
+        elif fault.what.ends_the_driver:
+            found.append(_of_driver(course, fault, told))
+        else:
+            found.append(_of_worker(course, fault, told, events))
+    return found
+
+
+def _of_worker(course: Course, fault: Fault, told: dict[str, Any], events: list[dict[str, Any]]) -> Outcome:
+    start, run = _start_at(course, told["time"]), course.config.stem
+    confirmed = fault.number in {line["fault"] for line in course.strikes.read("confirmed")}
+    event = _event(fault, told, events, start)
+    if not told["in_state"]:
+        return Outcome(run, fault, told["state"], problem="its victim was not in the state that was meant")
+    if event is None:
+        # A driver that dies does not tell of workers that were down.
+        problem = "" if start and start.abrupt else "the run never noticed"
+        return Outcome(run, fault, told["state"], problem=problem)
+    events.remove(event)  # it is no other fault's
+    problem = "" if confirmed else "its victim neither died nor stopped"
+    if event["recovery_s"] is None and start is course.starts[-1] and "the run ended" not in event["outcome"]:
+        problem = problem or f"it was not made good: {event['outcome']}"
+    return Outcome(run, fault, told["state"], max(0.0, event["lost_at"] - told["time"]), event["recovery_s"], problem)
+
+
+def _event(fault: Fault, told: dict[str, Any], events: Sequence[dict[str, Any]],
+           start: Start | None) -> dict[str, Any] | None:
+    """The run's own line about it. All learners are one: whichever of them is told of, all are built again."""
+    until = start.ended if start else float("inf")
+    for event in events:
+        if fault.what.target == "learner":
+            mine = event["role"].endswith("_learner") and told["time"] - EARLY_S <= event["lost_at"] <= until
+        else:
+            mine = (event["role"], event["pid"]) == (told["role"], told["pid"])
+        if mine:
+            return event
+    return None
+
+
+def _of_driver(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
+    start, run = _start_at(course, told["time"]), course.config.stem
+    if start is None or start.code != start.expected:
+        code = start.code if start else "no code"
+        return Outcome(run, fault, told["state"], problem=f"the driver ended with {code}, which is not this fault's")
+    again = next((line["time"] for line in course.strikes.read("loop") if line["time"] > start.ended), None)
+    if again is None:
+        return Outcome(run, fault, told["state"], problem="the run did not go on")
+    return Outcome(run, fault, told["state"], recovery_s=again - start.ended)
+
+
+def _of_damage(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
+    after = next((start for start in course.starts if start.began > told["time"]), None)
+    said = after is not None and PASSED_OVER in after.log.read_text(errors="replace")
+    problem = "" if said else "the damaged checkpoint was not passed over"
+    return Outcome(course.config.stem, fault, told["state"], problem=problem)
+
+
+def _start_at(course: Course, time: float) -> Start | None:
+    return next((start for start in course.starts if start.began <= time <= start.ended), None)

@@ -1,0 +1,97 @@
+"""Which faults a run meets, and when: drawn from a seed.
+
+A plan is a list. What stands up to a fault of the driver, and it itself, happens in one driver process; damage to a
+checkpoint follows such a fault, and the next process goes on from what is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from chaos.kinds import KINDS, Kind
+
+MOST_DELAY_S = {"generate": 0.1, "policy_update": 0.2, "critic_update": 0.2}
+"""Longest delay within a call, by phase; others are over too soon for any."""
+DRIVER_DELAY_S = 1.0
+MOST_SIGHTINGS = {"policy_update": 1, "critic_update": 1, "logprobs": 2}
+"""By phase, for those that come once or twice a step."""
+OTHERWISE = 4
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault that is to be injected."""
+
+    number: int
+    """Unique in its run, from 1."""
+    kind: str
+    step: int
+    """Not before so many updates are made."""
+    rank: int = 0
+    sightings: int = 1
+    """Of calls in the state that the kind asks for, the how manieth is struck."""
+    delay_s: float = 0.0
+    """From the moment that call is seen; the victim must be in the same call still."""
+    place: float = 0.0
+    """Of damage: where among files and bytes, as a share."""
+
+    @property
+    def what(self) -> Kind:
+        """Its kind."""
+        return KINDS[self.kind]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Self:
+        """From `plain`."""
+        return cls(**told)
+
+
+def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], saved_every: int) -> list[Fault]:
+    """A fault of each of `kinds` (which may repeat), in random order at random moments.
+
+    Args:
+        steps: of the run; the last faults come early enough to be over at its end.
+        ranks: workers by role, where there are several.
+        saved_every: steps between checkpoints. Before one that is damaged there must be another.
+    """
+    draw = random.Random(seed)
+    damages = [kind for kind in kinds if KINDS[kind].target == "checkpoint"]
+    ends = [kind for kind in kinds if KINDS[kind].ends_the_driver]
+    others = [kind for kind in kinds if kind not in damages and kind not in ends]
+    ends += ["driver_kill"] * (len(damages) - len(ends))  # a checkpoint is damaged while nobody runs
+    for some in (damages, ends, others):
+        draw.shuffle(some)
+    faults: list[Fault] = []
+    room, order = max(1, steps - saved_every - 1), _mixed(draw, others, ends)
+    for place, kind in enumerate(order):
+        ending, step = KINDS[kind].ends_the_driver, 1 + place * room // len(order)
+        damaged = ending and len(ends) <= len(damages)
+        if damaged:  # the last ones, when there are several checkpoints
+            step = max(step, 2 * saved_every + 1)
+        faults.append(_drawn(draw, len(faults) + 1, kind, step, ranks))
+        if damaged:
+            faults.append(Fault(len(faults) + 1, damages.pop(), step, place=draw.random()))
+        if ending:
+            ends.pop()
+    return faults
+
+
+def _mixed(draw: random.Random, others: Sequence[str], ends: Sequence[str]) -> list[str]:
+    """Ends at random places among the others."""
+    places = set(draw.sample(range(len(others) + len(ends)), len(ends)))
+    rest, stops = iter(others), iter(ends)
+    return [next(stops) if place in places else next(rest) for place in range(len(others) + len(ends))]
+
+
+def _drawn(draw: random.Random, number: int, kind: str, step: int, ranks: Mapping[str, int]) -> Fault:
+    what = KINDS[kind]
+    longest = DRIVER_DELAY_S if what.target == "driver" else MOST_DELAY_S.get(what.phase, 0.0)
+    return Fault(number, kind, step, draw.randrange(ranks.get(what.role, 1)),
+                 draw.randint(1, MOST_SIGHTINGS.get(what.phase, OTHERWISE)), round(draw.uniform(0, longest), 3))

@@ -1,0 +1,49 @@
+"""The runs that meet faults: tiny models, two generators and two ranks of each learner, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.conftest import Files, make_files, ppo_settings
+
+LEASE_S, SAVED_EVERY = 5.0, 3
+SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "cluster": {"lease_s": LEASE_S, "max_restarts": 5, "max_rebuilds": 5},
+    "logging": {"tensorboard": False, "samples_per_step": 0},
+    "checkpoint": {"every": SAVED_EVERY, "keep": 2},
+    "evaluation": {"limit": 2},
+}
+"""What differs from the runs of the tests."""
+RANKS = {"generator": 2, "policy_learner": 2, "critic_learner": 2}
+"""Workers of the roles that have several."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A directory with the models and prompts that runs start from."""
+
+    root: Path
+    files: Files
+
+    @classmethod
+    def make(cls, root: Path) -> Ground:
+        """Make models and prompts; some seconds."""
+        root.mkdir(parents=True, exist_ok=True)
+        return cls(root, make_files(root))
+
+    def configure(self, name: str, steps: int, max_staleness: int = 0) -> tuple[Path, Path]:
+        """Write the configuration of a run; returns it and the directory that the run will write."""
+        directory = self.root / name
+        settings = ppo_settings(self.files, directory)
+        for section, fields in SECTIONS.items():
+            settings[section] = {**settings[section], **fields}
+        settings["run"]["steps"] = steps
+        settings["coordinator"]["max_staleness"] = max_staleness
+        path = self.root / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        return path, directory

@@ -1,0 +1,40 @@
+"""What was done to a run, line by line as it happens: a file that the driver appends to, and that outlives it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Strikes:
+    """JSON lines, flushed one by one. Kinds of line, by `event`:
+
+    loop: a loop begins (pid, step), of a driver that started or whose learners were built again.
+    struck: a fault is injected (fault number, role, rank, pid, state).
+    confirmed: the victim is seen dead or stopped (fault number, seconds).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, event: str, **told: Any) -> None:
+        """Append a line, with the time of day in seconds since 1970."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"event": event, "time": time.time(), **told}) + "\n")
+            file.flush()
+
+    def read(self, event: str | None = None) -> list[dict[str, Any]]:
+        """Lines so far, of one kind or all; the last may be torn by the driver's death."""
+        found = []
+        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return [told for told in found if event in (None, told["event"])]
+
+    def struck(self) -> set[int]:
+        """Numbers of the faults that were injected."""
+        return {told["fault"] for told in self.read("struck")}

@@ -1,0 +1,173 @@
+"""Starts a run's driver, again and again where the plan ends it; sees that it neither wedges nor leaves anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+
+from chaos.damage import damage
+from chaos.kinds import KILL
+from chaos.plan import Fault
+from chaos.strikes import Strikes
+from rlhf_ray.errors import RunInterrupted
+from rlhf_ray.failpoints import EXIT_CODE
+from rlhf_ray.observability.run_directory import RunDirectory
+from tests.cluster.processes import abandoned, shared_memory
+
+WEDGE_S = 120.0
+"""A run of which nothing is heard for so long is wedged: starts, leases and rebuilds take a fraction of it."""
+GONE_S = 30.0
+"""What is left of a driver's processes must be gone so long after its end."""
+MOST_SURPRISES = 2
+"""Ends of the driver that nobody planned, after which the run is resumed all the same."""
+MARK = "RLHF_RAY_CHAOS_RUN"
+"""Variable in the environment of all processes of a run."""
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One driver process, from its start to its end."""
+
+    pid: int
+    began: float
+    ended: float
+    """Time of day, in seconds since 1970."""
+    code: int
+    expected: int
+    log: Path
+    wedged: bool
+
+    @property
+    def abrupt(self) -> bool:
+        """Whether it had no time to put anything in order."""
+        return self.code < 0 or self.code == EXIT_CODE
+
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return " | ".join(lines[-3:])[-600:]
+
+
+@dataclass
+class Course:
+    """A run among faults, as it went."""
+
+    config: Path
+    """The run's configuration; its files lie beside it."""
+    directory: Path
+    """Where the run writes."""
+    faults: list[Fault]
+    starts: list[Start] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Processes and shared memory that were there after an end."""
+
+    @property
+    def strikes(self) -> Strikes:
+        """What was done to it."""
+        return Strikes(self.config.with_suffix(".strikes.jsonl"))
+
+
+def run(config: Path, directory: Path, faults: Sequence[Fault] = ()) -> Course:
+    """Run a configuration to its end, among faults.
+
+    Args:
+        directory: its `run.dir`.
+    """
+    course, mark, segments = Course(config, directory, list(faults)), uuid4().hex, shared_memory()
+    pending, surprises = list(faults), 0
+    while True:
+        start = _one_driver(course, pending, mark)
+        course.starts.append(start)
+        course.left += [f"{what} after start {len(course.starts)}" for what in _left(mark)]
+        struck = course.strikes.struck()
+        pending = [fault for fault in pending if fault.number not in struck]
+        surprises += start.wedged or start.code != start.expected
+        if start.code == 0 or surprises > MOST_SURPRISES:
+            break
+        _damage(course, pending)
+    course.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
+    return course
+
+
+def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:
+    """Start the driver with the faults up to the next one that ends it, and wait for its end."""
+    number = len(course.starts) + 1
+    until = next((place for place, fault in enumerate(pending) if fault.what.ends_the_driver), len(pending))
+    mine = [fault for fault in pending[: until + 1] if fault.what.target != "checkpoint"]
+    faults, log = (course.config.with_suffix(f".{number}.{kind}") for kind in ("faults.json", "log"))
+    faults.write_text(json.dumps([fault.plain() for fault in mine]))
+    command = [sys.executable, "-m", "chaos.driver", str(course.config), str(faults), str(course.strikes.path),
+               *(["--resume"] if number > 1 else [])]
+    began = time.time()
+    with log.open("w") as out:
+        driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, process_group=0,
+                                  env={**os.environ, MARK: mark})
+        wedged = _wait(driver, course, log)
+    end = next((fault for fault in mine if fault.what.ends_the_driver), None)
+    return Start(driver.pid, began, time.time(), driver.returncode, _expected(end), log, wedged)
+
+
+def _expected(end: Fault | None) -> int:
+    if end is None:
+        return 0
+    if end.what.target == "failpoint":
+        return EXIT_CODE
+    return -KILL if end.what.signal == KILL else RunInterrupted.exit_code
+
+
+def _wait(driver: subprocess.Popen[bytes], course: Course, log: Path) -> bool:
+    """Wait for the driver to end; one that shows no progress is killed. Returns whether that was so."""
+    files = RunDirectory(course.directory)
+    watched = (files.metrics, files.faults, course.strikes.path, log)
+    seen, since = (), time.monotonic()
+    while driver.poll() is None:
+        now = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in watched)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if time.monotonic() - since > WEDGE_S:
+            driver.kill()
+            driver.wait()
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _left(mark: str) -> list[str]:
+    """Command lines of a run's processes that are there long after its driver's end. They are killed, so that the next
+    start is not blamed for them."""
+    until = time.monotonic() + GONE_S
+    while (left := list(_marked(mark))) and time.monotonic() < until:
+        time.sleep(0.2)
+    told = []
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            told.append(f"process {process.pid} ({' '.join(process.cmdline())[:80]})")
+            process.kill()
+    return told
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def _damage(course: Course, pending: list[Fault]) -> None:
+    """Damage a checkpoint, if that is what comes next."""
+    if pending and pending[0].what.target == "checkpoint":
+        fault = pending.pop(0)
+        done = damage(fault, RunDirectory(course.directory).checkpoints)
+        if done is not None:
+            course.strikes.add("struck", fault=fault.number, kind=fault.kind, state=done, in_state=True)

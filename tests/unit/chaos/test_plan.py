@@ -1,0 +1,65 @@
+"""Plans of faults: drawn from a seed, complete, and possible."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from chaos.campaign import OVERLAPPED, SYNCHRONOUS, trials
+from chaos.kinds import KINDS
+from chaos.plan import Fault, plan
+
+RANKS = {"generator": 2, "policy_learner": 2}
+ALL = tuple(KINDS)
+
+
+def test_a_seed_names_a_plan_and_another_seed_another():
+    assert plan(3, ALL, 40, RANKS, 3) == plan(3, ALL, 40, RANKS, 3) != plan(4, ALL, 40, RANKS, 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_kind_asked_for_is_there_once_with_numbers_in_order(seed):
+    faults = plan(seed, ALL, 40, RANKS, 3)
+    assert Counter(fault.kind for fault in faults) == Counter(ALL)
+    assert [fault.number for fault in faults] == list(range(1, len(ALL) + 1))
+    assert all(fault.rank < RANKS.get(fault.what.role, 1) for fault in faults)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_checkpoint_is_damaged_when_the_driver_is_down_and_there_is_another(seed):
+    faults = plan(seed, ALL, 40, RANKS, 3)
+    for before, fault in pairwise(faults):
+        if fault.what.target == "checkpoint":
+            assert before.what.ends_the_driver and before.step > 6
+    assert faults[0].what.target != "checkpoint"
+
+
+def test_damage_alone_brings_the_ends_of_the_driver_that_it_needs():
+    faults = plan(1, ("checkpoint_flip", "checkpoint_delete"), 20, RANKS, 3)
+    assert [fault.what.target for fault in faults] == ["driver", "checkpoint"] * 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_fault_is_due_before_the_run_ends(seed):
+    assert max(fault.step for fault in plan(seed, ALL, 40, RANKS, 3)) < 40 - 3
+
+
+def test_a_fault_survives_its_file():
+    fault = plan(1, ALL, 40, RANKS, 3)[5]
+    assert Fault.of(fault.plain()) == fault
+
+
+def test_a_round_has_forty_faults_of_twelve_kinds_and_more():
+    kinds = [kind for trial in trials(1, 15) for kind in trial.kinds]
+    assert len(kinds) >= 40 and len(set(kinds)) >= 12
+    assert sum(SYNCHRONOUS.values()) + sum(OVERLAPPED.values()) == len(kinds)
+
+
+def test_less_time_means_fewer_faults_of_each_kind_first():
+    short = [trial.kinds for trial in trials(1, 12)]
+    assert set(SYNCHRONOUS) - set(short[0]) == set() and len(short[0]) < sum(SYNCHRONOUS.values())
+
+
+def test_one_kind_alone():
+    (trial,) = trials(1, 15, ["policy_stop"])
+    assert set(trial.kinds) == {"policy_stop"} and trial.max_staleness == 0
