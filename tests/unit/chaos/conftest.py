@@ -1,0 +1,48 @@
+"""A run among faults that never was: its files as a real one leaves them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from chaos.plan import Fault
+from chaos.supervisor import Course, Start
+
+
+class MadeUp:
+    """A course to be written line by line; times are seconds."""
+
+    def __init__(self, place: Path) -> None:
+        (place / "run").mkdir()
+        self.course = Course(place / "run_1.yaml", place / "run", [])
+        self._place = place
+
+    def start(self, began: float, ended: float, code: int, expected: int, said: str = "") -> None:
+        log = self._place / f"{len(self.course.starts)}.log"
+        log.write_text(said)
+        self.course.starts.append(Start(1, began, ended, code, expected, log, wedged=False))
+
+    def fault(self, kind: str) -> int:
+        self.course.faults.append(Fault(len(self.course.faults) + 1, kind, 1))
+        return len(self.course.faults)
+
+    def line(self, event: str, time: float, **told: object) -> None:
+        with self.course.strikes.path.open("a") as file:
+            file.write(json.dumps({"event": event, "time": time, **told}) + "\n")
+
+    def struck(self, kind: str, time: float, confirmed: bool = True, in_state: bool = True, **told: object) -> int:
+        number = self.fault(kind)
+        self.line("struck", time, fault=number, kind=kind, state="at work", in_state=in_state, **told)
+        if confirmed:
+            self.line("confirmed", time, fault=number, state="gone", seconds=0.1)
+        return number
+
+    def event(self, role: str, pid: int | None, lost_at: float, recovery_s: float | None, outcome: str = "") -> None:
+        with (self.course.directory / "faults.jsonl").open("a") as file:
+            file.write(json.dumps({"role": role, "pid": pid, "lost_at": lost_at, "recovery_s": recovery_s,
+                                   "outcome": outcome}) + "\n")
+
+
+@pytest.fixture
+def made_up(tmp_path):
+    return MadeUp(tmp_path)
