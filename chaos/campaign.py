@@ -14,6 +14,7 @@ from chaos.invariants import Books, broken
 from chaos.kinds import of_target
 from chaos.outcome import outcomes
 from chaos.plan import plan
+from chaos.service import reward_service
 from chaos.settings import RANKS, SAVED_EVERY, Ground
 from chaos.summary import Finished, loop_seconds
 from chaos.supervisor import Course, run
@@ -26,7 +27,7 @@ SYNCHRONOUS = {
     "generator_kill": 3, "generator_stop": 2, "generator_kill_in_publication": 2, "reward_kill": 2, "reward_stop": 1,
     "reference_kill": 1, "reference_stop": 1, "assembler_kill": 2, "policy_kill": 1, "policy_stop": 1,
     "policy_kill_in_forward": 1, "critic_kill": 1, "critic_stop": 1, "driver_kill": 1, "driver_term": 1,
-    **{kind.name: 1 for kind in of_target("failpoint", "checkpoint")},
+    **{kind.name: 1 for kind in of_target("service", "failpoint", "checkpoint")},
 }
 """Faults of the run at max_staleness 0, by kind."""
 OVERLAPPED = {"generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1,
@@ -73,21 +74,23 @@ def _some(wanted: dict[str, int], share: float) -> tuple[str, ...]:
 def rounds(seed: int, minutes: float, only: Sequence[str], place: Path) -> Iterator[Finished]:
     """Make runs: one round, and more for as long as there is time for another."""
     began, longest, number = time.monotonic(), 0.0, 0
-    ground, undisturbed = Ground.make(place / "ground"), dict[tuple[int, int], Path]()
-    while not number or time.monotonic() - began + longest < 60 * minutes:
-        start = time.monotonic()
-        for trial in trials(seed + 100 * number, minutes, only):
-            shape = trial.steps, trial.max_staleness
-            if shape not in undisturbed:
-                undisturbed[shape] = _undisturbed(ground, trial)
-            yield _made(ground, trial, undisturbed[shape], number + 1)
-        longest, number = max(longest, time.monotonic() - start), number + 1
+    undisturbed: dict[tuple[int, int], Path] = {}
+    with reward_service() as service:
+        ground = Ground.make(place, service)
+        while not number or time.monotonic() - began + longest < 60 * minutes:
+            start = time.monotonic()
+            for trial in trials(seed + 100 * number, minutes, only):
+                shape = trial.steps, trial.max_staleness
+                if shape not in undisturbed:
+                    undisturbed[shape] = _undisturbed(ground, trial)
+                yield _made(ground, trial, undisturbed[shape], number + 1)
+            longest, number = max(longest, time.monotonic() - start), number + 1
 
 
 def _undisturbed(ground: Ground, trial: Trial) -> Path:
     _say(f"{trial.steps} updates at max_staleness {trial.max_staleness} without a fault")
     config, directory = ground.configure(f"{trial.name}_undisturbed", trial.steps, trial.max_staleness)
-    course = run(config, directory)
+    course = run(config, directory, (), ground.service)
     if course.starts[-1].code:
         raise RuntimeError(f"the run without a fault ended with {course.starts[-1].code}: "
                            f"{course.starts[-1].last_words()}")
@@ -99,7 +102,7 @@ def _made(ground: Ground, trial: Trial, undisturbed: Path, number: int) -> Finis
     _say(f"{trial.name}, round {number}: {trial.steps} updates among {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
     config, directory = ground.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness)
-    return looked_through(run(config, directory, faults), undisturbed, trial.max_staleness == 0)
+    return looked_through(run(config, directory, faults, ground.service), undisturbed, trial.max_staleness == 0)
 
 
 def looked_through(course: Course, undisturbed: Path, same: bool) -> Finished:

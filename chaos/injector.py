@@ -15,6 +15,7 @@ from contextlib import suppress
 import psutil
 
 from chaos.plan import Fault
+from chaos.service import give_order, order_file
 from chaos.strikes import Strikes
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.failpoints import VARIABLE
@@ -56,6 +57,8 @@ class Injector:
                 await asyncio.sleep(LOOK_S)
             if fault.what.target == "failpoint":
                 self._arm(fault, coordinator)
+            elif fault.what.target == "service":
+                await self._strike_service(fault, coordinator)
             elif fault.what.target == "driver":
                 await self._strike_driver(fault, coordinator)
             else:
@@ -76,6 +79,14 @@ class Injector:
         self._strikes.add("struck", fault=fault.number, kind=fault.kind, pid=os.getpid(), step=coordinator.state.step,
                           state=state)
         os.kill(os.getpid(), fault.what.signal)
+
+    async def _strike_service(self, fault: Fault, coordinator: Coordinator) -> None:
+        """Have the next request for scores fail, and wait until there was one."""
+        self._strikes.add("struck", fault=fault.number, kind=fault.kind, step=coordinator.state.step, in_state=True,
+                          state="a request for scores came in")
+        give_order(self._strikes, fault.number, fault.kind.removeprefix("http_"))
+        while order_file(self._strikes).exists():
+            await asyncio.sleep(LOOK_S)
 
     async def _strike_worker(self, fault: Fault, coordinator: Coordinator) -> None:
         what, clock = fault.what, coordinator.team.clock

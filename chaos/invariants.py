@@ -18,6 +18,9 @@ from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
+TRIES = ("reward/failures/", "reward/failed_tries/")
+"""Beginnings of the names of metrics that count what a reward service did wrong."""
+
 
 @dataclass(frozen=True)
 class Books:
@@ -118,7 +121,7 @@ def _differences(directory: Path, undisturbed: Path) -> Iterator[str]:
         one, other = (d / model / "model.safetensors" for d in (directory, undisturbed))
         if one.exists() != other.exists() or (one.exists() and one.read_bytes() != other.read_bytes()):
             yield f"{model}/model.safetensors is not that of the undisturbed run"
-    mine, theirs = (without(read_metrics(d), *CLOCKS, TRAFFIC) for d in (directory, undisturbed))
+    mine, theirs = (without(read_metrics(d), *CLOCKS, TRAFFIC, *TRIES) for d in (directory, undisturbed))
     if mine != theirs:
         first = next((row["step"] for row, other in zip(mine, theirs, strict=False) if row != other), "the last")
         yield f"metrics differ from those of the undisturbed run, at step {first} first"

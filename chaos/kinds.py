@@ -8,8 +8,14 @@ from typing import Literal
 
 from rlhf_ray.failpoints import POINTS
 
-Target = Literal["worker", "learner", "driver", "failpoint", "checkpoint"]
+Target = Literal["worker", "learner", "service", "driver", "failpoint", "checkpoint"]
 KILL, STOP, TERM = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGTERM)
+SERVED = {
+    "500": "answers 500", "429": "answers 429, with Retry-After", "slow": "takes longer than a request may",
+    "truncated": "ends in the middle of an answer", "reset": "resets the connection", "nan": "scores NaN",
+    "too_few": "gives too few scores",
+}
+"""How the reward service may fail, by the names of its behaviours."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ KINDS = {kind.name: kind for kind in (
          "logprobs", KILL),
     Kind("critic_kill", "learner", "a critic's rank is killed in an update", "critic_learner", "critic_update", KILL),
     Kind("critic_stop", "learner", "a critic's rank is stopped in an update", "critic_learner", "critic_update", STOP),
+    *(Kind(f"http_{name}", "service", f"the reward service {words}") for name, words in SERVED.items()),
     Kind("driver_kill", "driver", "the driver is killed at a random moment; --resume", signal=KILL),
     Kind("driver_term", "driver", "the driver is asked to stop by SIGTERM; --resume", signal=TERM),
     *(Kind(f"exit_at_{name}", "failpoint", f"the driver ends where {words}; --resume") for name, words

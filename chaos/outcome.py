@@ -48,6 +48,8 @@ def outcomes(course: Course) -> list[Outcome]:
             found.append(Outcome(course.config.stem, fault, "", problem="its moment never came", injected=False))
         elif fault.what.target == "checkpoint":
             found.append(_of_damage(course, fault, told))
+        elif fault.what.target == "service":
+            found.append(_of_service(course, fault, told))
         elif fault.what.ends_the_driver:
             found.append(_of_driver(course, fault, told))
         else:
@@ -84,6 +86,16 @@ def _event(fault: Fault, told: dict[str, Any], events: Sequence[dict[str, Any]],
         if mine:
             return event
     return None
+
+
+def _of_service(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
+    """The run asks again: it has recovered when a request is answered well."""
+    failed, mended = (next((line["time"] for line in course.strikes.read(event) if line["fault"] == fault.number), None)
+                      for event in ("confirmed", "mended"))
+    if failed is None or mended is None:
+        problem = "no request met it" if failed is None else "no request was answered well afterwards"
+        return Outcome(course.config.stem, fault, told["state"], problem=problem)
+    return Outcome(course.config.stem, fault, told["state"], recovery_s=mended - failed)
 
 
 def _of_driver(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:

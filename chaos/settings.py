@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from chaos.service import Service
 from tests.cluster.conftest import Files, make_files, ppo_settings
 
 LEASE_S, SAVED_EVERY = 5.0, 3
@@ -19,6 +20,9 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "evaluation": {"limit": 2},
 }
 """What differs from the runs of the tests."""
+SERVICE = {"type": "http", "weight": 0.01, "send": "tokens", "request_timeout_s": 2.0, "timeout_s": 60.0}
+"""A small part of the reward: the service scores by prompt alone. It takes longer than a request may where it is slow.
+"""
 RANKS = {"generator": 2, "policy_learner": 2, "critic_learner": 2}
 """Workers of the roles that have several."""
 
@@ -29,20 +33,23 @@ class Ground:
 
     root: Path
     files: Files
+    service: Service
+    """Gives part of the rewards."""
 
     @classmethod
-    def make(cls, root: Path) -> Ground:
+    def make(cls, root: Path, service: Service) -> Ground:
         """Make models and prompts; some seconds."""
         root.mkdir(parents=True, exist_ok=True)
-        return cls(root, make_files(root))
+        return cls(root, make_files(root), service)
 
-    def configure(self, name: str, steps: int, max_staleness: int = 0) -> tuple[Path, Path]:
+    def configure(self, name: str, steps: int, max_staleness: int) -> tuple[Path, Path]:
         """Write the configuration of a run; returns it and the directory that the run will write."""
         directory = self.root / name
         settings = ppo_settings(self.files, directory)
         for section, fields in SECTIONS.items():
             settings[section] = {**settings[section], **fields}
         settings["run"]["steps"] = steps
+        settings["rewards"]["service"] = {**SERVICE, "urls": [self.service.url]}
         settings["coordinator"]["max_staleness"] = max_staleness
         path = self.root / f"{name}.yaml"
         path.write_text(yaml.safe_dump(settings))

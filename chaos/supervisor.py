@@ -18,6 +18,7 @@ import psutil
 from chaos.damage import damage
 from chaos.kinds import KILL
 from chaos.plan import Fault
+from chaos.service import Service
 from chaos.strikes import Strikes
 from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.failpoints import EXIT_CODE
@@ -78,13 +79,16 @@ class Course:
         return Strikes(self.config.with_suffix(".strikes.jsonl"))
 
 
-def run(config: Path, directory: Path, faults: Sequence[Fault] = ()) -> Course:
+def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Service | None = None) -> Course:
     """Run a configuration to its end, among faults.
 
     Args:
         directory: its `run.dir`.
+        service: that gives its rewards over HTTP, if one does.
     """
     course, mark, segments = Course(config, directory, list(faults)), uuid4().hex, shared_memory()
+    if service is not None:
+        service.serve(course.strikes)
     pending, surprises = list(faults), 0
     while True:
         start = _one_driver(course, pending, mark)

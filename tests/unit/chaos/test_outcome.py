@@ -98,3 +98,15 @@ def test_a_fault_whose_moment_never_came_is_neither_injected_nor_survived(made_u
     made_up.fault("critic_stop")
     outcome = only(made_up)
     assert not outcome.injected and not outcome.survived
+
+
+@pytest.mark.parametrize("events, problem", [
+    ((), "no request met it"), (("confirmed",), "no request was answered well"), (("confirmed", "mended"), "")])
+def test_a_service_s_fault_is_survived_when_a_request_was_answered_well_afterwards(made_up, events, problem):
+    made_up.start(100, 200, 0, 0)
+    number = made_up.struck("http_500", 110, confirmed=False)
+    for time, event in zip((112, 115), events, strict=False):
+        made_up.line(event, time, fault=number)
+    outcome = only(made_up)
+    assert problem in outcome.problem and outcome.survived is not bool(problem)
+    assert outcome.recovery_s == (3 if not problem else None)

@@ -56,7 +56,7 @@ def test_a_round_has_forty_faults_of_twelve_kinds_and_more():
 
 
 def test_less_time_means_fewer_faults_of_each_kind_first():
-    short = [trial.kinds for trial in trials(1, 12)]
+    short = [trial.kinds for trial in trials(1, 13.5)]
     assert set(SYNCHRONOUS) - set(short[0]) == set() and len(short[0]) < sum(SYNCHRONOUS.values())
 
 
