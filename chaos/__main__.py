@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
                         help="faults of this kind alone (may be given several times); one of " + ", ".join(KINDS))
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR",
                         help="where summary.json and index.html are written (default: chaos/results)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs and the drivers' output in this folder")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="copy the runs and the drivers' output to this folder")
     parsed = parser.parse_args()
     if parsed.minutes <= 0:
         parser.error(f"--minutes {parsed.minutes}: must be more than 0")
@@ -44,7 +44,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a short name: Ray's sockets lie below it
     _own_places(root)
     try:
-        sound = _run(asked, asked.keep or root / "runs")
+        sound = _run(asked, root / "runs")
     finally:
         shutil.rmtree(root, ignore_errors=True)
     sys.exit(0 if sound else 1)
@@ -65,6 +65,8 @@ def _run(asked: argparse.Namespace, place: Path) -> bool:
     written: list[Path] = []
     for finished in rounds(asked.seed, asked.minutes, asked.only, place):
         chaos.runs.append(finished)
+        if asked.keep is not None:
+            shutil.copytree(place, asked.keep, dirs_exist_ok=True)
         written = [chaos.write(asked.results), write_page(chaos, asked.results)]
     print_report(chaos)
     print(f"written: {', '.join(map(str, written))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -16,8 +17,11 @@ from chaos.outcome import outcomes
 from chaos.plan import plan
 from chaos.service import reward_service
 from chaos.settings import RANKS, SAVED_EVERY, Ground
-from chaos.summary import Finished, loop_seconds
+from chaos.small_disk import small_disk
+from chaos.summary import Finished
 from chaos.supervisor import Course, run
+from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.observability.run_directory import RunDirectory
 
 USUAL_MINUTES = 15.0
 STEPS_A_FAULT, FEWEST_STEPS = 1.5, 12
@@ -27,7 +31,7 @@ SYNCHRONOUS = {
     "generator_kill": 3, "generator_stop": 2, "generator_kill_in_publication": 2, "reward_kill": 2, "reward_stop": 1,
     "reference_kill": 1, "reference_stop": 1, "assembler_kill": 2, "policy_kill": 1, "policy_stop": 1,
     "policy_kill_in_forward": 1, "critic_kill": 1, "critic_stop": 1, "driver_kill": 1, "driver_term": 1,
-    **{kind.name: 1 for kind in of_target("service", "failpoint", "checkpoint")},
+    **{kind.name: 1 for kind in of_target("service", "failpoint", "disk", "checkpoint")},
 }
 """Faults of the run at max_staleness 0, by kind."""
 OVERLAPPED = {"generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1,
@@ -52,13 +56,18 @@ class Trial:
         return max(FEWEST_STEPS, math.ceil(STEPS_A_FAULT * len(self.kinds)))
 
 
-def trials(seed: int, minutes: float, only: Sequence[str] = ()) -> list[Trial]:
-    """The runs of one round. In less than the usual time there are fewer faults of each kind, and then fewer kinds."""
+def trials(seed: int, minutes: float, only: Sequence[str] = (), disk: bool = True) -> list[Trial]:
+    """The runs of one round. In less than the usual time there are fewer faults of each kind, and then fewer kinds.
+
+    Args:
+        disk: whether there is one that may be filled.
+    """
     if only:
-        kinds = tuple(kind for kind in only for _ in range(ALONE))
+        kinds = tuple(kind for kind in only if disk or kind != "disk_full" for _ in range(ALONE))
         return [Trial("alone", kinds, 0, seed)]
     share = min(1.0, minutes / USUAL_MINUTES)
-    return [Trial("synchronous", _some(SYNCHRONOUS, share), 0, seed),
+    wanted = {kind: number for kind, number in SYNCHRONOUS.items() if disk or kind != "disk_full"}
+    return [Trial("synchronous", _some(wanted, share), 0, seed),
             Trial("overlapped", _some(OVERLAPPED, share), 1, seed + 1)]
 
 
@@ -75,11 +84,13 @@ def rounds(seed: int, minutes: float, only: Sequence[str], place: Path) -> Itera
     """Make runs: one round, and more for as long as there is time for another."""
     began, longest, number = time.monotonic(), 0.0, 0
     undisturbed: dict[tuple[int, int], Path] = {}
-    with reward_service() as service:
+    with small_disk(place) as disk, reward_service() as service:
         ground = Ground.make(place, service)
+        if not disk:
+            _say("no small disk can be mounted here (that takes root), so none is filled")
         while not number or time.monotonic() - began + longest < 60 * minutes:
             start = time.monotonic()
-            for trial in trials(seed + 100 * number, minutes, only):
+            for trial in trials(seed + 100 * number, minutes, only, disk):
                 shape = trial.steps, trial.max_staleness
                 if shape not in undisturbed:
                     undisturbed[shape] = _undisturbed(ground, trial)
@@ -111,8 +122,13 @@ def looked_through(course: Course, undisturbed: Path, same: bool) -> Finished:
     Args:
         same: whether its results must be those of the undisturbed run, to the bit.
     """
-    return Finished(course, outcomes(course), broken(course, undisturbed if same else None),
-                    loop_seconds(undisturbed), Books.of(course))
+    loops, end = course.strikes.read("loop"), course.starts[-1].ended
+    pauses = (row.get("checkpoint/pause_seconds") for row in read_metrics(course.directory))
+    return Finished(
+        course, outcomes(course), broken(course, undisturbed if same else None),
+        undisturbed_s=json.loads(RunDirectory(undisturbed).summary.read_text())["seconds_loop"],
+        books=Books.of(course), loop_s=end - (loops[0]["time"] if loops else course.starts[0].began),
+        pauses_s=[seconds for seconds in pauses if seconds is not None])
 
 
 def _say(text: str) -> None:

@@ -11,11 +11,13 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from chaos.plan import Fault
 from chaos.service import give_order, order_file
+from chaos.small_disk import fill
 from chaos.strikes import Strikes
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.failpoints import VARIABLE
@@ -57,6 +59,8 @@ class Injector:
                 await asyncio.sleep(LOOK_S)
             if fault.what.target == "failpoint":
                 self._arm(fault, coordinator)
+            elif fault.what.target == "disk":
+                self._fill_disk(fault, coordinator)
             elif fault.what.target == "service":
                 await self._strike_service(fault, coordinator)
             elif fault.what.target == "driver":
@@ -70,6 +74,11 @@ class Injector:
         self._strikes.add("struck", fault=fault.number, kind=fault.kind, pid=os.getpid(), step=coordinator.state.step,
                           state=f"failpoint {name} armed")
         os.environ[VARIABLE] = f"{name}:exit:{min(fault.sightings, 2)}"
+
+    def _fill_disk(self, fault: Fault, coordinator: Coordinator) -> None:
+        place = Path(coordinator.config.run.dir).parent
+        self._strikes.add("struck", fault=fault.number, kind=fault.kind, pid=os.getpid(), step=coordinator.state.step,
+                          state=f"{fill(place) >> 20} MiB filled")
 
     async def _strike_driver(self, fault: Fault, coordinator: Coordinator) -> None:
         await asyncio.sleep(fault.delay_s)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rlhf_ray.failpoints import POINTS
 
-Target = Literal["worker", "learner", "service", "driver", "failpoint", "checkpoint"]
+Target = Literal["worker", "learner", "service", "driver", "failpoint", "disk", "checkpoint"]
 KILL, STOP, TERM = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGTERM)
 SERVED = {
     "500": "answers 500", "429": "answers 429, with Retry-After", "slow": "takes longer than a request may",
@@ -36,7 +36,7 @@ class Kind:
     @property
     def ends_the_driver(self) -> bool:
         """Whether the run must be started again afterwards."""
-        return self.target in ("driver", "failpoint")
+        return self.target in ("driver", "failpoint", "disk")
 
     @property
     def stops(self) -> bool:
@@ -65,6 +65,7 @@ KINDS = {kind.name: kind for kind in (
     Kind("driver_term", "driver", "the driver is asked to stop by SIGTERM; --resume", signal=TERM),
     *(Kind(f"exit_at_{name}", "failpoint", f"the driver ends where {words}; --resume") for name, words
       in POINTS.items()),
+    Kind("disk_full", "disk", "the disk is filled, and freed when the driver has ended; --resume"),
     Kind("checkpoint_flip", "checkpoint", "a bit of the newest checkpoint is flipped before --resume"),
     Kind("checkpoint_truncate", "checkpoint", "a file of the newest checkpoint is cut short before --resume"),
     Kind("checkpoint_delete", "checkpoint", "a file of the newest checkpoint is deleted before --resume"),

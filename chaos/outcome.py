@@ -11,7 +11,7 @@ from chaos.supervisor import Course, Start
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
 
-PASSED_OVER = "passing over a damaged checkpoint"
+PASSED_OVER, RAN_FULL = "passing over a damaged checkpoint", "ran full"
 EARLY_S = 0.5
 """By so much an event may seem to be before its cause: it is placed by subtracting durations."""
 
@@ -103,6 +103,8 @@ def _of_driver(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
     if start is None or start.code != start.expected:
         code = start.code if start else "no code"
         return Outcome(run, fault, told["state"], problem=f"the driver ended with {code}, which is not this fault's")
+    if fault.what.target == "disk" and RAN_FULL not in start.log.read_text(errors="replace"):
+        return Outcome(run, fault, told["state"], problem=f"the driver does not say that the disk {RAN_FULL}")
     again = next((line["time"] for line in course.strikes.read("loop") if line["time"] > start.ended), None)
     if again is None:
         return Outcome(run, fault, told["state"], problem="the run did not go on")

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from chaos.service import Service
-from tests.cluster.conftest import Files, make_files, ppo_settings
+from tests.cluster.tiny import Files, make_files, ppo_settings
 
 LEASE_S, SAVED_EVERY = 5.0, 3
 SECTIONS: Mapping[str, Mapping[str, Any]] = {

@@ -15,8 +15,6 @@ from chaos.invariants import Books
 from chaos.kinds import KINDS
 from chaos.outcome import Outcome
 from chaos.supervisor import Course
-from rlhf_ray.observability.metrics import read_metrics
-from rlhf_ray.observability.run_directory import RunDirectory
 
 FILE = "summary.json"
 
@@ -31,6 +29,10 @@ class Finished:
     undisturbed_s: float
     """Seconds in the loop of the same run without a fault."""
     books: Books
+    loop_s: float
+    """Seconds from the first loop's beginning to the last end."""
+    pauses_s: list[float]
+    """For how long training stood still for each checkpoint."""
 
     @property
     def name(self) -> str:
@@ -41,12 +43,6 @@ class Finished:
     def seconds(self) -> float:
         """From the first start to the last end."""
         return self.course.starts[-1].ended - self.course.starts[0].began
-
-    @property
-    def loop_s(self) -> float:
-        """From the first loop's beginning to the last end."""
-        loops = self.course.strikes.read("loop")
-        return self.course.starts[-1].ended - (loops[0]["time"] if loops else self.course.starts[0].began)
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,7 @@ class Chaos:
         """As JSON."""
         found = self.outcomes
         attempts = sum(run.books.trained + run.books.again for run in self.runs)
-        pauses = [row["checkpoint/pause_seconds"] for run in self.runs for row in read_metrics(run.course.directory)
-                  if row.get("checkpoint/pause_seconds") is not None]
+        pauses = [seconds for run in self.runs for seconds in run.pauses_s]
         loops = sum(run.loop_s for run in self.runs)
         return {
             "injected": len(found), "survived": sum(outcome.survived for outcome in found),
@@ -138,9 +133,3 @@ def one(outcome: Outcome) -> dict[str, Any]:
     """A fault as a row."""
     return {"run": outcome.run, "kind": outcome.fault.kind, "state": outcome.state, "survived": outcome.survived,
             "detection_s": outcome.detection_s, "recovery_s": outcome.recovery_s, "problem": outcome.problem}
-
-
-def loop_seconds(directory: Path) -> float:
-    """Of a run without a fault, by its own summary."""
-    told = json.loads(RunDirectory(directory).summary.read_text())
-    return float(told["seconds_loop"])

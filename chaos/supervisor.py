@@ -19,13 +19,14 @@ from chaos.damage import damage
 from chaos.kinds import KILL
 from chaos.plan import Fault
 from chaos.service import Service
+from chaos.small_disk import free
 from chaos.strikes import Strikes
-from rlhf_ray.errors import RunInterrupted
+from rlhf_ray.errors import CheckpointError, RunInterrupted
 from rlhf_ray.failpoints import EXIT_CODE
 from rlhf_ray.observability.run_directory import RunDirectory
 from tests.cluster.processes import abandoned, shared_memory
 
-WEDGE_S = 120.0
+WEDGE_S = 180.0
 """A run of which nothing is heard for so long is wedged: starts, leases and rebuilds take a fraction of it."""
 GONE_S = 30.0
 """What is left of a driver's processes must be gone so long after its end."""
@@ -95,6 +96,7 @@ def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Se
         course.starts.append(start)
         course.left += [f"{what} after start {len(course.starts)}" for what in _left(mark)]
         struck = course.strikes.struck()
+        free(directory.parent)
         pending = [fault for fault in pending if fault.number not in struck]
         surprises += start.wedged or start.code != start.expected
         if start.code == 0 or surprises > MOST_SURPRISES:
@@ -127,6 +129,8 @@ def _expected(end: Fault | None) -> int:
         return 0
     if end.what.target == "failpoint":
         return EXIT_CODE
+    if end.what.target == "disk":
+        return CheckpointError.exit_code
     return -KILL if end.what.signal == KILL else RunInterrupted.exit_code
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -20,27 +19,19 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from tests.cluster.processes import abandoned, descendants, shared_memory
 from tests.cluster.ranks import floor, fresh_ranks, ranks
-from tests.models import make_tiny_llama, make_tiny_reward_model
+from tests.cluster.tiny import (
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    SMALL,
+    VOCAB,
+    Files,
+    make_files,
+    ppo_settings,
+    write_prompts,
+)
 
-__all__ = ["floor", "fresh_ranks", "ranks"]
-
-VOCAB = 64
-PROMPT_TOKENS = 8
-RESPONSE_TOKENS = 12
-
-
-@dataclass(frozen=True)
-class Files:
-    """What the runs of these tests start from."""
-
-    root: Path
-    policy: Path
-    """Untied Llama."""
-    tied: Path
-    """Tied Llama."""
-    reward: Path
-    prompts: Path
-    evaluation: Path
+__all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "floor", "fresh_ranks", "ranks",
+           "write_prompts"]
 
 
 @dataclass
@@ -62,28 +53,6 @@ class FinishedRun:
     """What generators and policy said of themselves after the last step (see `look_at_the_end`)."""
 
 
-def write_prompts(path: Path, rows: int, seed: int, too_long: int = 0) -> Path:
-    """A file of prompts of 2 to PROMPT_TOKENS random words, and some of one word more at the end."""
-    rng = np.random.default_rng(seed)
-    lengths = [*rng.integers(2, PROMPT_TOKENS + 1, rows), *[PROMPT_TOKENS + 1] * too_long]
-    texts = [" ".join(f"w{i}" for i in rng.integers(2, VOCAB, length)) for length in lengths]
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return path
-
-
-def make_files(root: Path) -> Files:
-    """Models and prompts below an existing directory."""
-    shape = {"vocab": VOCAB, "hidden": 32, "heads": 1}
-    return Files(
-        root=root,
-        policy=make_tiny_llama(root / "policy", tied=False, **shape),
-        tied=make_tiny_llama(root / "tied", tied=True, seed=3, **shape),
-        reward=make_tiny_reward_model(root / "reward", VOCAB),
-        prompts=write_prompts(root / "prompts.jsonl", 20, seed=1, too_long=3),
-        evaluation=write_prompts(root / "held_out.jsonl", 6, seed=2),
-    )
-
-
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Files:
     """Models and prompts, made once."""
@@ -103,29 +72,6 @@ def configure(files):
         return path
 
     return write
-
-
-def ppo_settings(files: Files, directory: Path) -> dict[str, Any]:
-    """A run of 4 steps with two generators and two ranks of each learner, saved every 2 steps."""
-    learner = {"workers": 2, "micro_batch_tokens": 64, "optimizer": {"learning_rate": 0.01, "grad_clip": 1.0}}
-    return {
-        "run": {"dir": str(directory), "steps": 4, "seed": 5},
-        "cluster": {"dashboard": False, "object_store_mb": 128, "start_timeout_s": 200, "call_timeout_s": 120},
-        "pools": {"default": {"cpus": 4}},
-        "model": {"path": str(files.policy)},
-        "rewards": {"main": {"type": "model", "path": str(files.reward)}},
-        "prompts": {"path": str(files.prompts), "max_tokens": PROMPT_TOKENS},
-        "evaluation": {"prompts": str(files.evaluation), "limit": 4},
-        "logging": {"ray_metrics": False, "tensorboard": True, "samples_per_step": 2},
-        "generator": {"workers": 2, "chunk": 4, "max_sequences": 8, "kv_cache_mb": 8,
-                      "sampling": {"max_tokens": RESPONSE_TOKENS}},
-        "policy": {**learner, "zero_stage": 1, "ema_decay": 0.9},
-        "critic": {**learner, "zero_stage": 2},
-        "algorithm": {"epochs": 2, "mini_batches": 2,
-                      "kl": {"coef": 0.1, "kind": "adaptive", "target": 0.5, "horizon": 100}},
-        "coordinator": {"prompts_per_step": 8, "samples_per_prompt": 2},
-        "checkpoint": {"every": 2, "keep": 2},
-    }
 
 
 @pytest.fixture(scope="session")
@@ -161,10 +107,6 @@ def look_at_the_end(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
     patch.setattr(Coordinator, "run", run_and_look)
     return found
-
-
-SMALL = {"generator": {"workers": 1}, "policy": {"workers": 1}, "critic": {"workers": 1}, "evaluation": {"limit": 1}}
-"""Sections of a run with one worker of each role."""
 
 
 @pytest.fixture

@@ -110,3 +110,12 @@ def test_a_service_s_fault_is_survived_when_a_request_was_answered_well_afterwar
     outcome = only(made_up)
     assert problem in outcome.problem and outcome.survived is not bool(problem)
     assert outcome.recovery_s == (3 if not problem else None)
+
+
+@pytest.mark.parametrize("said, survived", [("error: the disk of x ran full", True), ("Traceback", False)])
+def test_a_full_disk_must_be_told_of(made_up, said, survived):
+    made_up.start(100, 150, 1, 1, said)
+    made_up.start(160, 200, 0, 0)
+    made_up.struck("disk_full", 140)
+    made_up.line("loop", 172, step=3)
+    assert only(made_up).survived is survived

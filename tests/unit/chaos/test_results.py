@@ -1,6 +1,7 @@
 """The figures, the table and the page of a chaos run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -22,8 +23,8 @@ def chaos(made_up):
     for time in (110, 130):
         made_up.struck("generator_kill", time, role="generator", pid=int(time))
         made_up.event("generator", int(time), time + 1, time / 10)
-    made_up.line("loop", 104, step=0)
-    finished = Finished(made_up.course, outcomes(made_up.course), [], 48.0, Books(90, 90, 0, 90, 10))
+    finished = Finished(made_up.course, outcomes(made_up.course), [], 48.0, Books(90, 90, 0, 90, 10),
+                        loop_s=96.0, pauses_s=[0.1, 0.3])
     return Chaos(5, "python -m chaos --seed 5", MACHINE, "abc", [finished])
 
 
@@ -31,8 +32,7 @@ def with_run(chaos, **changes):
     """The same with another outcome."""
     (run,) = chaos.runs
     return Chaos(chaos.seed, chaos.command, chaos.machine, chaos.commit, [
-        Finished(run.course, changes.get("outcomes", run.outcomes), changes.get("broken", run.broken),
-                 run.undisturbed_s, run.books)])
+        replace(run, **changes)])
 
 
 def test_the_summary_has_what_it_promises_and_the_right_numbers(chaos, tmp_path):
@@ -41,6 +41,7 @@ def test_the_summary_has_what_it_promises_and_the_right_numbers(chaos, tmp_path)
     assert (told["injected"], told["survived"], told["kinds"], told["lost"], told["duplicated"]) == (2, 2, 1, 0, 0)
     assert (told["detection_median_s"], told["recovery_median_s"], told["recovery_p95_s"]) == (1.0, 12.0, 12.9)
     assert (told["recomputed_token_share"], told["effective_time_share"]) == (0.1, 0.5)
+    assert (told["commit_pause_median_s"], told["commit_pause_p95_s"]) == (0.2, 0.29)
     assert chaos.sound
 
 
