@@ -113,7 +113,7 @@ def _made(ground: Ground, trial: Trial, undisturbed: Path, number: int) -> Finis
     _say(f"{trial.name}, round {number}: {trial.steps} updates among {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
     config, directory = ground.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness)
-    return looked_through(run(config, directory, faults, ground.service), undisturbed, trial.max_staleness == 0)
+    return looked_through(run(config, directory, faults, ground.service, _say), undisturbed, trial.max_staleness == 0)
 
 
 def looked_through(course: Course, undisturbed: Path, same: bool) -> Finished:

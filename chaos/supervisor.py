@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,8 @@ GONE_S = 30.0
 """What is left of a driver's processes must be gone so long after its end."""
 MOST_SURPRISES = 2
 """Ends of the driver that nobody planned, after which the run is resumed all the same."""
+DRIVER = "chaos.driver"
+"""The module that is run."""
 MARK = "RLHF_RAY_CHAOS_RUN"
 """Variable in the environment of all processes of a run."""
 ROOT = Path(__file__).parents[1]
@@ -74,20 +76,36 @@ class Course:
     left: list[str] = field(default_factory=list)
     """Processes and shared memory that were there after an end."""
 
+    tell: Callable[[str], None] = field(default=lambda _: None)
+    """Told of every fault in a line, as it is injected."""
+    told: int = 0
+    """Faults told of so far."""
+
+    def tell_news(self) -> None:
+        """Tell of faults that were injected since the last time."""
+        for line in self.strikes.read("struck")[self.told :]:
+            self.told += 1
+            who = f"{line['role']}/{line['rank']}, " if "role" in line else ""
+            after = f", after update {line['step']}" if "step" in line else ""
+            self.tell(f"[{self.told}/{len(self.faults)}] {line['kind']}: {who}{line['state']}{after}")
+
     @property
     def strikes(self) -> Strikes:
         """What was done to it."""
         return Strikes(self.config.with_suffix(".strikes.jsonl"))
 
 
-def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Service | None = None) -> Course:
+def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Service | None = None,
+        tell: Callable[[str], None] | None = None) -> Course:
     """Run a configuration to its end, among faults.
 
     Args:
         directory: its `run.dir`.
         service: that gives its rewards over HTTP, if one does.
+        tell: is told of every fault in a line, as it is injected.
     """
     course, mark, segments = Course(config, directory, list(faults)), uuid4().hex, shared_memory()
+    course.tell = tell or course.tell
     if service is not None:
         service.serve(course.strikes)
     pending, surprises = list(faults), 0
@@ -102,6 +120,7 @@ def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Se
         if start.code == 0 or surprises > MOST_SURPRISES:
             break
         _damage(course, pending)
+    course.tell_news()
     course.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
     return course
 
@@ -113,7 +132,7 @@ def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:
     mine = [fault for fault in pending[: until + 1] if fault.what.target != "checkpoint"]
     faults, log = (course.config.with_suffix(f".{number}.{kind}") for kind in ("faults.json", "log"))
     faults.write_text(json.dumps([fault.plain() for fault in mine]))
-    command = [sys.executable, "-m", "chaos.driver", str(course.config), str(faults), str(course.strikes.path),
+    command = [sys.executable, "-m", DRIVER, str(course.config), str(faults), str(course.strikes.path),
                *(["--resume"] if number > 1 else [])]
     began = time.time()
     with log.open("w") as out:
@@ -143,6 +162,7 @@ def _wait(driver: subprocess.Popen[bytes], course: Course, log: Path) -> bool:
         now = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in watched)
         if now != seen:
             seen, since = now, time.monotonic()
+            course.tell_news()
         if time.monotonic() - since > WEDGE_S:
             driver.kill()
             driver.wait()

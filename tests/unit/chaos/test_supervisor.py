@@ -1,0 +1,62 @@
+"""Who starts the driver sees how it ends, goes on as planned, kills what stands still, and finds what is left."""
+
+import pytest
+
+from chaos import supervisor
+from chaos.kinds import KILL
+from chaos.plan import Fault
+from chaos.supervisor import run
+
+FAULTS = [Fault(1, "generator_kill", 1), Fault(2, "driver_kill", 2), Fault(3, "checkpoint_flip", 2),
+          Fault(4, "reward_kill", 3)]
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """made(script, faults) -> the course of a run whose driver acts by the script, a line a start."""
+    monkeypatch.setattr(supervisor, "DRIVER", "tests.unit.chaos.stub_driver")
+    monkeypatch.setattr(supervisor, "GONE_S", 1.0)
+    (tmp_path / "run").mkdir()
+
+    def make(script, faults=(), **settings):
+        (tmp_path / "STUB.txt").write_text("\n".join(script))
+        return run(tmp_path / "run.yaml", tmp_path / "run", faults, **settings)
+
+    return make
+
+
+def test_a_driver_gets_the_faults_up_to_its_end_and_its_successor_the_others(made):
+    told = []
+    course = made(["die", "well"], FAULTS, tell=told.append)
+    assert [(start.code, start.expected) for start in course.starts] == [(-KILL, -KILL), (0, 0)]
+    assert [start.log.read_text() for start in course.starts] == ["die\n", "well --resume\n"]
+    assert course.strikes.struck() == {1, 2, 4}, "there was no checkpoint to damage"
+    assert told[1] == "[2/4] driver_kill: as planned" and course.left == []
+
+
+def test_an_end_that_nobody_planned_is_gone_on_from_with_the_same_faults(made):
+    course = made(["crash", "well"], FAULTS[:1])
+    assert [(start.code, start.expected) for start in course.starts] == [(7, 0), (0, 0)]
+    assert course.strikes.struck() == {1} and course.starts[0].last_words() == "crash"
+
+
+def test_a_run_that_breaks_time_and_again_is_given_up(made):
+    course = made(["crash"] * 5)
+    assert len(course.starts) == supervisor.MOST_SURPRISES + 1
+
+
+def test_a_driver_that_stands_still_is_killed_and_told_of(made, monkeypatch):
+    monkeypatch.setattr(supervisor, "WEDGE_S", 2.0)
+    course = made(["hang", "well"])
+    assert [start.wedged for start in course.starts] == [True, False]
+
+
+def test_a_process_that_outlives_its_driver_is_named_and_killed(made):
+    import psutil
+
+    course = made(["leave"])
+    pid = int(course.starts[0].log.read_text().split()[1])
+    (left,) = course.left
+    assert left.startswith(f"process {pid} (") and left.endswith("after start 1")
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
