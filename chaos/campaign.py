@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.invariants import Books, broken
-from chaos.kinds import of_target
+from chaos.kinds import KINDS, TOO_LARGE, of_target
 from chaos.outcome import outcomes
 from chaos.plan import plan
 from chaos.service import reward_service
@@ -31,12 +31,12 @@ SYNCHRONOUS = {
     "generator_kill": 3, "generator_stop": 2, "generator_kill_in_publication": 2, "reward_kill": 2, "reward_stop": 1,
     "reference_kill": 1, "reference_stop": 1, "assembler_kill": 2, "policy_kill": 1, "policy_stop": 1,
     "policy_kill_in_forward": 1, "critic_kill": 1, "critic_stop": 1, "driver_kill": 1, "driver_term": 1,
-    **{kind.name: 1 for kind in of_target("service", "failpoint", "disk", "checkpoint")},
+    **{kind.name: 1 for kind in of_target("service", "failpoint", "disk", "checkpoint") if not kind.changes_results},
 }
 """Faults of the run at max_staleness 0, by kind."""
 OVERLAPPED = {"generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1,
               "reference_kill": 1, "assembler_kill": 1, "policy_kill": 1, "critic_stop": 1, "driver_kill": 1,
-              "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1}
+              "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1, TOO_LARGE: 1}
 """Of that at max_staleness 1, where it is not the bits that must be the same, but the books."""
 
 
@@ -49,6 +49,11 @@ class Trial:
     """Of its faults; they may repeat."""
     max_staleness: int
     seed: int
+
+    @property
+    def same(self) -> bool:
+        """Whether the results must be those of the run without a fault."""
+        return self.max_staleness == 0 and not any(KINDS[kind].changes_results for kind in self.kinds)
 
     @property
     def steps(self) -> int:
@@ -113,7 +118,7 @@ def _made(ground: Ground, trial: Trial, undisturbed: Path, number: int) -> Finis
     _say(f"{trial.name}, round {number}: {trial.steps} updates among {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
     config, directory = ground.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness)
-    return looked_through(run(config, directory, faults, ground.service, _say), undisturbed, trial.max_staleness == 0)
+    return looked_through(run(config, directory, faults, ground.service, _say), undisturbed, trial.same)
 
 
 def looked_through(course: Course, undisturbed: Path, same: bool) -> Finished:

@@ -10,10 +10,12 @@ from rlhf_ray.failpoints import POINTS
 
 Target = Literal["worker", "learner", "service", "driver", "failpoint", "disk", "checkpoint"]
 KILL, STOP, TERM = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGTERM)
+TOO_LARGE = "http_largest"
 SERVED = {
     "500": "answers 500", "429": "answers 429, with Retry-After", "slow": "takes longer than a request may",
     "truncated": "ends in the middle of an answer", "reset": "resets the connection", "nan": "scores NaN",
     "too_few": "gives too few scores",
+    "largest": "gives scores so large that a loss is not finite",
 }
 """How the reward service may fail, by the names of its behaviours."""
 
@@ -37,6 +39,11 @@ class Kind:
     def ends_the_driver(self) -> bool:
         """Whether the run must be started again afterwards."""
         return self.target in ("driver", "failpoint", "disk")
+
+    @property
+    def changes_results(self) -> bool:
+        """Whether a run that gets over it ends with other weights: a score that is a number is believed."""
+        return self.name == TOO_LARGE
 
     @property
     def stops(self) -> bool:

@@ -12,6 +12,7 @@ from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
 
 PASSED_OVER, RAN_FULL = "passing over a damaged checkpoint", "ran full"
+LEFT_OUT = "left out: a loss or gradient was not finite"
 EARLY_S = 0.5
 """By so much an event may seem to be before its cause: it is placed by subtracting durations."""
 
@@ -95,7 +96,9 @@ def _of_service(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
     if failed is None or mended is None:
         problem = "no request met it" if failed is None else "no request was answered well afterwards"
         return Outcome(course.config.stem, fault, told["state"], problem=problem)
-    return Outcome(course.config.stem, fault, told["state"], recovery_s=mended - failed)
+    skipped = any(LEFT_OUT in start.log.read_text(errors="replace") for start in course.starts)
+    problem = "" if skipped or not fault.what.changes_results else "no optimizer step was left out"
+    return Outcome(course.config.stem, fault, told["state"], recovery_s=mended - failed, problem=problem)
 
 
 def _of_driver(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:

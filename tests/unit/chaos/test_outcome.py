@@ -3,7 +3,7 @@
 import pytest
 
 from chaos.kinds import KILL
-from chaos.outcome import PASSED_OVER, outcomes
+from chaos.outcome import LEFT_OUT, PASSED_OVER, outcomes
 from rlhf_ray.failpoints import EXIT_CODE
 
 
@@ -119,3 +119,12 @@ def test_a_full_disk_must_be_told_of(made_up, said, survived):
     made_up.struck("disk_full", 140)
     made_up.line("loop", 172, step=3)
     assert only(made_up).survived is survived
+
+
+@pytest.mark.parametrize("said", ["", f"step 3: 2 of the critic's 4 optimizer steps {LEFT_OUT}"])
+def test_scores_that_are_too_large_must_have_left_steps_out(made_up, said):
+    made_up.start(100, 200, 0, 0, said)
+    number = made_up.struck("http_largest", 110, confirmed=False)
+    for time, event in ((112, "confirmed"), (113, "mended")):
+        made_up.line(event, time, fault=number)
+    assert only(made_up).survived is bool(said)

@@ -63,3 +63,9 @@ def test_less_time_means_fewer_faults_of_each_kind_first():
 def test_one_kind_alone():
     (trial,) = trials(1, 15, ["policy_stop"])
     assert set(trial.kinds) == {"policy_stop"} and trial.max_staleness == 0
+
+
+def test_results_are_compared_where_no_fault_may_change_them():
+    synchronous, overlapped = trials(1, 15)
+    assert synchronous.same and not overlapped.same
+    assert trials(1, 15, ["http_nan"])[0].same and not trials(1, 15, ["http_largest"])[0].same

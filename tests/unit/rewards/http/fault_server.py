@@ -127,6 +127,7 @@ BEHAVIOURS: dict[str, Callable[..., bytes]] = {
     "nan": _scores(change=lambda s: [float("nan"), *s[1:]]),
     "infinite": _scores(change=lambda s: [*s[:-1], float("inf")]),
     "beyond_float32": _scores(change=lambda s: [1e39, *s[1:]]),
+    "largest": _scores(change=lambda s: [3e38] * len(s)),
     "too_few": _scores(change=lambda s: s[:-1]),
     "too_many": _scores(change=lambda s: [*s, 1.0]),
     "words": _scores(change=lambda s: ["good", *s[1:]]),
