@@ -19,6 +19,7 @@ from chaos.plan import Fault
 from chaos.service import give_order, order_file
 from chaos.small_disk import fill
 from chaos.strikes import Strikes
+from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.failpoints import VARIABLE
 from rlhf_ray.observability.spans import Task
@@ -35,12 +36,15 @@ class Injector:
     def __init__(self, faults: Sequence[Fault], strikes: Strikes) -> None:
         self._left, self._strikes = list(faults), strikes
         self._confirming: set[asyncio.Task[None]] = set()
+        self._learners_lost = False
+        """Whether a learner was struck in this loop: another one begins when all were built again."""
 
     def install(self) -> None:
         """Let every loop of this process meet the faults that are left."""
         run = Coordinator.run
 
         async def run_among_faults(coordinator: Coordinator) -> None:
+            self._learners_lost = False
             self._strikes.add("loop", pid=os.getpid(), step=coordinator.state.step)
             injecting = asyncio.create_task(self._inject(coordinator), name="chaos")
             try:
@@ -62,12 +66,14 @@ class Injector:
             elif fault.what.target == "disk":
                 self._fill_disk(fault, coordinator)
             elif fault.what.target == "service":
-                await self._strike_service(fault, coordinator)
+                self._order_failure(fault, coordinator)
             elif fault.what.target == "driver":
                 await self._strike_driver(fault, coordinator)
             else:
                 await self._strike_worker(fault, coordinator)
-            self._left.pop(0)
+            self._left.pop(0)  # at once: a learner that is lost ends this task, and another goes on with what is left
+            while order_file(self._strikes).exists():
+                await asyncio.sleep(LOOK_S)
 
     def _arm(self, fault: Fault, coordinator: Coordinator) -> None:
         name = fault.kind.removeprefix("exit_at_")
@@ -89,45 +95,55 @@ class Injector:
                           state=state)
         os.kill(os.getpid(), fault.what.signal)
 
-    async def _strike_service(self, fault: Fault, coordinator: Coordinator) -> None:
-        """Have the next request for scores fail, and wait until there was one."""
+    def _order_failure(self, fault: Fault, coordinator: Coordinator) -> None:
+        """Have the next request for scores fail."""
         self._strikes.add("struck", fault=fault.number, kind=fault.kind, step=coordinator.state.step, in_state=True,
                           state="a request for scores came in")
         give_order(self._strikes, fault.number, fault.kind.removeprefix("http_"))
-        while order_file(self._strikes).exists():
-            await asyncio.sleep(LOOK_S)
 
     async def _strike_worker(self, fault: Fault, coordinator: Coordinator) -> None:
         what, clock = fault.what, coordinator.team.clock
         (group,) = (group for group in coordinator.team.groups() if group.role == what.role)
-        task = await self._sighted(fault, coordinator)
-        processes = group.processes(fault.rank)
-        assert processes is not None, f"{what.role}/{fault.rank} is at work and has not started"
-        in_state = task in clock.under_way and psutil.pid_exists(processes.pid)
+        task, process = await self._sighted(fault, coordinator, group)
+        in_state = task in clock.under_way and _state(process) not in ("gone", psutil.STATUS_STOPPED)
         self._strikes.add(
-            "struck", fault=fault.number, kind=fault.kind, role=what.role, rank=fault.rank, pid=processes.pid,
+            "struck", fault=fault.number, kind=fault.kind, role=what.role, rank=fault.rank, pid=process.pid,
             incarnation=group.incarnation(fault.rank), step=coordinator.state.step, in_state=in_state,
             state=f"{what.phase} under way for {clock.now() - task.since:.3f} s")
-        process = psutil.Process(processes.pid)
-        process.send_signal(what.signal)
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(what.signal)
+        self._learners_lost |= what.target == "learner"
         confirming = asyncio.create_task(asyncio.to_thread(self._confirm, fault, process))
         self._confirming.add(confirming)  # a task that nobody holds may be collected
         confirming.add_done_callback(self._confirming.discard)
 
-    async def _sighted(self, fault: Fault, coordinator: Coordinator) -> Task:
-        """A call in the state that the fault asks for, at the moment to strike. None is over that soon: the loop's
-        thread, which would hear of it, is here."""
+    async def _sighted(self, fault: Fault, coordinator: Coordinator,
+                       group: WorkerGroup) -> tuple[Task, psutil.Process]:
+        """A call in the state that the fault asks for, and its worker's process, at the moment to strike. The call is
+        not over: the loop's thread, which would hear of it, is here."""
         clock, seen = coordinator.team.clock, set[Task]()
         while True:
-            for task in list(clock.under_way):
-                if (task.role, task.worker, task.phase) != (fault.what.role, fault.rank, fault.what.phase):
-                    continue
-                seen.add(task)
-                if len(seen) < fault.sightings:
-                    continue
-                if clock.now() - task.since >= fault.delay_s:
-                    return task
             await asyncio.sleep(LOOK_S)
+            if (process := self._victim(fault, coordinator, group)) is None:
+                continue
+            for task in list(clock.under_way):
+                if (task.role, task.worker, task.phase) == (fault.what.role, fault.rank, fault.what.phase):
+                    seen.add(task)
+                    if len(seen) >= fault.sightings and clock.now() - task.since >= fault.delay_s:
+                        return task, process
+
+    def _victim(self, fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psutil.Process | None:
+        """The worker's process; None while it is down, which is no state to be struck in."""
+        processes = group.processes(fault.rank)
+        if processes is None or (group.role, fault.rank) in coordinator.team.healing.down:
+            return None
+        if fault.what.target == "learner" and self._learners_lost:
+            return None
+        try:
+            process = psutil.Process(processes.pid)
+        except psutil.NoSuchProcess:
+            return None
+        return None if _state(process) in ("gone", psutil.STATUS_STOPPED) else process
 
     def _confirm(self, fault: Fault, process: psutil.Process) -> None:
         """Wait until the process is dead, or stopped, and note it."""
