@@ -121,16 +121,17 @@ class Injector:
                        group: WorkerGroup) -> tuple[Task, psutil.Process]:
         """A call in the state that the fault asks for, and its worker's process, at the moment to strike. The call is
         not over: the loop's thread, which would hear of it, is here."""
-        clock, seen = coordinator.team.clock, set[Task]()
+        clock, what, seen = coordinator.team.clock, fault.what, set[Task]()
         while True:
             await asyncio.sleep(LOOK_S)
-            if (process := self._victim(fault, coordinator, group)) is None:
+            calls = {task for task in clock.under_way
+                     if (task.role, task.worker, task.phase) == (what.role, fault.rank, what.phase)}
+            if not calls or (process := self._victim(fault, coordinator, group)) is None:
                 continue
-            for task in list(clock.under_way):
-                if (task.role, task.worker, task.phase) == (fault.what.role, fault.rank, fault.what.phase):
-                    seen.add(task)
-                    if len(seen) >= fault.sightings and clock.now() - task.since >= fault.delay_s:
-                        return task, process
+            seen |= calls
+            oldest = min(calls, key=lambda task: task.since)
+            if len(seen) >= fault.sightings and clock.now() - oldest.since >= fault.delay_s:
+                return oldest, process
 
     def _victim(self, fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psutil.Process | None:
         """The worker's process; None while it is down, which is no state to be struck in."""
