@@ -7,6 +7,7 @@ import argparse
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -40,6 +41,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Make the runs; after each the results are written, so that none is lost to the next."""
     asked = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: tidy up, then end
     print(f"chaos: seed {asked.seed}", file=sys.stderr, flush=True)
     root = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a short name: Ray's sockets lie below it
     _own_places(root)

@@ -138,7 +138,13 @@ def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:
     with log.open("w") as out:
         driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, process_group=0,
                                   env={**os.environ, MARK: mark})
-        wedged = _wait(driver, course, log)
+        try:
+            wedged = _wait(driver, course, log)
+        except BaseException:  # whoever started chaos asks it to stop
+            driver.kill()
+            driver.wait()
+            _kill_marked(mark)
+            raise
     end = next((fault for fault in mine if fault.what.ends_the_driver), None)
     return Start(driver.pid, began, time.time(), driver.returncode, _expected(end), log, wedged)
 
@@ -183,6 +189,12 @@ def _left(mark: str) -> list[str]:
             told.append(f"process {process.pid} ({' '.join(process.cmdline())[:80]})")
             process.kill()
     return told
+
+
+def _kill_marked(mark: str) -> None:
+    for process in _marked(mark):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:

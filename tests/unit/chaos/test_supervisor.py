@@ -60,3 +60,15 @@ def test_a_process_that_outlives_its_driver_is_named_and_killed(made):
     assert left.startswith(f"process {pid} (") and left.endswith("after start 1")
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_who_is_asked_to_stop_takes_the_driver_with_him(made, monkeypatch, tmp_path):
+    import psutil
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervisor.Course, "tell_news", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(["hang"])
+    assert [p.pid for p in psutil.Process().children() if "stub_driver" in " ".join(p.cmdline())] == []
