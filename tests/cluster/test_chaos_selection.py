@@ -1,9 +1,15 @@
 """A few faults of `make chaos`, always the same: a generator killed at work, the driver ended before a checkpoint has
 its name, and an assembler killed after the resume."""
 
+import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 
 from chaos.campaign import looked_through
+from chaos.invariants import Books, broken
 from chaos.plan import Fault
 from chaos.supervisor import run
 from rlhf_ray.failpoints import EXIT_CODE
@@ -38,3 +44,46 @@ def test_the_driver_ended_at_its_failpoint_and_the_next_one_at_the_run_s_end(sel
 def test_every_invariant_holds_and_the_result_is_the_undisturbed_run_s(selection):
     assert selection.broken == []
     assert (selection.books.lost, selection.books.duplicated) == (0, 0) and selection.books.again > 0
+
+
+def spoil_the_weights(run):
+    weights = run / "model/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+
+
+def drop_a_row(run):
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(row for row in rows if '"step": 3' not in row and '"step":3' not in row))
+
+
+def forget_a_sample(run):
+    change_ledger(run, "DELETE FROM samples WHERE rowid = (SELECT min(rowid) FROM samples)")
+
+
+def train_on_something_old(run):
+    change_ledger(run, "UPDATE samples SET version = 0 WHERE step = 3")
+
+
+def change_ledger(run, statement):
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as db:
+        db.execute(statement)
+        db.commit()
+
+
+def leave_a_checkpoint_unfinished(run):
+    (run / "checkpoints/.tmp-step_6-1").mkdir()
+
+
+@pytest.mark.parametrize("harm, said", [
+    (spoil_the_weights, "model/model.safetensors is not that of the undisturbed run"),
+    (drop_a_row, "rows of metrics are of the updates [1, 2, 4]"), (forget_a_sample, "1 are lost"),
+    (train_on_something_old, "nothing older than 0 versions was trained on"),
+    (leave_a_checkpoint_unfinished, "left behind: checkpoints/.tmp-step_6-1")])
+def test_an_invariant_that_does_not_hold_is_told(selection, finished, tmp_path, harm, said):
+    copy = shutil.copytree(selection.course.directory, tmp_path / "run")
+    course = replace(selection.course, directory=copy)
+    assert broken(course, finished.directory) == [] and Books.of(course).lost == 0
+    harm(copy)
+    assert any(said in line for line in broken(course, finished.directory))
