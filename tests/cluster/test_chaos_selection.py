@@ -32,8 +32,8 @@ def selection(configure, finished, tmp_path_factory):
 def test_each_fault_met_its_victim_in_the_state_that_was_meant_and_was_survived(selection):
     assert [(outcome.fault.kind, outcome.problem) for outcome in selection.outcomes] == [
         (fault.kind, "") for fault in FAULTS]
-    killed, ended, _ = selection.outcomes
-    assert killed.recovery_s > 1 and ended.recovery_s > 1
+    _, ended, killed = selection.outcomes  # a driver that ends does not tell of a generator that was still down
+    assert ended.recovery_s > 1 and killed.recovery_s > 1 and killed.detection_s < 30
 
 
 def test_the_driver_ended_at_its_failpoint_and_the_next_one_at_the_run_s_end(selection):
