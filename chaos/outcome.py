@@ -11,7 +11,7 @@ from chaos.supervisor import Course, Start
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
 
-PASSED_OVER, RAN_FULL = "passing over a damaged checkpoint", "ran full"
+PASSED_OVER, RAN_FULL = "passing over a damaged checkpoint", ("ran full", "disk is full", "disk full")
 LEFT_OUT = "left out: a loss or gradient was not finite"
 EARLY_S = 0.5
 """By so much an event may seem to be before its cause: it is placed by subtracting durations."""
@@ -106,8 +106,9 @@ def _of_driver(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
     if start is None or start.code != start.expected:
         code = start.code if start else "no code"
         return Outcome(run, fault, told["state"], problem=f"the driver ended with {code}, which is not this fault's")
-    if fault.what.target == "disk" and RAN_FULL not in start.log.read_text(errors="replace"):
-        return Outcome(run, fault, told["state"], problem=f"the driver does not say that the disk {RAN_FULL}")
+    said = start.log.read_text(errors="replace")
+    if fault.what.target == "disk" and ("Traceback" in said or not any(words in said for words in RAN_FULL)):
+        return Outcome(run, fault, told["state"], problem="the driver does not say in a message that the disk is full")
     again = next((line["time"] for line in course.strikes.read("loop") if line["time"] > start.ended), None)
     if again is None:
         return Outcome(run, fault, told["state"], problem="the run did not go on")
