@@ -60,8 +60,10 @@ def _run(asked: argparse.Namespace, place: Path) -> bool:
     from chaos.report import print_report
     from chaos.summary import Chaos
     from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.engine.distributed import accelerator_environment
 
     quiet_libraries()
+    os.environ.update(accelerator_environment(gpus=0), CUDA_VISIBLE_DEVICES="")
     command = " ".join(["python -m chaos", *sys.argv[1:]])
     chaos = Chaos(asked.seed, command, describe_machine(), commit())
     written: list[Path] = []

@@ -25,7 +25,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 
 USUAL_MINUTES = 15.0
 STEPS_A_FAULT, FEWEST_STEPS = 1.5, 12
-ALONE = 3
+ALONE = 2
 """Faults of a kind that is asked for alone."""
 SYNCHRONOUS = {
     "generator_kill": 3, "generator_stop": 2, "generator_kill_in_publication": 2, "reward_kill": 2, "reward_stop": 1,

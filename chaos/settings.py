@@ -39,6 +39,9 @@ class Ground:
     @classmethod
     def make(cls, root: Path, service: Service) -> Ground:
         """Make models and prompts; some seconds."""
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
         root.mkdir(parents=True, exist_ok=True)
         return cls(root, make_files(root), service)
 
