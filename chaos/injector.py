@@ -54,7 +54,7 @@ class Injector:
                 with suppress(asyncio.CancelledError):
                     await injecting
 
-        Coordinator.run = run_among_faults  # type: ignore[method-assign]
+        Coordinator.run = run_among_faults  # type: ignore[method-assign, assignment]
 
     async def _inject(self, coordinator: Coordinator) -> None:
         while self._left:

@@ -163,7 +163,7 @@ def _wait(driver: subprocess.Popen[bytes], course: Course, log: Path) -> bool:
     """Wait for the driver to end; one that shows no progress is killed. Returns whether that was so."""
     files = RunDirectory(course.directory)
     watched = (files.metrics, files.faults, course.strikes.path, log)
-    seen, since = (), time.monotonic()
+    seen, since = tuple[int, ...](), time.monotonic()
     while driver.poll() is None:
         now = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in watched)
         if now != seen:

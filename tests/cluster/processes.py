@@ -40,11 +40,20 @@ def shared_memory() -> set[str]:
     return found
 
 
-def abandoned(before: set[str]) -> set[str]:
-    """Segments that are new since `before` and that no living process has mapped (others may run engines too)."""
-    new = shared_memory() - before
-    mapped = "".join(_maps(pid) for pid in psutil.pids()) if new else ""
-    return {name for name in new & shared_memory() if f"/dev/shm/{name}" not in mapped}
+def abandoned(before: set[str], wait_s: float = 3.0) -> set[str]:
+    """Segments that are new since `before` and that no living process has mapped (others may run engines too), looked
+    at for `wait_s` seconds: a segment of somebody else's is there a moment before it is mapped."""
+    until, new = time.monotonic() + wait_s, shared_memory() - before
+    while new := _unmapped(new):
+        if time.monotonic() > until:
+            return new
+        time.sleep(0.2)
+    return set()
+
+
+def _unmapped(names: set[str]) -> set[str]:
+    mapped = "".join(_maps(pid) for pid in psutil.pids()) if names else ""
+    return {name for name in names & shared_memory() if f"/dev/shm/{name}" not in mapped}
 
 
 def _maps(pid: int) -> str:
