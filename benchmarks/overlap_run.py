@@ -59,7 +59,7 @@ def run_config(directory: Path, **sections: Any) -> PPOConfig:
         "logging": {"samples_per_step": 0, "tensorboard": False, "ray_metrics": False},
         "generator": {"chunk": 16, "max_sequences": 64, "sampling": {"max_tokens": 32}},
         "policy": {"micro_batch_tokens": 1536, "optimizer": {"learning_rate": 1e-9}},
-        "algorithm": {"estimator": "grpo", "epochs": 2, "mini_batches": 4},
+        "algorithm": {"estimator": "grpo", "epochs": 2, "mini_batches": 4, "old_logprobs": "generator"},
         "coordinator": {"prompts_per_step": 32, "samples_per_prompt": 4},
     }
     return resolve(PPOConfig(**{name: {**settings.get(name, {}), **sections.get(name, {})}

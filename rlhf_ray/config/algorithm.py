@@ -8,6 +8,8 @@ from rlhf_ray.config.base import Section
 
 Estimator = Literal["gae", "reinforce", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"]
 
+OldLogprobs = Literal["policy", "update", "generator"]
+"""Who gives the denominator of the ratio: a pass of the policy before the update, the update's own, the generators."""
 GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 """Compare a sample with the other samples of its prompt."""
 WHITENED_ESTIMATORS = ("gae", "reinforce_pp")
@@ -61,6 +63,10 @@ class AlgorithmConfig(Section):
     ratio: Literal["token", "sequence"] = "token"
     """Probability ratio of each token (PPO), or one per response, the geometric mean of its tokens' (GSPO, Zheng et al.
     2025, which clips at 3e-4 and 4e-4 and aggregates by sequence)."""
+    old_logprobs: Literal["policy", "generator"] = "policy"
+    """Denominator of the ratio: the policy's own log-probabilities in a pass before the update, or those of the
+    generators that sampled (no pass: verl's bypass mode, slime's use_rollout_logprobs), which with stale samples makes
+    PPO's clip hold to the weights that sampled."""
     importance: Literal["none", "truncate", "mask"] = "none"
     """Weigh tokens by the learner's over the generator's probability, for stale samples and engines whose numbers
     differ: weights above the cap are cut to it (truncate), or their tokens left out (mask)."""
@@ -138,6 +144,10 @@ class AlgorithmConfig(Section):
         if self.critic_warmup_steps and not self.has_critic:
             raise ValueError(f"critic_warmup_steps={self.critic_warmup_steps} with estimator={self.estimator}, which "
                              "has no critic to warm up; set it to 0 or use estimator=gae")
+        if self.old_logprobs == "generator" and self.importance != "none":
+            raise ValueError(f"importance={self.importance} weighs tokens by the policy's old over the generator's "
+                             "probability, and old_logprobs=generator makes these the same; set importance=none or "
+                             "old_logprobs=policy")
         if self.estimator == "reinforce_pp" and not self.whiten_advantages:
             raise ValueError("estimator=reinforce_pp is reinforce with whitened advantages; leave whiten_advantages on "
                              "or use estimator=reinforce")

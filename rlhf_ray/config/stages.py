@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.data import (
     DemonstrationsConfig,
@@ -325,11 +325,20 @@ class PPOConfig(StageConfig):
         return self.algorithm.has_critic and self.critic.backbone == "policy"
 
     @property
-    def trains_on_own_forward(self) -> bool:
-        """Whether an update's forward pass gives the old log-probabilities itself, and none is made before: it is the
-        only one (a single optimizer step a batch), under the weights that made the samples, and no dropout makes it
-        another than that before. Rewards and the adaptive coefficient must not need them; metrics take the generators'.
+    def old_logprobs(self) -> OldLogprobs:
+        """Where the old log-probabilities come from: `algorithm.old_logprobs`, or "update", where an update's forward
+        pass gives them itself and none is made before.
+
+        Then that pass is the only one (a single optimizer step a batch), under the weights that made the samples, and
+        no dropout makes it another than that before. Rewards and the adaptive coefficient must not need them; metrics
+        take the generators'.
         """
+        if self.algorithm.old_logprobs == "generator":
+            return "generator"
+        return "update" if self._trains_on_own_forward else "policy"
+
+    @property
+    def _trains_on_own_forward(self) -> bool:
         a, lora = self.algorithm, self.policy.lora
         only_one = a.epochs * a.mini_batches == 1 and not self.coordinator.max_staleness and not self.shares_backbone
         needed_before = a.kl.kind == "adaptive" or not (a.kl_in_loss or a.kl.coef == 0) or a.critic_warmup_steps > 0
@@ -357,6 +366,9 @@ class PPOConfig(StageConfig):
                              f"{self.algorithm.estimator} has none; leave backbone at own, or use gae")
         if not self.shares_backbone:
             return self
+        if self.algorithm.old_logprobs == "generator":
+            raise ValueError("algorithm.old_logprobs=generator saves a forward pass of the policy, which with "
+                             "critic.backbone=policy is made for the values; leave it at policy")
         if self.critic.init == "reward":
             raise ValueError("critic.init=reward starts a critic of its own from the reward model; with "
                              "critic.backbone=policy it is the policy's model, so leave init at policy")

@@ -103,15 +103,17 @@ class Route:
         return list(zip(call.refs, summaries, strict=False))
 
     async def _ask_learners(self, rollouts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """References to each policy rank's log-probabilities, and to each critic rank's values (none without one)."""
-        await self._learners_free.wait()
-        team = self.team
+        """References to each policy rank's log-probabilities (none where no pass is made for them), and to each critic
+        rank's values (none without one)."""
+        team, passes = self.team, self.config.old_logprobs == "policy"
+        if passes or team.critic:
+            await self._learners_free.wait()
         if self.config.shares_backbone:
             both = [team.policy.call(rank, "logprobs_and_values", *rollouts, outputs=2)
                     for rank in range(len(team.policy))]
             await self._all_ranks(both, "logprobs")
             return [call.refs[0] for call in both], [call.refs[1] for call in both]
-        logprobs = team.policy.call_all("logprobs", *rollouts)
+        logprobs = team.policy.call_all("logprobs", *rollouts) if passes else []
         values = team.critic.call_all("values", *rollouts) if team.critic else []
         await asyncio.gather(self._all_ranks(logprobs, "logprobs"), self._all_ranks(values, "values"))
         return [call.ref for call in logprobs], [call.ref for call in values]

@@ -53,10 +53,13 @@ class Assembler:
             terms: numbers of the run so far that enter the rewards.
             keep_texts: rows to return as text.
             policy_ranks: how many of `parts` are the policy ranks' log-probabilities; the rest are critic values. Each
-                rank's part holds its contiguous share of the rows.
+                rank's part holds its contiguous share of the rows. Where there are none, the generator's are the old
+                ones.
         """
         policy, values = parts[:policy_ranks], parts[policy_ranks:]
-        scores = Scores(rewards, reference, TokenScores.concat(policy), TokenScores.concat(values) if values else None)
+        old = (TokenScores.concat(policy) if policy
+               else TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs))
+        scores = Scores(rewards, reference, old, TokenScores.concat(values) if values else None)
         experience = self._experience(rollout, scores, terms)
         return experience, self._summary(rollout, scores, experience, keep_texts)
 
@@ -77,7 +80,8 @@ class Assembler:
         rollouts, (rewards, reference, *parts) = records[:count], records[count:]
         policy, values = parts[:policy_ranks], parts[policy_ranks:]
         told = [split_scores(TokenScores.concat(part), rollouts) for part in ([reference], policy, values) if part]
-        made = [self.assemble(terms, keep_texts[i], 1, rollouts[i], rewards[i], *(scores[i] for scores in told))
+        passes = min(policy_ranks, 1)
+        made = [self.assemble(terms, keep_texts[i], passes, rollouts[i], rewards[i], *(scores[i] for scores in told))
                 for i in range(count)]
         return (*(experience for experience, _ in made), [summary for _, summary in made])
 

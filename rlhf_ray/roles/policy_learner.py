@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, denominator, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state import save_state
-from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.ptx import PtxConfig
@@ -37,11 +36,13 @@ class PolicyLearner(Learner):
     config: PolicyConfig
 
     def __init__(self, config: PolicyConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
-                 algorithm: AlgorithmConfig, temperature: float, own_forward: bool = False) -> None:
-        """`own_forward`: the update's only forward pass gives the old log-probabilities; nobody needs them before."""
+                 algorithm: AlgorithmConfig, temperature: float, old_logprobs: OldLogprobs = "policy") -> None:
+        """`old_logprobs`: where those of an update come from, see `PPOConfig.old_logprobs`."""
         super().__init__(config, model, rank, world, seed, total_steps)
-        self.algorithm, self.temperature, self.own_forward = algorithm, temperature, own_forward
+        self.algorithm, self.temperature, self.old_logprobs = algorithm, temperature, old_logprobs
         self.kl_coef = 0.0
+        self._untouched = True
+        """Whether the weights are still those from before the present update."""
         self.average: WeightAverage | None = None
         self.ptx: PretrainingMix | None = None
 
@@ -61,15 +62,8 @@ class PolicyLearner(Learner):
         return PackedLanguageModel(load_causal_lm(self.model_config), self.temperature, self.chunks)
 
     def logprobs(self, *rollouts: Rollout) -> TokenScores:
-        """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under present weights.
-
-        With `own_forward` those that the generators told, which no pass has been made for.
-        """
-        rollout = in_line(rollouts)
-        if self.own_forward:
-            told = TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs)
-            return share_of(told, self.rank, self.world)
-        return self._scored(rollout)
+        """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under present weights."""
+        return self._scored(in_line(rollouts))
 
     def _scored(self, rollout: Rollout) -> TokenScores:
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
@@ -88,7 +82,7 @@ class PolicyLearner(Learner):
         Args:
             kl_coef: present coefficient of the KL penalty, for a penalty in the loss.
         """
-        self.kl_coef = kl_coef
+        self.kl_coef, self._untouched = kl_coef, True
         batch = training_batch(experiences, self.algorithm.whiten_advantages)
         stats = run_update(self, batch, self.algorithm, step)
         # Where no bonus needs the exact entropy, the sampled one is free: minus the mean log-probability.
@@ -99,6 +93,7 @@ class PolicyLearner(Learner):
         """As `Learner.optimize`, with pretraining text if there is some; the average takes the new weights in."""
         losses = self._shares(mini_batch, meter)
         result = self.engine.step(self.ptx.join(self, losses, meter) if self.ptx else losses)
+        self._untouched = self._untouched and not result.applied
         if self.average and result.applied:
             self.average.update()
         return result
@@ -119,14 +114,14 @@ class PolicyLearner(Learner):
             "importance": a.importance, "importance_level": a.importance_level,
         }
         new = micro.lay_out(logprobs)
-        old = new.detach() if self.own_forward else micro.grid("old_logprobs")
+        old = new.detach() if self.old_logprobs == "update" else micro.grid("old_logprobs")
         loss, stats = policy_loss(
             new, old, micro.grid("advantages"), micro.mask, a.clip_low, a.clip_high, a.dual_clip,
             aggregate=a.aggregate, ratio=a.ratio, **weighed,
         )
         stats.pop("ratio_max")  # a largest value has no mean over micro-batches
-        if self.own_forward:
-            stats["logprob_gap"] = masked_mean((old - micro.grid("behaviour_logprobs")).abs(), micro.mask)
+        if self.old_logprobs != "policy" and self._untouched:
+            stats["logprob_gap"] = masked_mean((new.detach() - micro.grid("behaviour_logprobs")).abs(), micro.mask)
         if a.kl_in_loss:
             kl = approx_kl(new, micro.grid("reference_logprobs"), a.kl.estimator)
             stats["kl_penalty"] = masked_mean(kl.detach(), micro.mask)

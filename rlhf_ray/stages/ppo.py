@@ -222,6 +222,6 @@ def _geometry(config: PPOConfig) -> dict[str, int | str]:
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
-        "training on the update's own forward pass (see PPOConfig)": config.trains_on_own_forward,
+        "algorithm.old_logprobs (\"update\": see PPOConfig.old_logprobs)": config.old_logprobs,
         "critic.backbone": critic,
     }

@@ -55,7 +55,7 @@ def spawn_team(config: PPOConfig, place: Workplace, healing: Healing | None = No
         policy=place.spawn(
             "policy_learner", ActorCriticLearner if config.shares_backbone else PolicyLearner, config.policy,
             lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
-                          "own_forward": config.trains_on_own_forward}, goodbye="leave",
+                          "old_logprobs": config.old_logprobs}, goodbye="leave",
         ),
         critic=place.spawn(
             "critic_learner", CriticLearner, config.critic,

@@ -326,17 +326,14 @@ def test_old_logprobs_are_hugging_face_s_log_softmax(ranks, files, experiences, 
 def test_an_update_of_one_step_can_take_the_old_logprobs_from_its_own_forward(
     ranks, files, experiences, changes, world, zero
 ):
-    """What generators told of their own weights is close to the learner's; the update is the same to rounding."""
+    """The update is the same to rounding, and the gap to the generators' is measured."""
     algo = AlgorithmConfig(epochs=1, mini_batches=1, **changes)
     arguments = policy_arguments(files, zero, SMALL, algo=algo, optimizer=UNCLIPPED)
     found, gaps = [], []
     for own in (False, True):
-        learners = ranks.make(world, "PolicyLearner", arguments | {"own_forward": own})
-        told = [learners.do("logprobs", make_rollout(e)) for e in experiences]
-        known = [replace(e, old_logprobs=TokenScores.concat(t).values)
-                 for e, t in zip(experiences, told, strict=True)]
-        assert all(np.array_equal(k.old_logprobs, e.behaviour_logprobs) is own
-                   for k, e in zip(known, experiences, strict=True))
+        learners = ranks.make(world, "PolicyLearner", arguments | {"old_logprobs": "update" if own else "policy"})
+        known = [replace(e, old_logprobs=e.behaviour_logprobs if own else
+                         TokenScores.concat(learners.do("logprobs", make_rollout(e))).values) for e in experiences]
         before = learners.weights()
         gaps.append(learners.do("update", 0, COEF, *known)[0].metrics.get("logprob_gap"))
         found.append((before, learners.weights()))
@@ -345,6 +342,25 @@ def test_an_update_of_one_step_can_take_the_old_logprobs_from_its_own_forward(
     mask, exact = whole.response_mask, plain_logprobs(
         load_policy(files.tied), whole.tokens, whole.offsets, whole.response_mask)
     assert gaps == [None, pytest.approx(np.abs(exact - whole.behaviour_logprobs)[mask].mean(), rel=1e-3)]
+
+
+def test_generators_logprobs_as_old_ones_are_compared_with_the_policy_before_its_first_step(ranks, files, experiences):
+    """The update is that with the same numbers from a pass; the gap is of the weights before it, steps or not."""
+    algo = AlgorithmConfig(epochs=1, mini_batches=2)
+    told = [replace(e, old_logprobs=e.behaviour_logprobs) for e in experiences]
+    found, gaps = [], []
+    for old in ("policy", "generator"):
+        learners = ranks.make(1, "PolicyLearner", {
+            **policy_arguments(files, 1, SMALL, algo=algo, optimizer=UNCLIPPED), "old_logprobs": old})
+        before = learners.weights()
+        gaps.append(learners.do("update", 0, COEF, *told)[0].metrics.get("logprob_gap"))
+        found.append((before, learners.weights()))
+    assert_same_update(found[0], *found[1])
+    whole = training_batch(told, whiten=False)
+    first = whole.select(next(mini_batches(len(whole), 1, 2, SEED, 0)))
+    exact = plain_logprobs(load_policy(files.tied), first.tokens, first.offsets, first.response_mask)
+    expected = np.abs(exact - first.behaviour_logprobs)[first.response_mask].mean()
+    assert gaps == [None, pytest.approx(expected, rel=1e-3)]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -56,17 +56,17 @@ def test_a_run_without_the_pass_for_old_logprobs_is_the_run_with_it(configure, t
 
     algorithm = {"estimator": "grpo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.1, "kind": "fixed"}}
     sections = {**SMALL, "run": {"steps": 1}, "algorithm": algorithm}
-    found = []
-    for own in (True, False):
-        directory = tmp_path_factory.mktemp("own" if own else "asked") / "run"
+    found = {}
+    for old in ("update", "generator", "policy"):
+        directory = tmp_path_factory.mktemp(old) / "run"
         config = load(PPOConfig, configure(directory, **sections), [])
-        assert config.trains_on_own_forward
-        if not own:
-            monkeypatch.setattr(PPOConfig, "trains_on_own_forward", False)
-        ppo.run(config)
-        found.append(without(steps(directory), *CLOCKS, TRAFFIC))
-    skipped, asked = found
-    for ours, theirs in zip(skipped, asked, strict=True):
-        assert set(ours) == set(theirs) and 0 < ours["rollout/logprob_gap"] < 1e-4
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-        assert ours["policy/clip_fraction"] == 0 and ours["policy/ratio_mean"] == 1
+        assert config.old_logprobs == "update"
+        with monkeypatch.context() as patched:
+            patched.setattr(PPOConfig, "old_logprobs", old)
+            ppo.run(config)
+        found[old] = without(steps(directory), *CLOCKS, TRAFFIC)
+    for old in ("update", "generator"):
+        for ours, theirs in zip(found[old], found["policy"], strict=True):
+            assert set(ours) == set(theirs) and 0 < ours["rollout/logprob_gap"] < 1e-4
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+            assert ours["policy/clip_fraction"] == 0 and ours["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)

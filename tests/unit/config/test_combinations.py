@@ -129,7 +129,17 @@ ONE_STEP = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.k
     (["--policy.lora.dropout=0.1"], False), (["--critic.backbone=policy"], False),
 ], ids=str)
 def test_no_pass_for_old_logprobs_where_the_update_s_own_gives_them(write, changes, own):
-    assert load(STAGES["ppo"], write("ppo"), [*ONE_STEP, *changes]).trains_on_own_forward is own
+    assert load(STAGES["ppo"], write("ppo"), [*ONE_STEP, *changes]).old_logprobs == ("update" if own else "policy")
+
+
+def test_generators_logprobs_can_be_the_old_ones_whatever_the_number_of_steps(write):
+    old = "--algorithm.old_logprobs=generator"
+    assert load(STAGES["ppo"], write("ppo"), [old]).old_logprobs == "generator"
+    assert load(STAGES["ppo"], write("ppo"), [old, *ONE_STEP]).old_logprobs == "generator"
+    for change, field in (("--algorithm.importance=truncate", "set importance=none"),
+                          ("--critic.backbone=policy", "algorithm.old_logprobs=generator saves")):
+        with pytest.raises(ConfigError, match=field):
+            load(STAGES["ppo"], write("ppo"), [old, change])
 
 
 def test_held_out_responses_are_sampled_as_in_training_but_for_what_is_given(write, tmp_path):

@@ -46,7 +46,7 @@ def assemble(two_rows, policy_model):
         assembler = Assembler(algorithm, LoggingConfig(judge=judge), policy_model, LONGEST)
         assembler.start()
         whole = [TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, VALUES)]
-        parts = [part.select([i]) for part in whole for i in (0, 1)] if ranks == 2 else whole
+        parts = {0: whole[1:], 1: whole, 2: [part.select([i]) for part in whole for i in (0, 1)]}[ranks]
         reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
         rewards = RewardScores(column(SCORES), token_rewards=None if steps is None else column(steps))
         return assembler.assemble(terms, keep_texts, ranks, two_rows, rewards, reference, *parts)
@@ -182,6 +182,14 @@ def test_parts_of_several_ranks_are_put_together(assemble):
     assert two.old_logprobs.tolist() == one.old_logprobs.tolist()
 
 
+def test_without_a_pass_of_the_policy_the_generators_numbers_are_the_old_ones(assemble):
+    experience, summary = assemble(ranks=0)
+    assert experience.old_logprobs.tolist() == column(BEHAVIOUR).tolist()
+    assert experience.values.tolist() == column(VALUES).tolist() and summary.behaviour_gap == 0
+    ratio = column(BEHAVIOUR) - column(REFERENCE)
+    assert summary.kl == pytest.approx([ratio[1:4].sum(), ratio[6] + ratio[9]])
+
+
 def test_without_a_critic_gae_refuses(two_rows, policy_model):
     assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
     assembler.start()
@@ -287,9 +295,9 @@ def test_experience_comes_back_from_disk(assemble, policy_model, tmp_path):
     assert again.advantages.tobytes() == experience.advantages.tobytes()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3])
 def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, policy_model, ranks):
-    """The ranks' shares are cut from all rows in a line, wherever a rollout ends."""
+    """The ranks' shares are cut from all rows in a line, wherever a rollout ends; 0 made no pass for old ones."""
     assembler = Assembler(AlgorithmConfig(gamma=GAMMA, lam=LAM), LoggingConfig(), policy_model, LONGEST)
     assembler.start()
     rollouts = [two_rows.select([1]), two_rows, two_rows.select([0])]
@@ -301,15 +309,17 @@ def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, 
 
     def shares(told):
         line = TokenScores.concat(parts_of(told))
-        return [line.select(rows) for rows in np.array_split(np.arange(4), ranks)]
+        return [line.select(rows) for rows in np.array_split(np.arange(4), max(1, ranks))]
+
+    old = (OLD,) if ranks else ()
 
     *together, summaries = assembler.assemble_each(
         RewardTerms(COEF), [0, 2, 1], ranks, *rollouts, rewards, TokenScores.concat(parts_of(REFERENCE)),
-        *shares(OLD), *shares(VALUES))
+        *(share for told in old for share in shares(told)), *shares(VALUES))
     assert [len(summary.samples) for summary in summaries] == [0, 2, 1]
-    told = zip(*(parts_of(numbers) for numbers in (REFERENCE, OLD, VALUES)), strict=True)
+    told = zip(*(parts_of(numbers) for numbers in (REFERENCE, *old, VALUES)), strict=True)
     for i, scores in enumerate(told):
-        alone, summary = assembler.assemble(RewardTerms(COEF), i, 1, rollouts[i], rewards[i], *scores)
+        alone, summary = assembler.assemble(RewardTerms(COEF), i, min(1, ranks), rollouts[i], rewards[i], *scores)
         for name in (field.name for field in fields(Experience)):
             assert np.array_equal(getattr(together[i], name), getattr(alone, name)), name
         assert summaries[i].min_version == summary.min_version and summaries[i].kl.tolist() == summary.kl.tolist()
