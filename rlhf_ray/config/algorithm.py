@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from rlhf_ray.config.base import Section
 
 Estimator = Literal["gae", "reinforce", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"]
-
 OldLogprobs = Literal["policy", "update", "generator"]
 """Who gives the denominator of the ratio: a pass of the policy before the update, the update's own, the generators."""
 GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
