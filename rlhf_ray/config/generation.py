@@ -38,7 +38,18 @@ class GenerationConfig(PlacementConfig):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of GPU memory for vLLM when `kv_cache_mb` is empty."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs per worker (async engine)."""
+    """GPUs (on CPUs processes) that share each layer of a worker's model (async engine)."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """GPUs that share a worker's layers out in stages (async engine); where a model is over the GPUs of one
+    `tensor_parallel` group, which is faster as long as it lies on one node's links."""
+    sleep_level: int = Field(0, ge=0, le=2)
+    """What generators give up while the learners learn, to share a GPU with them: nothing (0), the cache and, to main
+    memory, the weights (1), or both for good (2): a publication brings the weights whole. vLLM's levels; GPUs only."""
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one worker; on CPUs its processes."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @model_validator(mode="after")
     def _full_distribution(self) -> "GenerationConfig":
@@ -50,18 +61,38 @@ class GenerationConfig(PlacementConfig):
             )
         if s.temperature == 0:
             raise ValueError("sampling.temperature=0 explores nothing; use a positive temperature for training")
-        if self.tensor_parallel > 1 and self.engine == "in_process":
-            raise ValueError("tensor_parallel > 1 needs engine: async")
-        if self.tensor_parallel > 1 and self.gpus != self.tensor_parallel:
-            raise ValueError(f"tensor_parallel={self.tensor_parallel} needs as many gpus a worker, not {self.gpus:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _parallel(self) -> "GenerationConfig":
+        shape = f"tensor_parallel={self.tensor_parallel} x pipeline_parallel={self.pipeline_parallel}"
+        if self.devices > 1 and self.engine == "in_process":
+            raise ValueError(f"{shape} is several processes a worker and needs engine: async (or auto)")
+        if self.pipeline_parallel > 1 and not self.gpus:
+            raise ValueError(f"pipeline_parallel={self.pipeline_parallel} needs GPUs, and generator.gpus=0 (vLLM's CPU "
+                             f"build has no stages); set gpus to {self.devices}, or pipeline_parallel to 1")
+        if self.devices > 1 and self.gpus not in (0, self.devices):
+            raise ValueError(f"{shape} needs {self.devices} whole gpus a worker, not {self.gpus:g}; set gpus to "
+                             f"{self.devices} (in one bundle: a worker lives on one node), or both to 1")
+        return self
+
+    @model_validator(mode="after")
+    def _sleeps_on_gpus(self) -> "GenerationConfig":
+        if self.sleep_level and not self.gpus:
+            raise ValueError(f"sleep_level={self.sleep_level} frees a GPU's memory, and generator.gpus=0 uses none; "
+                             "leave it at 0 on CPUs")
+        if self.sleep_level and self.engine == "in_process":
+            raise ValueError(f"sleep_level={self.sleep_level} needs engine: async (or auto), which can be put to sleep")
         return self
 
 
 class WeightsConfig(Section):
     """How new policy weights reach the generators."""
 
-    transport: Literal["object_store"] = "object_store"
-    """"object_store": buckets through Ray's object store, for any hardware."""
+    transport: Literal["auto", "object_store", "nccl", "ipc"] = "object_store"
+    """How buckets travel: through Ray's object store on any hardware; by NCCL's broadcast from GPU to GPUs; by CUDA's
+    inter-process handles on one GPU that policy and generators share. "auto" takes ipc or nccl where they can work.
+    What each needs and costs is in docs/gpu.md."""
     bucket_mb: int = Field(64, ge=1)
     """Largest bucket, in MiB; a tensor larger than this gets a bucket of its own. While one is loaded the next is
     gathered, and each costs some calls: measured in docs/benchmarks.md."""

@@ -78,7 +78,25 @@ class LearnerConfig(PlacementConfig):
         return self
 
 
-class PolicyConfig(LearnerConfig):
+class PPOLearnerConfig(LearnerConfig):
+    """A learner of PPO, which waits while rollouts are made."""
+
+    offload_between_phases: bool = False
+    """Keep optimizer state in CPU memory while nothing is learned, so that generators on the same GPU have room (with
+    `generator.sleep_level`); GPU learners."""
+
+    @model_validator(mode="after")
+    def _offload_phases(self) -> "PPOLearnerConfig":
+        if self.offload_between_phases and not self.gpus:
+            raise ValueError("offload_between_phases moves optimizer state off a GPU between updates, and gpus=0 uses "
+                             "none; leave it false on CPUs")
+        if self.offload_between_phases and self.offload_optimizer:
+            raise ValueError("offload_between_phases moves optimizer state to CPU memory between updates, where "
+                             "offload_optimizer keeps it anyway; choose one of them")
+        return self
+
+
+class PolicyConfig(PPOLearnerConfig):
     """The policy under training."""
 
     ema_decay: float | None = Field(None, gt=0, lt=1)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
+from rlhf_ray.config.accelerators import settled_transport
 from rlhf_ray.config.explain import explain, suggestion
 from rlhf_ray.config.fields import FieldDescription, describe_fields
 from rlhf_ray.config.sources import Layer, merge, read_environment, read_overrides, read_yaml
@@ -66,6 +67,7 @@ def resolve(config: C) -> C:
 
     For PPO: `buffer.capacity_samples` is (max_staleness + 1) steps' worth of samples, and `buffer.capacity_mb` half of
     a local cluster's `cluster.object_store_mb` (one that is joined has a store of its own size, and no bound in bytes).
+    `weights.transport: auto` becomes the one that the placement allows.
     """
     if isinstance(config, PPOConfig):
         buffer, steps = config.buffer, config.coordinator.max_staleness + 1
@@ -75,7 +77,9 @@ def resolve(config: C) -> C:
                 "capacity_mb": config.buffer_capacity_mb,
             }
         )
-        return config.model_copy(update={"buffer": settled})
+        transport = settled_transport(config.weights.transport, config.generator, config.policy, config.pools)
+        weights = config.weights.model_copy(update={"transport": transport})
+        return config.model_copy(update={"buffer": settled, "weights": weights})
     return config
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from rlhf_ray.config.accelerators import check_phases, check_transport
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.data import (
@@ -17,7 +18,7 @@ from rlhf_ray.config.data import (
 )
 from rlhf_ray.config.flow import check_buffer, check_bundles, check_chunks, check_deadlines
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
-from rlhf_ray.config.learner import LearnerConfig, PolicyConfig
+from rlhf_ray.config.learner import LearnerConfig, PolicyConfig, PPOLearnerConfig
 from rlhf_ray.config.loop import (
     BufferConfig,
     CheckpointConfig,
@@ -195,7 +196,7 @@ class PreferencesStageConfig(StageConfig):
         return self
 
 
-class CriticConfig(LearnerConfig):
+class CriticConfig(PPOLearnerConfig):
     """The critic under training."""
 
     backbone: Literal["own", "policy"] = "own"
@@ -477,6 +478,13 @@ class PPOConfig(StageConfig):
                     f"a mini-batch of {rows} samples cannot be shared by {role}.workers={workers}; "
                     "use fewer mini_batches or workers"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _accelerators(self) -> Self:
+        check_transport(self.weights.transport, self.generator, self.policy, self.pools)
+        learners = {"policy": self.policy} | ({"critic": self.critic} if self.starts_critic else {})
+        check_phases(self.generator, learners, self.coordinator.max_staleness)
         return self
 
     @model_validator(mode="after")

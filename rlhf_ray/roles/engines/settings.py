@@ -21,7 +21,7 @@ def engine_kind(config: GenerationConfig) -> str:
     """"in_process" or "async", with "auto" settled: async on GPUs, in the worker's own process on CPUs."""
     if config.engine != "auto":
         return config.engine
-    return "async" if config.gpus > 0 or config.tensor_parallel > 1 else "in_process"
+    return "async" if config.gpus > 0 or config.devices > 1 else "in_process"
 
 
 def refuse_open_serialization() -> None:
@@ -102,9 +102,13 @@ def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
     if engine_kind(generation) == "in_process":
         # Steps must not overlap: weights change between two of them.
         return {"async_scheduling": False}
-    if generation.tensor_parallel > 1:
-        return {"tensor_parallel_size": generation.tensor_parallel, "distributed_executor_backend": "mp"}
-    return {}
+    if generation.devices == 1:
+        return {}
+    # Processes of the worker's own, on the GPUs of its one bundle. vLLM's Ray executor would start actors in other
+    # bundles, which our placement, deadlines and restarts know nothing of; what it adds, engines over several nodes,
+    # costs the bandwidth of the network in every layer.
+    return {"tensor_parallel_size": generation.tensor_parallel, "pipeline_parallel_size": generation.pipeline_parallel,
+            "distributed_executor_backend": "mp"}
 
 
 def fused_layers(architectures: Sequence[str]) -> dict[str, list[str]]:
