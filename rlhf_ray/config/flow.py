@@ -6,6 +6,7 @@ Each check raises ValueError with the fields, their values and what to change.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rlhf_ray.config.loop import BufferConfig, CoordinatorConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
@@ -70,22 +71,46 @@ def check_deadlines(buffer: BufferConfig, cluster: ClusterConfig) -> None:
             "back to be trained again while an update may still be training on it; raise it to at least that")
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where one worker of a role lives."""
+
+    role: str
+    rank: int
+    pool: str
+    bundle: int
+    """Number of the bundle in its pool."""
+
+
 def check_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> None:
-    """Every worker must find a bundle with room for it, largest workers first: sums over a pool do not tell."""
+    """Every worker must find a bundle with room for it; errors as in `seats`."""
+    seats(pools, placements)
+
+
+def seats(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> list[Seat]:
+    """A bundle with room for every worker, the largest workers first: sums over a pool do not tell.
+
+    Raises:
+        ValueError: a worker finds none.
+    """
+    found = []
     for name, pool in pools.items():
         free = [[pool.cpus, float(pool.gpus)] for _ in range(pool.bundles)]
-        for role, place in _largest_first((r, p) for r, p in placements.items() if p.pool == name):
-            fits = next((b for b in free if b[0] + 1e-6 >= place.cpus and b[1] + 1e-6 >= place.gpus), None)
+        for role, rank, place in _largest_first((r, p) for r, p in placements.items() if p.pool == name):
+            fits = next((i for i, b in enumerate(free) if b[0] + 1e-6 >= place.cpus and b[1] + 1e-6 >= place.gpus),
+                        None)
             if fits is None:
                 raise ValueError(
                     f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have room "
                     f"for all workers together, but not one by one: a worker lives in one bundle, and {role} with "
                     f"{place.cpus:g} cpus and {place.gpus:g} gpus finds none; make bundles larger or give {role} less")
-            fits[0] -= place.cpus
-            fits[1] -= place.gpus
+            free[fits][0] -= place.cpus
+            free[fits][1] -= place.gpus
+            found.append(Seat(role, rank, name, fits))
+    return found
 
 
-def _largest_first(roles: Iterable[tuple[str, PlacementConfig]]) -> list[tuple[str, PlacementConfig]]:
-    """Each worker with the name of its role."""
-    workers = [(role, place) for role, place in roles for _ in range(place.workers)]
-    return sorted(workers, key=lambda worker: (-worker[1].gpus, -worker[1].cpus))
+def _largest_first(roles: Iterable[tuple[str, PlacementConfig]]) -> list[tuple[str, int, PlacementConfig]]:
+    """Each worker with the name of its role and its rank."""
+    workers = [(role, rank, place) for role, place in roles for rank in range(place.workers)]
+    return sorted(workers, key=lambda worker: (-worker[2].gpus, -worker[2].cpus))

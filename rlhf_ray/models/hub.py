@@ -1,6 +1,13 @@
 """Names on the Hugging Face Hub: asked about once, briefly, before anything expensive starts."""
 
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from rlhf_ray.errors import ModelError
+
+if TYPE_CHECKING:
+    from rlhf_ray.config.model import ModelConfig
 
 TIMEOUT_S = 10.0
 
@@ -26,3 +33,14 @@ def check_on_hub(name: str, revision: str | None, field: str) -> None:
             f"{f' at revision {revision!r}' if revision else ''}: {type(error).__name__}: {said[0]}. Correct the path, "
             "or go online (and `hf auth login` for a gated model)."
         ) from error
+
+
+def config_from_hub(model: "ModelConfig") -> dict[str, Any] | None:
+    """config.json of a model on the Hub, or in its local cache; None where it cannot be had. No weight is loaded."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(model.path, "config.json", revision=model.revision, etag_timeout=TIMEOUT_S)
+        return dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    except Exception:  # no such name, gated, offline, no JSON: whoever asks says what to do about it
+        return None

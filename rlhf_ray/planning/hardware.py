@@ -1,6 +1,7 @@
 """What machines can do: peaks from data sheets, and the shares of them that programs reach."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -48,4 +49,48 @@ H200 = Hardware(
     link_bandwidth=450e9, network_bandwidth=400e9, host_bandwidth=50e9,
 )
 """NVIDIA's data sheet (141 GB, 4.8 TB/s; the rest as the H100)."""
-GPUS = {"h100": H100, "h200": H200}
+A100 = Hardware(
+    name="A100 SXM 80GB", flops=312e12, memory_bytes=80e9, memory_bandwidth=2.04e12, gpus_per_node=8,
+    link_bandwidth=300e9, network_bandwidth=200e9, host_bandwidth=25e9,
+)
+"""NVIDIA's data sheet (312 TFLOP/s, 80 GB, 2,039 GB/s, NVLink 600 GB/s in both directions), in nodes with a 200 Gb/s
+card a GPU as NVIDIA's DGX A100 has; PCIe 4 x16."""
+A100_40 = replace(A100, name="A100 SXM 40GB", memory_bytes=40e9, memory_bandwidth=1.555e12)
+"""NVIDIA's data sheet."""
+B200 = Hardware(
+    name="B200 SXM", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, gpus_per_node=8,
+    link_bandwidth=900e9, network_bandwidth=400e9, host_bandwidth=50e9,
+)
+"""NVIDIA's data sheet of the DGX B200 (1,440 GB and 64 TB/s for eight, NVLink 1.8 TB/s in both directions)."""
+L40S = Hardware(
+    name="L40S", flops=362e12, memory_bytes=48e9, memory_bandwidth=864e9, gpus_per_node=4,
+    link_bandwidth=25e9, network_bandwidth=25e9, host_bandwidth=25e9,
+)
+"""NVIDIA's data sheet (362 TFLOP/s without sparsity, 48 GB, 864 GB/s); PCIe 4 x16, which is also the link; a 200 Gb/s
+card a node is assumed."""
+L4 = replace(L40S, name="L4", flops=121e12, memory_bytes=24e9, memory_bandwidth=300e9)
+"""NVIDIA's data sheet (121 TFLOP/s without sparsity, 24 GB, 300 GB/s)."""
+RTX4090 = replace(L40S, name="GeForce RTX 4090", flops=165e12, memory_bytes=24e9, memory_bandwidth=1008e9)
+"""NVIDIA's Ada architecture paper, appendix A (165 TFLOP/s in bfloat16 with float32 sums, 24 GB, 1,008 GB/s)."""
+GPUS = {"h100": H100, "h200": H200, "a100": A100, "a100-40gb": A100_40, "b200": B200, "l40s": L40S, "l4": L4,
+        "rtx4090": RTX4090}
+"""By the name that a person types."""
+CORE = Hardware(
+    name="CPU core", flops=100e9, memory_bytes=inf, memory_bandwidth=10e9, gpus_per_node=1,
+    link_bandwidth=2e9, network_bandwidth=1.25e9, host_bandwidth=0.3e9, training_share=0.7, forward_share=1.0,
+    memory_share=1.0, network_share=1.0, usable_memory=1.0, collective_s=1e-3, step_s=3e-3,
+)
+"""One thread of a server's processor of about 2024, in float32: the order of magnitude of what `make bench-growth`
+finds on two cores of an AMD EPYC (docs/benchmarks.md). Other processors differ by a factor of two and more."""
+
+
+def gpu_of(name: str) -> Hardware | None:
+    """The accelerator whose type stands in `name`, such as "H100" or "NVIDIA-A100-SXM4-40GB"; None of others.
+
+    Ray's label `ray.io/accelerator-type` and `nvidia-smi` write types each in their own way.
+    """
+    letters = name.lower().replace("_", "-").replace(" ", "-")
+    if "a100" in letters and "40g" in letters:
+        return A100_40
+    plain = letters.replace("-", "")
+    return next((GPUS[key] for key in sorted(GPUS, key=len, reverse=True) if key.replace("-", "") in plain), None)

@@ -18,22 +18,33 @@ class ModelShape:
     tied: bool = False
     bytes_per_value: int = 2
     """Of weights and of cached keys and values in use: 2 in bfloat16, 4 in float32."""
+    head_dim: int | None = None
+    """Width of an attention head where it is not hidden / heads."""
+    gated: bool = True
+    """Whether the feed-forward layer has a gate, so three matrices and not two."""
+    looked_up: int = 0
+    """Tokens of an embedding beside `vocabulary`: of a model whose output head was taken away."""
 
     @property
     def head_width(self) -> int:
         """Of one attention head."""
-        return self.hidden // self.heads
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_width
+        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
     def multiplied(self) -> int:
-        """Weights that every token is multiplied with: projections, gated feed-forward layer, output."""
-        attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * self.head_width
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
+        """Weights that every token is multiplied with: projections, feed-forward layer, output."""
+        return self.layers * self.layer_parameters + self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
         """All weights: an untied embedding is looked up, and multiplied with nothing."""
-        return self.multiplied + (0 if self.tied else self.vocabulary * self.hidden)
+        return self.multiplied + (self.looked_up + (0 if self.tied else self.vocabulary)) * self.hidden
 
     @property
     def weight_bytes(self) -> int:
@@ -55,8 +66,16 @@ class ModelShape:
         return length * self.token_flops(length / 2)
 
     def scalar(self) -> Self:
-        """The same backbone with a scalar head: a critic or a reward model."""
+        """The same backbone with a scalar head: a critic or a reward model, as far as time goes."""
         return replace(self, vocabulary=0)
+
+    def headless(self) -> Self:
+        """The same, whose embedding is there and is counted: as far as memory goes."""
+        return replace(self, vocabulary=0, looked_up=self.vocabulary)
+
+    def in_bytes(self, bytes_per_value: int) -> Self:
+        """The same in another precision."""
+        return replace(self, bytes_per_value=bytes_per_value)
 
 
 LLAMA_70B = ModelShape(hidden=8192, layers=80, heads=64, kv_heads=8, intermediate=28672, vocabulary=128256)

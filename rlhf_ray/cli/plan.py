@@ -1,0 +1,142 @@
+"""`rlhf-ray plan`: what a run would take, before it is paid for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_ray.cli.stage import Arguments
+from rlhf_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_ray.config.stages import StageConfig
+    from rlhf_ray.planning.nodes import Node
+    from rlhf_ray.planning.plan import Plan
+
+NodesOption = Annotated[str | None, typer.Option(
+    "--nodes", metavar="SPEC", help="Machines to plan for: 2x8xH100, 4x(gpus=8,cpus=64,label=a:b), joined by +.")]
+ClusterOption = Annotated[str | None, typer.Option(
+    "--cluster", metavar="ADDRESS", help="Plan for the nodes of this running Ray cluster.")]
+StageOption = Annotated[str | None, typer.Option(
+    "--stage", help="Whose configuration it is, where its sections do not tell: ppo, sft, reward-model, ...")]
+ShapeOption = Annotated[list[str] | None, typer.Option(
+    "--shape", metavar="MODEL=LIKE", help="MODEL has the shape of LIKE: a known name, or a config.json's directory.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+
+
+def plan(
+    arguments: Arguments = None, nodes: NodesOption = None, cluster: ClusterOption = None, stage: StageOption = None,
+    shape: ShapeOption = None, json: JsonOption = False,
+) -> None:
+    """Show where each role of a run would lie, the memory of every device, the batch, the disk and a step's time.
+
+    Needs no GPU, starts nothing and loads no weights. Ends with 2 when the run could not work, and says what to change.
+    """
+    import sys
+
+    from rlhf_ray.cli.arguments import split_arguments
+
+    if not arguments:
+        raise ConfigError("give a configuration file: rlhf-ray plan CONFIG [--nodes 2x8xH100]")
+    if nodes and cluster:
+        raise ConfigError("--nodes describes machines and --cluster asks running ones; give one of them")
+    path, overrides = split_arguments(arguments)
+    config = load_any(path, overrides, stage)
+    made = plan_for(config, machines(config, nodes, cluster), shape or [], measure_disk=not nodes)
+    if json:
+        from rlhf_ray.planning.as_json import plan_as_json
+
+        print(plan_as_json(made))
+    else:
+        from rich.console import Console
+
+        from rlhf_ray.cli.plan_page import plan_page
+
+        console = Console(highlight=False)
+        console.print(plan_page(made, console.width))
+    if made.refused:
+        sys.exit(ConfigError.exit_code)
+
+
+def load_any(path: Path | None, overrides: list[str], stage: str | None) -> StageConfig:
+    """The configuration, of the stage that is named or that the file's sections tell.
+
+    Raises:
+        ConfigError: as `config.load.load`, and for a stage there is not.
+    """
+    from rlhf_ray.config.load import STAGES, load
+    from rlhf_ray.config.sources import read_yaml
+
+    named = stage or stage_told(read_yaml(path).values if path else {}, path)
+    if named not in STAGES:
+        raise ConfigError(f"--stage={named}: there is no such stage; there are {', '.join(STAGES)}")
+    return load(STAGES[named], path, overrides)
+
+
+def stage_told(values: object, path: Path | None) -> str:
+    """Whose configuration a file is, by the sections that one stage alone has; else by its name; else sft."""
+    sections = values if isinstance(values, dict) else {}
+    for section, stage in (("rewards", "ppo"), ("pairs", "preferences"), ("steps", "process-reward"),
+                           ("prompts", "preferences")):
+        if section in sections:
+            return stage
+    data, training = sections.get("data") or {}, sections.get("training") or {}
+    compares = {"chosen", "rejected", "margin"} & set(data) or "loss" in training
+    return "reward-model" if compares or (path and "reward" in path.stem) else "sft"
+
+
+def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list[Node]:
+    """The nodes to plan for: described, of a running cluster, or this machine.
+
+    Raises:
+        ConfigError, ClusterError: the description cannot be read, the cluster not reached.
+    """
+    from rlhf_ray.planning.nodes import parse_nodes, this_machine
+
+    if spec:
+        return parse_nodes(spec)
+    address = cluster or config.cluster.address
+    if address:
+        from rlhf_ray.cluster.nodes import nodes_of_cluster
+
+        return nodes_of_cluster(config.cluster.model_copy(update={"address": address}))
+    import psutil
+
+    from rlhf_ray.cli.machine import gpu_names
+
+    pooled = sum(pool.cpus * pool.bundles for pool in config.pools.values())
+    return [this_machine(gpu_names(), psutil.virtual_memory().available, pooled)]
+
+
+def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_disk: bool = False) -> Plan:
+    """The plan, with shapes from directories, the table, the Hub, or those that `like` says (MODEL=LIKE)."""
+    import shutil
+
+    from rlhf_ray.config.model import ModelConfig, NewModelConfig
+    from rlhf_ray.models.hub import config_from_hub
+    from rlhf_ray.planning.model_shape import ModelShape
+    from rlhf_ray.planning.plan import make_plan
+    from rlhf_ray.planning.shapes import shape_of
+
+    pairs = dict(_pair(text) for text in like)
+
+    def shapes(model: ModelConfig | NewModelConfig, field: str) -> ModelShape:
+        named = model.path if isinstance(model, ModelConfig) else ""
+        if isinstance(model, ModelConfig) and named in pairs:
+            model = model.model_copy(update={"path": pairs[named]})
+        return shape_of(model, field, config_from_hub)
+
+    free = None
+    if measure_disk:
+        there = next(p for p in (Path(config.run.dir).absolute(), *Path(config.run.dir).absolute().parents) if p.exists())
+        free = float(shutil.disk_usage(there).free)
+    return make_plan(config, nodes, shapes, free)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    model, equals, like = text.partition("=")
+    if not equals or not like:
+        raise ConfigError(f"--shape {text!r}: write MODEL=LIKE, such as --shape my-models/base=Qwen/Qwen2.5-7B")
+    return model, like

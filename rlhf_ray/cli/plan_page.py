@@ -1,0 +1,148 @@
+"""A plan as people read it: a table of roles, a bar of memory for every kind of device, and what to change."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_ray.planning.loads import Load
+from rlhf_ray.planning.memory import PARTS
+from rlhf_ray.planning.plan import Plan
+from rlhf_ray.planning.roles import Role
+from rlhf_ray.planning.verdict import gib
+
+COLOURS = dict(zip(PARTS, ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "bright_black", "bright_magenta",
+                           "white"), strict=True)) | {"object store": "bright_yellow"}
+MARKS = dict(zip(PARTS, "WGOALKBCR", strict=True)) | {"object store": "S"}
+"""A letter for each part, so that bars can be read without colours."""
+BAR = 56
+"""Characters of a full bar, at most."""
+
+
+def plan_page(plan: Plan, width: int = 100) -> RenderableType:
+    """What rich prints of a plan, in lines of at most `width` characters."""
+    parts: list[RenderableType] = [_nodes(plan), Text(""), _roles(plan), Text("")]
+    parts += _bars(plan.loads, min(BAR, max(20, width - 44)))
+    parts += [Text(""), _facts(plan), Text("")]
+    parts += [_finding(finding.level, finding.text) for finding in plan.findings]
+    parts.append(Text("it cannot work like this", style="bold red") if plan.refused else
+                 Text("it fits", style="bold green"))
+    return Group(*parts)
+
+
+def _nodes(plan: Plan) -> Text:
+    alike: dict[str, int] = {}
+    for node in plan.nodes:
+        gpus = f"{node.gpus} x {node.gpu.name if node.gpu else 'GPU of an unknown kind'}, " if node.gpus else ""
+        labels = f", {', '.join(f'{k}={v}' for k, v in node.labels.items() if not k.startswith('ray.io/node'))}"
+        what = f"{gpus}{node.cpus:g} CPUs, {gib(node.memory_bytes)}{labels if len(labels) > 2 else ''}"
+        alike[what] = alike.get(what, 0) + 1
+    return Text("nodes  " + "\n       ".join(f"{count} x ({what})" for what, count in alike.items()))
+
+
+def _roles(plan: Plan) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column, right in (("role", False), ("workers", True), ("model", False), ("where", False), ("each holds", True),
+                          ("beside it", True)):
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for role in plan.roles:
+        memory = plan.memory[role.name]
+        on_gpu = bool(memory.device)
+        table.add_row(role.name, str(role.placement.workers), _model(role), _where(plan, role),
+                      gib(memory.device_bytes if on_gpu else memory.host_bytes),
+                      f"{gib(memory.host_bytes)} host" if on_gpu else "")
+    return table
+
+
+def _model(role: Role) -> str:
+    return "" if not role.models else f"{role.named} ({', '.join(size(shape.parameters) for shape in role.models)})"
+
+
+def size(parameters: float) -> str:
+    """Of a model: 0.5B, 25M."""
+    return f"{parameters / 1e9:.3g}B" if parameters >= 1e8 else f"{parameters / 1e6:.3g}M"
+
+
+def _where(plan: Plan, role: Role) -> str:
+    """Pool, bundles and nodes, those of all workers in one expression."""
+    mine = [worker for worker in plan.placement.workers if worker.role == role.name]
+    if not mine:
+        return f"{role.placement.pool}: no place"
+    nodes = list(dict.fromkeys(worker.node for worker in mine))
+    bundles = sorted({worker.bundle for worker in mine})
+    where = nodes[0] if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
+    return f"{role.placement.pool}[{ranges(bundles)}] on {where}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers in short: 0-3, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _bars(loads: Sequence[Load], width: int) -> list[RenderableType]:
+    """A bar for each kind of load; those that hold the same are one."""
+    alike: dict[tuple[object, ...], list[Load]] = {}
+    for load in loads:
+        held = tuple(sorted((name.partition("/")[0], round(sum(parts.values()))) for name, parts in load.holders.items()))
+        alike.setdefault((load.kind, load.capacity, held), []).append(load)
+    lines: list[RenderableType] = []
+    for same in alike.values():
+        first = same[0]
+        more = f" and {len(same) - 1} alike" if len(same) > 1 else ""
+        roles = ", ".join(dict.fromkeys(name.partition("/")[0] for name in first.holders))
+        lines.append(Text(f"{first.name}{more}: {roles}", style="bold"))
+        lines.append(_bar(first, width))
+    used = [part for part in (*PARTS, "object store") if any(part in p for l in loads for p in l.holders.values())]
+    lines.append(Text.assemble("  ", *((f"{MARKS[part]} {part}  ", COLOURS[part]) for part in used)))
+    return lines
+
+
+def _bar(load: Load, width: int) -> Text:
+    total: dict[str, float] = {}
+    for parts in load.holders.values():
+        for part, amount in parts.items():
+            total[part] = total.get(part, 0.0) + amount
+    scale = width / max(load.capacity, load.bytes, 1.0)
+    bar, reached, drawn = Text("  "), 0.0, 0
+    for part in (*PARTS, "object store"):
+        reached += total.get(part, 0.0)
+        cells = round(reached * scale) - drawn
+        bar.append(MARKS[part] * cells, style=f"{COLOURS[part]} reverse")
+        drawn += cells
+    bar.append("·" * (width - drawn))
+    style = "bold red" if load.share > 1 else "yellow" if load.share > 0.9 else ""
+    return bar.append(f" {gib(load.bytes)} of {gib(load.capacity)} ({load.share:.0%})", style=style)
+
+
+def _facts(plan: Plan) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, text in plan.geometry.items():
+        table.add_row(name, text)
+    kept = ", ".join(f"{gib(amount)} {name}" for name, amount in plan.disk.items())
+    table.add_row("disk", f"{gib(sum(plan.disk.values()))}: {kept}")
+    if plan.pace:
+        took = ", ".join(f"{name} {seconds_of(s)}" for name, s in plan.pace.roles.items())
+        table.add_row("time", f"about {seconds_of(plan.pace.seconds)} a step ({plan.pace.samples_per_second:.3g} samples "
+                              f"a second; {took}); the bottleneck is {plan.pace.bottleneck}")
+        table.add_row("", f"all {plan.config.run.steps} steps: about "
+                          f"{seconds_of(plan.pace.seconds * plan.config.run.steps)}; an estimate, good to a factor of two")
+    return table
+
+
+def seconds_of(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+def _finding(level: str, text: str) -> Text:
+    colours: Mapping[str, str] = {"refused": "bold red", "tight": "yellow"}
+    return Text.assemble((f"{level}: ", colours[level]), text)

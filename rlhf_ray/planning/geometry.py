@@ -1,0 +1,62 @@
+"""How a batch is cut: prompts, samples, mini-batches, ranks, micro-batches; and what the buffer may hold."""
+
+from math import ceil
+
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
+from rlhf_ray.planning.workload import Workload
+
+
+def geometry_of(config: StageConfig) -> dict[str, str]:
+    """What a person wants to see of it, by heading."""
+    if isinstance(config, PPOConfig):
+        return _ppo(config)
+    if isinstance(config, PreferencesStageConfig):
+        return {"samples": "two of each prompt"}
+    batch, learner, longest = config.training.batch_size, config.learner, config.data.max_tokens  # type: ignore[attr-defined]
+    return {"update": f"{batch} rows of up to {longest} tokens", "micro-batches": micro_batches(learner, batch, longest)}
+
+
+def _ppo(config: PPOConfig) -> dict[str, str]:
+    c, a, samples = config.coordinator, config.algorithm, config.samples_per_step
+    longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+    found = {
+        "batch": f"{c.prompts_per_step} prompts x {c.samples_per_prompt} samples = {samples} samples of up to "
+                 f"{config.prompts.max_tokens} + {config.generator.sampling.max_tokens} = {longest} tokens",
+        "updates": f"{a.epochs} epochs x {a.mini_batches} mini-batches of {samples // a.mini_batches} samples = "
+                   f"{a.epochs * a.mini_batches} optimizer steps a step, {config.run.steps} steps",
+        "policy": micro_batches(config.policy, samples // a.mini_batches, longest),
+    }
+    if config.starts_critic:
+        found["critic"] = micro_batches(config.critic, samples // a.mini_batches, longest)
+    chunk = config.generator.chunk
+    found["generators"] = (f"{config.generator.workers} x up to {config.generator.max_sequences} sequences at a time, "
+                           f"in chunks of {chunk}; up to {config.concurrency} samples with them")
+    held = (c.max_staleness + 1) * samples
+    found["staleness"] = (f"{c.max_staleness} versions at most; the buffer holds up to "
+                          f"{config.buffer.capacity_samples or held} samples")
+    return found
+
+
+def micro_batches(learner: LearnerConfig, rows: int, longest: int) -> str:
+    """Into how many passes a rank cuts a mini-batch whose rows are of their longest."""
+    count = passes(learner, rows, longest)
+    fitting = max(1, learner.micro_batch_tokens // longest)
+    return (f"{learner.workers} {'rank' if learner.workers == 1 else 'ranks'} (ZeRO {learner.zero_stage}) x up to {count} "
+            f"micro-batches of {learner.micro_batch_tokens} tokens, {fitting} longest rows")
+
+
+def passes(learner: LearnerConfig, rows: float, tokens: float) -> int:
+    """Micro-batches of a rank for so many rows of so many tokens."""
+    fitting = max(1, int(learner.micro_batch_tokens // max(1.0, tokens)))
+    return max(1, ceil(ceil(rows / learner.workers) / fitting))
+
+
+def workload_of(config: PPOConfig) -> Workload:
+    """What the estimate of time supposes of lengths, which nobody knows before: prompts of half their longest, and
+    responses spread evenly up to theirs, so half of it on average."""
+    return Workload(
+        samples=config.samples_per_step, prompt=max(1, config.prompts.max_tokens // 2),
+        response=max(1, config.generator.sampling.max_tokens // 2), tail=2.0,
+        mini_batches=config.algorithm.mini_batches, epochs=config.algorithm.epochs,
+    )

@@ -1,0 +1,152 @@
+"""An estimate of a step's time, role by role: which of them is the bottleneck, rather than how many seconds exactly.
+
+Rates are those of data sheets and the shares of them in `hardware.py`; lengths as `geometry.workload_of` supposes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.planning.generation import Engine
+from rlhf_ray.planning.geometry import passes, workload_of
+from rlhf_ray.planning.hardware import CORE, Hardware
+from rlhf_ray.planning.learner_memory import stage_of, trained
+from rlhf_ray.planning.learning import KEPT, RECOMPUTED, STATE_BYTES, Group
+from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.placement import Placement
+from rlhf_ray.planning.roles import Role
+from rlhf_ray.planning.serving_memory import devices_of
+from rlhf_ray.planning.workload import Workload
+
+FULL_PRECISION = 1 / 15
+"""Rate of matrix products in float32 over those in bfloat16, on a GPU (H100: 67 of 989 TFLOP/s, NVIDIA's data sheet)."""
+CALL_S = 0.02
+"""What a step of a role costs however little it works on: calls, packing, logging. Of the order seen in a quickstart."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step."""
+
+    roles: Mapping[str, float]
+    """What each role works, all its workers side by side."""
+    seconds: float
+    """Of the whole step."""
+    bottleneck: str
+    """The role, or the machine's cores, that would have to be faster."""
+    samples: int
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of the whole loop."""
+        return self.samples / self.seconds
+
+
+def pace_of(
+    config: StageConfig, roles: Sequence[Role], placement: Placement, nodes: Sequence[Node]
+) -> Pace | None:
+    """The estimate; None of a stage that takes no steps."""
+    devices = {role.name: _device(role, placement, nodes) for role in roles}
+    named = {role.name: role for role in roles if role.models}
+    if isinstance(config, PPOConfig):
+        return _ppo(config, named, devices, nodes)
+    if "learner" in named:
+        batch, longest = config.training.batch_size, config.data.max_tokens  # type: ignore[attr-defined]
+        work = Workload(batch, 0, max(1, longest // 2), tail=2.0, mini_batches=1)
+        took = {"learner": update_s(named["learner"], devices["learner"], work)}
+        seconds, bound = _on_cores(took, named, nodes, took["learner"], "learner")
+        return Pace(took, seconds, bound, batch)
+    return None
+
+
+def _ppo(config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Hardware], nodes: Sequence[Node]) -> Pace:
+    work = workload_of(config)
+    took = {"generator": generation_s(roles["generator"], devices["generator"], work)}
+    for name in ("reference", "reward"):
+        if name in roles:
+            took[name] = scoring_s(roles[name], devices[name], work)
+    learning = [name for name in ("policy", "critic") if name in roles]
+    for name in learning:
+        before = 0.0 if config.trains_on_own_forward else scoring_s(roles[name], devices[name], work)
+        took[name] = before + update_s(roles[name], devices[name], work)
+    took["publication"] = publication_s(roles["generator"], devices["generator"])
+    rollouts = {name: took[name] for name in took if name not in (*learning, "publication")}
+    drawn, learned = max(rollouts.values()), max(took[name] for name in learning)
+    if config.coordinator.max_staleness:
+        whole = max(drawn, learned) + took["publication"]
+    else:
+        whole = drawn + learned + took["publication"]
+    longer = rollouts if drawn >= learned else {name: took[name] for name in learning}
+    seconds, bound = _on_cores(took, roles, nodes, whole, max(longer, key=lambda name: longer[name]))
+    return Pace(took, seconds, bound, config.samples_per_step)
+
+
+def generation_s(role: Role, device: Hardware, work: Workload) -> float:
+    """All samples of a step, shared by the generators, each drawing so many at a time."""
+    config = role.placement
+    assert isinstance(config, GenerationConfig)
+    engine = Engine(role.models[0], device, devices_of(config) if config.gpus else config.threads)
+    share = work.samples / config.workers
+    at_a_time = max(1.0, min(share, config.max_sequences, engine.fitting(work)))
+    return share * (engine.prefill_s(work.prompt) + work.response * engine.decode_s(at_a_time, work.held) / at_a_time)
+
+
+def scoring_s(role: Role, device: Hardware, work: Workload) -> float:
+    """A forward pass over all samples through each of the role's models, shared by its workers."""
+    place = role.placement
+    units = place.workers * (max(place.gpus, 1) if place.gpus else place.threads)
+    return CALL_S + sum(work.samples * shape.row_flops(work.row) / (
+        units * device.flops * device.forward_share * precision(role, shape)) for shape in role.models)
+
+
+def update_s(role: Role, device: Hardware, work: Workload) -> float:
+    """All optimizer steps of an update: passes, gradients' way to other ranks, AdamW's own."""
+    config, shape = role.placement, role.models[0]
+    assert isinstance(config, LearnerConfig)
+    ranks = config.workers * (1 if config.gpus else config.threads)
+    rows = work.samples / work.mini_batches
+    flops = rows * (RECOMPUTED if config.gradient_checkpointing else KEPT) * shape.row_flops(work.row)
+    rate = device.flops * device.training_share * precision(role, shape)
+    compute = flops / (min(ranks, max(1.0, rows * (config.threads if not config.gpus else 1))) * rate)
+    group = Group(shape.in_bytes(4), device, config.workers)
+    count = passes(config, rows, work.row)
+    moved = {0: 1, 1: 1, 2: count, 3: 3 * count}[stage_of(config)] * group.gather_s() if config.workers > 1 else 0.0
+    shared = config.workers if stage_of(config) else 1
+    adam = 2 * STATE_BYTES * trained(config, shape) / (shared * device.memory_bandwidth * device.memory_share)
+    return (max(compute, moved) + adam + CALL_S / 4) * work.mini_batches * work.epochs
+
+
+def publication_s(role: Role, device: Hardware) -> float:
+    """Weights to each node over the network, and from its memory into the engine."""
+    shape, spans = role.models[0], devices_of(role.placement) if isinstance(role.placement, GenerationConfig) else 1
+    return shape.weight_bytes / (device.network_bandwidth * device.network_share) + (
+        shape.weight_bytes / spans / device.host_bandwidth)
+
+
+def precision(role: Role, shape: ModelShape) -> float:
+    """Rate of the role's matrix products over those in bfloat16, which a GPU's figures are of."""
+    config = role.placement
+    if not config.gpus:
+        return 1.0
+    half = config.autocast == "bfloat16" if isinstance(config, LearnerConfig) else shape.bytes_per_value == 2
+    return 1.0 if half else FULL_PRECISION
+
+
+def _device(role: Role, placement: Placement, nodes: Sequence[Node]) -> Hardware:
+    if not role.placement.gpus:
+        return CORE
+    names = {worker.node for worker in placement.workers if worker.role == role.name}
+    return next((node.device for node in nodes if node.name in names), CORE)
+
+
+def _on_cores(
+    took: Mapping[str, float], roles: Mapping[str, Role], nodes: Sequence[Node], whole: float, bound: str
+) -> tuple[float, str]:
+    """A step cannot be faster than all roles on CPUs together keep all cores busy."""
+    busy = sum(seconds * roles[name].placement.workers * roles[name].placement.threads
+               for name, seconds in took.items() if name in roles and not roles[name].placement.gpus)
+    cores = sum(node.cores for node in nodes)
+    return (busy / cores, f"the {cores:g} cores") if cores and busy / cores > whole else (whole, bound)

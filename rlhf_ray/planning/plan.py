@@ -1,0 +1,92 @@
+"""The plan of a run: what would lie where, what it would hold and take, and whether it can work at all.
+
+Nothing is started and no weight is loaded: a configuration, the shapes of its models and a list of nodes are enough.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.planning.disk import disk_of
+from rlhf_ray.planning.geometry import geometry_of
+from rlhf_ray.planning.loads import Load, loads_of, memories
+from rlhf_ray.planning.memory import Memory
+from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.pace import Pace, pace_of
+from rlhf_ray.planning.placement import Placement, place
+from rlhf_ray.planning.remedies import remedy
+from rlhf_ray.planning.roles import Role, Shapes, roles_of
+from rlhf_ray.planning.verdict import Finding, gib, verdicts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of a run before it is paid for."""
+
+    config: StageConfig
+    nodes: tuple[Node, ...]
+    roles: tuple[Role, ...]
+    memory: dict[str, Memory]
+    """One worker's, by role."""
+    placement: Placement
+    loads: tuple[Load, ...]
+    geometry: dict[str, str]
+    disk: dict[str, float]
+    """Bytes by what they are."""
+    pace: Pace | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def refused(self) -> list[str]:
+        """Why it cannot work; nothing where it can."""
+        return [finding.text for finding in self.findings if finding.level == "refused"]
+
+
+def make_plan(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, free_disk: float | None = None) -> Plan:
+    """Plan a stage on some nodes.
+
+    Args:
+        shapes: of the models that the configuration names.
+        free_disk: bytes free where the run would be written, where that is known.
+
+    Raises:
+        ModelError: the shape of a model is not known.
+    """
+    roles = roles_of(config, shapes)
+    placement = place(config.pools, {role.name: role.placement for role in roles}, nodes)
+    memory, loads = memories(roles, placement, nodes), loads_of(config, roles, placement, nodes)
+    disk = disk_of(config, roles)
+    findings = [Finding("refused", text) for text in placement.shortages]
+    findings += _too_full(config, nodes, shapes, loads)
+    findings += verdicts(config, roles, memory, loads, sum(disk.values()), free_disk)
+    findings.sort(key=lambda finding: finding.level != "refused")
+    whole = not placement.shortages
+    return Plan(config, tuple(nodes), tuple(roles), memory, placement, tuple(loads), geometry_of(config), disk,
+                pace_of(config, roles, placement, nodes) if whole else None, tuple(findings))
+
+
+def worst_load(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, on: Load) -> float:
+    """How full a device of that kind would be at most, were this the configuration."""
+    roles = roles_of(config, shapes)
+    placement = place(config.pools, {role.name: role.placement for role in roles}, nodes)
+    alike = [load for load in loads_of(config, roles, placement, nodes) if (load.device is None) == (on.device is None)]
+    return float("inf") if placement.shortages else max((load.share for load in alike), default=0.0)
+
+
+def _too_full(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, loads: Sequence[Load]) -> list[Finding]:
+    """A refusal for the fullest GPU and the fullest main memory, where they are over their capacity."""
+    found = []
+    for gpus in (True, False):
+        full = [load for load in loads if (load.device is not None) == gpus and load.share > 1]
+        if not full:
+            continue
+        worst = max(full, key=lambda load: load.share)
+        most = max(worst.holders, key=lambda name: sum(worst.holders[name].values()))
+        parts = worst.holders[most]
+        part = max(parts, key=lambda name: parts[name])
+        change = remedy(config, worst, lambda changed, on=worst: worst_load(changed, nodes, shapes, on))  # type: ignore[misc]
+        found.append(Finding("refused", (
+            f"{worst.name} ({worst.kind}) would have to hold {gib(worst.bytes)} of {gib(worst.capacity)}"
+            f"{f', and {len(full) - 1} more like it' if len(full) > 1 else ''}; most of it {most} with "
+            f"{gib(sum(parts.values()))}, {gib(parts[part])} of that {part}. {change}")))
+    return found

@@ -1,0 +1,97 @@
+"""Which fields to change, and to what, so that a plan that does not fit does.
+
+Changes are tried in the order in which a person would: those that cost least first, each on top of the ones before.
+The first that fits is the advice, without those before it that it can do without.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.stages import ScorerConfig, StageConfig
+from rlhf_ray.planning.loads import Load
+
+Change = tuple[str, str, Any]
+"""A section, a field in it, and a value."""
+Fullness = Callable[[StageConfig], float]
+"""How full a device would be, 1 being full, were this the configuration."""
+
+
+def remedy(config: StageConfig, load: Load, fullness: Fullness) -> str:
+    """A sentence that says what to change."""
+    chosen: list[Change] = []
+    for change in changes(config, load):
+        chosen.append(change)
+        if fullness(changed(config, chosen)) <= 1:
+            needed = without_needless(config, chosen, fullness)
+            return "To fit, set " + ", ".join(f"{s}.{f}={_shown(v)}" for s, f, v in needed)
+    if load.device is None:
+        return "No single change of the configuration makes it fit: use nodes with more memory, or a smaller model"
+    return ("No change of memory-saving fields makes it fit: spread the learners over more GPUs (policy.workers and "
+            "pools), use larger ones, or a smaller model")
+
+
+def changes(config: StageConfig, load: Load) -> Iterator[Change]:
+    """What may be tried for the roles that share the device."""
+    names = {holder.partition("/")[0] for holder in load.holders}
+    sections = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    learners = {name: s for name, s in sections.items() if isinstance(s, LearnerConfig)}
+    for field, value in (("autocast", "bfloat16"), ("gradient_checkpointing", True)):
+        for name, section in learners.items():
+            if getattr(section, field) != value and (section.gpus or field != "autocast"):
+                yield name, field, value
+    for name, section in learners.items():
+        for budget in _halvings(config, section.micro_batch_tokens):
+            yield name, "micro_batch_tokens", budget
+    for name, section in learners.items():
+        if section.workers > 1 and section.zero_stage < 3:
+            yield name, "zero_stage", 3
+    for name, section in learners.items():
+        if section.gpus and not section.offload_optimizer and section.workers > 1:
+            yield name, "offload_optimizer", True
+    for name, section in sections.items():
+        if isinstance(section, ScorerConfig):
+            for budget in _halvings(config, section.micro_batch_tokens):
+                yield name, "micro_batch_tokens", budget
+        if isinstance(section, GenerationConfig) and section.kv_cache_mb is None and learners:
+            for share in (0.6, 0.45, 0.3):
+                yield name, "gpu_memory_utilization", share
+        if isinstance(section, GenerationConfig) and section.kv_cache_mb and section.kv_cache_mb > 64:
+            yield name, "kv_cache_mb", 64
+    if load.device is None and config.cluster.object_store_mb > 200 and not config.cluster.address:
+        yield "cluster", "object_store_mb", 200
+
+
+def changed(config: StageConfig, chosen: list[Change]) -> StageConfig:
+    """The configuration with these values. Nothing is validated: it is only planned with."""
+    update: dict[str, Any] = {}
+    for section, field, value in chosen:
+        before = update.get(section, getattr(config, section))
+        update[section] = before.model_copy(update={field: value})
+    return config.model_copy(update=update)
+
+
+def without_needless(config: StageConfig, chosen: list[Change], fullness: Fullness) -> list[Change]:
+    """The changes that are needed, each field once with its last value."""
+    last = {(section, field): value for section, field, value in chosen}
+    kept = [(section, field, value) for (section, field), value in last.items()]
+    for change in list(kept):
+        fewer = [other for other in kept if other != change]
+        if fewer and fullness(changed(config, fewer)) <= 1:
+            kept = fewer
+    return kept
+
+
+def _halvings(config: StageConfig, budget: int) -> Iterator[int]:
+    """Smaller budgets of tokens, down to the longest row."""
+    prompts, generator = getattr(config, "prompts", None), getattr(config, "generator", None)
+    longest = (prompts.max_tokens + generator.sampling.max_tokens if prompts and generator
+               else getattr(getattr(config, "data", None), "max_tokens", 8))
+    while budget > longest:
+        budget = max(longest, budget // 2)
+        yield budget
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,130 @@
+"""The roles of a stage as planning sees them: how many workers, of which model, holding what."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.learner import LearnerConfig, PolicyConfig
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.rewards import FunctionReward, ModelReward, ProcessReward
+from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.stages import (
+    PPOConfig,
+    PreferencesStageConfig,
+    ProcessRewardConfig,
+    RewardModelConfig,
+    SFTConfig,
+    StageConfig,
+)
+from rlhf_ray.planning.hardware import CORE, Hardware
+from rlhf_ray.planning.learner_memory import Training, learner_memory
+from rlhf_ray.planning.memory import ACTIVATIONS, LOGITS, MIB, RUNTIME, Memory
+from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.runtime import READER, SMALL
+from rlhf_ray.planning.serving_memory import generator_memory, scorer_memory
+
+Shapes = Callable[[ModelConfig | NewModelConfig, str], ModelShape]
+"""The shape of a model that a section names; errors as `shapes.shape_of`."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One role, by the name of its section."""
+
+    name: str
+    placement: PlacementConfig
+    models: tuple[ModelShape, ...]
+    """None where it holds no model."""
+    named: str
+    """The model, as the configuration names it."""
+    memory: Callable[[Hardware], Memory]
+    """One worker's, on a device of that kind."""
+
+
+def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
+    """All roles of a stage; errors as `Shapes`."""
+    if isinstance(config, PPOConfig):
+        return _ppo(config, shapes)
+    if isinstance(config, PreferencesStageConfig):
+        shape, longest = shapes(config.model, "model"), config.prompts.max_tokens + config.generator.sampling.max_tokens
+        return [_generator(config.generator, shape, config.model.path, longest, 0.0),
+                _reader("prompt_reader", config.generator.pool)]
+    if isinstance(config, SFTConfig | RewardModelConfig | ProcessRewardConfig):
+        return [_supervised(config, shapes), _reader("data_reader", config.learner.pool)]
+    raise TypeError(f"no roles are known of {type(config).__name__}")
+
+
+def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
+    shape, named = shapes(config.model, "model"), config.model.path
+    longest, bucket = config.prompts.max_tokens + config.longest_response[0], config.weights.bucket_mb * float(MIB)
+    answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
+    roles = [_generator(config.generator, shape, named, longest, bucket)]
+    if config.starts_reference:
+        reference = config.reference
+        roles.append(Role("reference", reference, (shape,), named, lambda _: scorer_memory(
+            reference.gpus, shape, reference.micro_batch_tokens, longest, answers)))
+    roles.append(_reward(config, shapes, longest))
+    roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
+              _reader("prompt_reader", config.assembler.pool)]
+    roles.append(_learner("policy", config.policy, Training(
+        shape, longest, answers, isinstance(config.policy, PolicyConfig) and config.policy.ema_decay is not None, bucket,
+    ), named))
+    if config.starts_critic:
+        critic = shapes(config.critic_model, "critic").headless()
+        roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0), config.critic_model.path))
+    return roles
+
+
+def _supervised(config: SFTConfig | RewardModelConfig | ProcessRewardConfig, shapes: Shapes) -> Role:
+    shape = shapes(config.model, "model")
+    named = config.model.path if isinstance(config.model, ModelConfig) else "a new model"
+    scalar = isinstance(config, RewardModelConfig)
+    return _learner("learner", config.learner, Training(
+        shape.headless() if scalar else shape, config.data.max_tokens, 0.0 if scalar else 1.0), named)
+
+
+def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest: int, bucket: float) -> Role:
+    return Role("generator", config, (shape,), named,
+                lambda device: generator_memory(config, shape, longest, device, bucket))
+
+
+def _reader(name: str, pool: str) -> Role:
+    """Reads and tokenises the data, once; it reserves nothing."""
+    return Role(name, PlacementConfig(pool=pool, cpus=0), (), "", lambda _: Memory(host={RUNTIME: float(READER)}))
+
+
+def _learner(name: str, config: LearnerConfig, model: Training, named: str) -> Role:
+    return Role(name, config, (model.shape,), named, lambda _: learner_memory(config, model))
+
+
+def _reward(config: PPOConfig, shapes: Shapes, longest: int) -> Role:
+    """All components of the rewards live in each of its workers; a function in a process beside it."""
+    models = [(name, reward) for name, reward in config.rewards.items()
+              if isinstance(reward, ModelReward | ProcessReward)]
+    found = [shapes(reward, f"rewards.{name}") for name, reward in models]
+    found = [shape.headless() if isinstance(reward, ModelReward) else shape
+             for shape, (_, reward) in zip(found, models, strict=True)]
+    functions = sum(isinstance(reward, FunctionReward) for reward in config.rewards.values())
+
+    def memory(_: Hardware = CORE) -> Memory:
+        parts = [scorer_memory(config.reward.gpus, shape, config.reward.micro_batch_tokens, longest, 0.0)
+                 for shape in found] or [Memory(host={RUNTIME: float(SMALL)})]
+        whole = together(parts)
+        host = {**whole.host, RUNTIME: whole.host.get(RUNTIME, 0.0) + functions * SMALL}
+        return Memory(device=whole.device, host=host)
+
+    return Role("reward", config.reward, tuple(found), ", ".join(reward.path for _, reward in models), memory)
+
+
+def together(parts: list[Memory]) -> Memory:
+    """Several models in one process, which is counted once, and of whose passes one is made at a time."""
+    once = {RUNTIME, ACTIVATIONS, LOGITS}
+
+    def joined(kind: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for part in parts:
+            for name, amount in getattr(part, kind).items():
+                found[name] = max(found.get(name, 0.0), amount) if name in once else found.get(name, 0.0) + amount
+        return found
+
+    return Memory(device=joined("device"), host=joined("host"))

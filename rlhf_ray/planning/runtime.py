@@ -1,0 +1,29 @@
+"""What processes hold before they hold a model: constants that were measured, each with the command that did.
+
+`python -m benchmarks.plan_memory` compares them, and the formulas beside them, with real workers.
+"""
+
+from rlhf_ray.planning.memory import GIB, MIB
+
+LEARNER = 700 * MIB
+"""A learner's process: Python, torch, transformers, DeepSpeed and its optimizer, Ray."""
+SCORER = 600 * MIB
+"""A scorer's: Python, torch, transformers, Ray."""
+GENERATOR = 1000 * MIB
+"""A generator's with vLLM in it."""
+ENGINE_CORE = 1500 * MIB
+"""vLLM's processes beside a generator's own, of AsyncLLM."""
+SMALL = 350 * MIB
+"""An assembler's, or a process with a reward function: Python, torch, tokenizers, Ray."""
+READER = 210 * MIB
+"""A process that reads data: Python, numpy, tokenizers, Ray."""
+DRIVER = 400 * MIB
+"""The command itself."""
+RAY_HEAD = 700 * MIB
+"""Ray's own processes on a node, the dashboard among them."""
+GPU_CONTEXT = 1.0 * GIB
+"""Of a GPU, before any tensor: CUDA's context, cuBLAS' and NCCL's workspaces. Assumed; not measured."""
+GPU_HOST = 2.5 * GIB
+"""Main memory of a process that uses a GPU, beyond what it has without: CUDA's libraries. Assumed; not measured."""
+REDUCE_BUCKET = 5e8
+"""Elements of DeepSpeed's buffer for gradients under way (`reduce_bucket_size`, its default)."""

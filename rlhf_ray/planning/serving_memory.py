@@ -1,0 +1,79 @@
+"""Memory of roles that do not train: generators with vLLM, and frozen models that score."""
+
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.planning.activations import Pass, logits_bytes, scoring_bytes
+from rlhf_ray.planning.hardware import Hardware
+from rlhf_ray.planning.memory import ACTIVATIONS, BUFFERS, CACHE, LOGITS, MIB, RUNTIME, WEIGHTS, Memory
+from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.runtime import ENGINE_CORE, GENERATOR, GPU_CONTEXT, GPU_HOST, SCORER
+
+PREFILL_TOKENS = 8192
+"""Tokens of one pass of vLLM on a GPU (its default `max_num_batched_tokens` for an engine in a server)."""
+
+
+def devices_of(config: GenerationConfig) -> int:
+    """GPUs that one generator spans."""
+    return config.tensor_parallel * getattr(config, "pipeline_parallel", 1)
+
+
+def is_async(config: GenerationConfig) -> bool:
+    """Whether vLLM runs in processes of its own (roles/engines/settings.py, `engine_kind`)."""
+    return config.engine == "async" or config.engine == "auto" and (config.gpus > 0 or devices_of(config) > 1)
+
+
+def generator_memory(
+    config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float
+) -> Memory:
+    """One generator's. On the CPU it holds its weights twice while a publication arrives (weights/shadow.py); on a GPU
+    vLLM takes what `kv_cache_mb` and the weights need, or `gpu_memory_utilization` of the device.
+
+    Args:
+        longest: tokens of prompt and response.
+        bucket_bytes: of a publication.
+    """
+    if not config.gpus:
+        return _on_cpu(config, shape, bucket_bytes)
+    spans = devices_of(config)
+    weights = shape.weight_bytes / spans
+    a_pass = Pass(max(PREFILL_TOKENS, longest), longest, on_gpu=True, half_model=shape.bytes_per_value == 2)
+    parts = {WEIGHTS: weights, ACTIVATIONS: scoring_bytes(shape, a_pass) / spans,
+             LOGITS: 2 * config.max_sequences * shape.vocabulary * 4.0, BUFFERS: bucket_bytes, RUNTIME: GPU_CONTEXT}
+    room = device.memory_bytes * config.gpu_memory_utilization - sum(parts.values())
+    parts[CACHE] = max(0.0, room) if config.kv_cache_mb is None else config.kv_cache_mb * MIB / 1.0
+    fixed = device.memory_bytes * config.gpu_memory_utilization if config.kv_cache_mb is None else 0.0
+    host = {BUFFERS: shape.weight_bytes, RUNTIME: GENERATOR + spans * (ENGINE_CORE + GPU_HOST)}
+    return Memory(device=parts, host=host, fixed=fixed)
+
+
+def _on_cpu(config: GenerationConfig, shape: ModelShape, bucket_bytes: float) -> Memory:
+    head = shape.vocabulary * shape.hidden * shape.bytes_per_value if shape.tied else 0
+    return Memory(host={
+        WEIGHTS: shape.weight_bytes + head,
+        BUFFERS: shape.weight_bytes + head,
+        CACHE: (config.kv_cache_mb or 64) * MIB,
+        RUNTIME: GENERATOR + (ENGINE_CORE if is_async(config) else 0),
+    })
+
+
+def cache_sequences(config: GenerationConfig, shape: ModelShape, memory: Memory, longest: int) -> float:
+    """Sequences of the longest kind that the KV cache has room for at a time."""
+    spans = devices_of(config) if config.gpus else 1
+    return memory.shown[CACHE] * spans / (shape.cache_bytes * longest)
+
+
+def scorer_memory(gpus: float, shape: ModelShape, micro_batch_tokens: int, longest: int, answers: float) -> Memory:
+    """A frozen model's that scores: its weights, and a pass without gradients.
+
+    Args:
+        answers: share of the tokens whose log-probability is asked for; 0 with a scalar head.
+    """
+    on_gpu = gpus > 0
+    a_pass = Pass(micro_batch_tokens, longest, on_gpu, half_model=shape.bytes_per_value == 2)
+    parts = {
+        WEIGHTS: float(shape.weight_bytes),
+        ACTIVATIONS: scoring_bytes(shape, a_pass),
+        LOGITS: logits_bytes(shape, a_pass, round(answers * micro_batch_tokens), training=False),
+    }
+    if not on_gpu:
+        return Memory(host={**parts, RUNTIME: SCORER})
+    return Memory(device={**parts, RUNTIME: GPU_CONTEXT}, host={RUNTIME: SCORER + GPU_HOST})

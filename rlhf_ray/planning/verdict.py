@@ -1,0 +1,99 @@
+"""What cannot work, what is tight, and which field to change to what."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.planning.loads import Load
+from rlhf_ray.planning.memory import GIB, MIB, Memory
+from rlhf_ray.planning.roles import Role
+from rlhf_ray.planning.serving_memory import cache_sequences
+
+TIGHT = 0.9
+"""Share of a device from which on a plan is called tight: figures are within 15 %, and blocks are lost between tensors."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found."""
+
+    level: Literal["refused", "tight"]
+    text: str
+
+
+def verdicts(
+    config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory], loads: Sequence[Load],
+    disk_bytes: float, free_disk: float | None,
+) -> Iterator[Finding]:
+    """Everything but places in the cluster and how to mend memory (`remedies.py`), the refusals first."""
+    yield from _caches(config, roles, memory)
+    seen: set[tuple[object, ...]] = set()
+    for load in sorted(loads, key=lambda one: -one.share):
+        alike = (load.kind, round(load.bytes), load.capacity)
+        if TIGHT < load.share <= 1 and alike not in seen:
+            seen.add(alike)
+            yield Finding("tight", f"{load.name} is {load.share:.0%} full at most ({gib(load.bytes)} of "
+                                   f"{gib(load.capacity)}): figures are estimates, so leave a tenth")
+    yield from _precision(roles)
+    yield from _store(config, roles, loads)
+    if free_disk is not None and disk_bytes > free_disk:
+        yield Finding("refused", f"run.dir={config.run.dir} has {gib(free_disk)} free and the run leaves "
+                                 f"{gib(disk_bytes)} on disk; lower checkpoint.keep, or write elsewhere (run.dir)")
+
+
+def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory]) -> Iterator[Finding]:
+    """vLLM does not start when its cache cannot hold one longest sequence, and preempts when it cannot hold all."""
+    for role in roles:
+        generator = role.placement
+        if not isinstance(generator, GenerationConfig):
+            continue
+        prompts = config.prompts.max_tokens  # type: ignore[attr-defined]
+        response = config.longest_response[0] if isinstance(config, PPOConfig) else generator.sampling.max_tokens
+        longest, shape = prompts + response, role.models[0]
+        room = cache_sequences(generator, shape, memory[role.name], longest)
+        needed = -(-shape.cache_bytes * longest // MIB)
+        if room < 1:
+            fix = (f"set generator.kv_cache_mb to {needed} at least" if generator.kv_cache_mb else
+                   "raise generator.gpu_memory_utilization or generator.tensor_parallel, or use larger GPUs")
+            yield Finding("refused", f"generator: its KV cache holds {max(room, 0):.2g} of one sequence of {longest} "
+                                     f"tokens, which takes {needed} MiB, and vLLM would not start; {fix}")
+        elif room < generator.max_sequences / 2:
+            all_of_them = -(-shape.cache_bytes * longest * generator.max_sequences // MIB)
+            more = (f"set generator.kv_cache_mb to {all_of_them}" if generator.kv_cache_mb else
+                    f"lower generator.max_sequences to {int(room)}, or use more tensor_parallel")
+            yield Finding("tight", f"generator: its KV cache holds {room:.0f} longest sequences of "
+                                   f"generator.max_sequences={generator.max_sequences}; vLLM puts the others off; {more}")
+
+
+def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:
+    """Three buckets of a publication are in the object store at a time, and a tensor is never cut: the embedding."""
+    if not isinstance(config, PPOConfig):
+        return
+    shape = roles[0].models[0]
+    bucket = max(config.weights.bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value)
+    needed = min(3 * bucket, shape.weight_bytes + 2 * bucket) + (config.buffer_capacity_mb or 0) * MIB
+    stores = [load.holders["object store"]["object store"] for load in loads if load.device is None]
+    if stores and min(stores) < needed:
+        yield Finding("tight", f"the object store of {gib(min(stores))} may not hold three buckets of a publication "
+                               f"(the largest is {gib(bucket)}) beside the buffer, and Ray would write to disk; set "
+                               f"cluster.object_store_mb to {-(-int(2 * 3 * bucket) // MIB)} (`ray start "
+                               "--object-store-memory` on a cluster of your own)")
+
+
+def _precision(roles: Sequence[Role]) -> Iterator[Finding]:
+    for role in roles:
+        place = role.placement
+        if place.gpus and isinstance(place, LearnerConfig) and place.autocast == "float32":
+            yield Finding("tight", f"{role.name}.autocast=float32 computes at about a fifteenth of a GPU's rate; set "
+                                   "bfloat16 (weights and optimizer stay in float32)")
+        elif place.gpus and not isinstance(place, LearnerConfig) and any(s.bytes_per_value == 4 for s in role.models):
+            yield Finding("tight", f"{role.name} holds its model in float32 on a GPU: twice the memory, and a fraction of "
+                                   "the rate; set the dtype of its model to bfloat16")
+
+
+def gib(amount: float) -> str:
+    """Bytes for people."""
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount / MIB:.0f} MiB"
