@@ -130,7 +130,8 @@ def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_di
 
     free = None
     if measure_disk:
-        there = next(p for p in (Path(config.run.dir).absolute(), *Path(config.run.dir).absolute().parents) if p.exists())
+        directory = Path(config.run.dir).absolute()
+        there = next(path for path in (directory, *directory.parents) if path.exists())
         free = float(shutil.disk_usage(there).free)
     return make_plan(config, nodes, shapes, free)
 

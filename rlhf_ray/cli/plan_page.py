@@ -12,9 +12,10 @@ from rlhf_ray.planning.plan import Plan
 from rlhf_ray.planning.roles import Role
 from rlhf_ray.planning.verdict import gib
 
-COLOURS = dict(zip(PARTS, ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "bright_black", "bright_magenta",
-                           "white"), strict=True)) | {"object store": "bright_yellow"}
-MARKS = dict(zip(PARTS, "WGOALKBCR", strict=True)) | {"object store": "S"}
+STORE = "object store"
+COLOURS = dict(zip((*PARTS, STORE), ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "bright_black",
+                                     "bright_magenta", "white", "bright_yellow"), strict=True))
+MARKS = dict(zip((*PARTS, STORE), "WGOALKBCRS", strict=True))
 """A letter for each part, so that bars can be read without colours."""
 BAR = 56
 """Characters of a full bar, at most."""
@@ -90,7 +91,7 @@ def _bars(loads: Sequence[Load], width: int) -> list[RenderableType]:
     """A bar for each kind of load; those that hold the same are one."""
     alike: dict[tuple[object, ...], list[Load]] = {}
     for load in loads:
-        held = tuple(sorted((name.partition("/")[0], round(sum(parts.values()))) for name, parts in load.holders.items()))
+        held = tuple(sorted((name.partition("/")[0], round(sum(p.values()))) for name, p in load.holders.items()))
         alike.setdefault((load.kind, load.capacity, held), []).append(load)
     lines: list[RenderableType] = []
     for same in alike.values():
@@ -99,7 +100,8 @@ def _bars(loads: Sequence[Load], width: int) -> list[RenderableType]:
         roles = ", ".join(dict.fromkeys(name.partition("/")[0] for name in first.holders))
         lines.append(Text(f"{first.name}{more}: {roles}", style="bold"))
         lines.append(_bar(first, width))
-    used = [part for part in (*PARTS, "object store") if any(part in p for l in loads for p in l.holders.values())]
+    held_parts = {part for load in loads for parts in load.holders.values() for part in parts}
+    used = [part for part in (*PARTS, STORE) if part in held_parts]
     lines.append(Text.assemble("  ", *((f"{MARKS[part]} {part}  ", COLOURS[part]) for part in used)))
     return lines
 
@@ -111,7 +113,7 @@ def _bar(load: Load, width: int) -> Text:
             total[part] = total.get(part, 0.0) + amount
     scale = width / max(load.capacity, load.bytes, 1.0)
     bar, reached, drawn = Text("  "), 0.0, 0
-    for part in (*PARTS, "object store"):
+    for part in (*PARTS, STORE):
         reached += total.get(part, 0.0)
         cells = round(reached * scale) - drawn
         bar.append(MARKS[part] * cells, style=f"{COLOURS[part]} reverse")
@@ -129,10 +131,10 @@ def _facts(plan: Plan) -> Table:
     table.add_row("disk", f"{gib(sum(plan.disk.values()))}: {kept}")
     if plan.pace:
         took = ", ".join(f"{name} {seconds_of(s)}" for name, s in plan.pace.roles.items())
-        table.add_row("time", f"about {seconds_of(plan.pace.seconds)} a step ({plan.pace.samples_per_second:.3g} samples "
-                              f"a second; {took}); the bottleneck is {plan.pace.bottleneck}")
-        table.add_row("", f"all {plan.config.run.steps} steps: about "
-                          f"{seconds_of(plan.pace.seconds * plan.config.run.steps)}; an estimate, good to a factor of two")
+        step, steps = plan.pace.seconds, plan.config.run.steps
+        table.add_row("time", f"about {seconds_of(step)} a step ({plan.pace.samples_per_second:.3g} samples a second; "
+                              f"{took}); the bottleneck is {plan.pace.bottleneck}")
+        table.add_row("", f"all {steps} steps: about {seconds_of(step * steps)}; an estimate, good to a factor of two")
     return table
 
 

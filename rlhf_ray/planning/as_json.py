@@ -21,7 +21,8 @@ def plan_as_values(plan: Plan) -> dict[str, Any]:
         "roles": {r.name: {"workers": r.placement.workers, "pool": r.placement.pool, "gpus": r.placement.gpus,
                            "cpus": r.placement.cpus, "model": r.named,
                            "parameters": [shape.parameters for shape in r.models],
-                           "device_bytes": dict(plan.memory[r.name].device), "host_bytes": dict(plan.memory[r.name].host)}
+                           "device_bytes": dict(plan.memory[r.name].device),
+                           "host_bytes": dict(plan.memory[r.name].host)}
                   for r in plan.roles},
         "places": [{"worker": w.name, "pool": w.pool, "bundle": w.bundle, "node": w.node, "gpus": list(w.devices)}
                    for w in plan.placement.workers],

@@ -3,7 +3,14 @@
 from math import ceil
 
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
+from rlhf_ray.config.stages import (
+    PPOConfig,
+    PreferencesStageConfig,
+    ProcessRewardConfig,
+    RewardModelConfig,
+    SFTConfig,
+    StageConfig,
+)
 from rlhf_ray.planning.workload import Workload
 
 
@@ -13,8 +20,11 @@ def geometry_of(config: StageConfig) -> dict[str, str]:
         return _ppo(config)
     if isinstance(config, PreferencesStageConfig):
         return {"samples": "two of each prompt"}
-    batch, learner, longest = config.training.batch_size, config.learner, config.data.max_tokens  # type: ignore[attr-defined]
-    return {"update": f"{batch} rows of up to {longest} tokens", "micro-batches": micro_batches(learner, batch, longest)}
+    assert isinstance(config, SFTConfig | RewardModelConfig | ProcessRewardConfig)
+    rows, longest = config.training.batch_size, config.data.max_tokens
+    whole = "pairs of rows" if isinstance(config, RewardModelConfig) else "rows"
+    return {"update": f"{rows} {whole} of up to {longest} tokens, {config.run.steps} updates",
+            "micro-batches": micro_batches(config.learner, rows, longest * (2 if whole != "rows" else 1))}
 
 
 def _ppo(config: PPOConfig) -> dict[str, str]:
@@ -42,8 +52,9 @@ def micro_batches(learner: LearnerConfig, rows: int, longest: int) -> str:
     """Into how many passes a rank cuts a mini-batch whose rows are of their longest."""
     count = passes(learner, rows, longest)
     fitting = max(1, learner.micro_batch_tokens // longest)
-    return (f"{learner.workers} {'rank' if learner.workers == 1 else 'ranks'} (ZeRO {learner.zero_stage}) x up to {count} "
-            f"micro-batches of {learner.micro_batch_tokens} tokens, {fitting} longest rows")
+    ranks = f"{learner.workers} rank{'' if learner.workers == 1 else 's'} (ZeRO {learner.zero_stage})"
+    return (f"{ranks} x up to {count} micro-batches of {learner.micro_batch_tokens} tokens, {fitting} longest "
+            f"row{'' if fitting == 1 else 's'} each")
 
 
 def passes(learner: LearnerConfig, rows: float, tokens: float) -> int:

@@ -84,8 +84,8 @@ def stage_of(config: LearnerConfig) -> int:
 
 def _state(config: LearnerConfig, shape: ModelShape) -> dict[str, float]:
     """Weights, gradients and moments of a rank (Rajbhandari et al. 2020, section 5, for weights in float32): all of
-    them at stage 0; its share of the moments from 1 on, of the gradients from 2 on, of the weights at 3. Stages 1 and 2
-    change a copy of its share of the weights, and copy it back."""
+    them at stage 0; its share of the moments from 1 on, of the gradients from 2 on, of the weights at 3. Stages 1 and
+    2 change a copy of its share of the weights, and copy it back."""
     stage, world, number = stage_of(config), config.workers, trained(config, shape)
     frozen = shape.weight_bytes if config.lora else 0
     weights = (number * FLOAT + frozen) / (world if stage == 3 else 1)
@@ -107,8 +107,8 @@ def _reduction_bytes(config: LearnerConfig, shape: ModelShape) -> float:
 
 
 def _cast_weights(config: LearnerConfig, shape: ModelShape) -> float:
-    """Weights in bfloat16 that autocast makes for a pass and keeps for its backward pass; with activation checkpointing
-    and sharded weights, those of the layer at work."""
+    """Weights in bfloat16 that autocast makes for a pass and keeps for its backward pass; with activation
+    checkpointing and sharded weights, those of the layer at work."""
     if config.autocast != "bfloat16":
         return 0.0
     if stage_of(config) == 3 and config.gradient_checkpointing:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import StageConfig
-from rlhf_ray.planning.memory import MIB, OPTIMIZER, Memory
+from rlhf_ray.planning.memory import BUFFERS, MIB, RUNTIME, Memory
 from rlhf_ray.planning.nodes import Node
 from rlhf_ray.planning.placement import Placement
 from rlhf_ray.planning.roles import Role
@@ -74,7 +74,7 @@ def loads_of(
             loads.append(Load(node.name, device, node.gpu.name if node.gpu else "unknown GPU", capacity, taken))
         main: dict[str, Mapping[str, float]] = {worker.name: held[worker.role].host for worker in here}
         main["object store"] = {"object store": store_bytes(config, nodes, node)}
-        main["Ray"] = {"runtime": float(RAY_HEAD + (DRIVER if not number else 0))}
+        main["Ray"] = {RUNTIME: float(RAY_HEAD + (DRIVER if not number else 0))}
         loads.append(Load(node.name, None, "memory", node.memory_bytes, main))
     return loads
 
@@ -91,20 +91,27 @@ def _in_turns(
 ) -> dict[str, Mapping[str, float]]:
     """What the workers of one GPU hold where generators sleep while learners work, or learners put their state aside
     while generators do: the phase in which it is more."""
-    sleeping = {n for n, s in settings.items() if isinstance(s, GenerationConfig) and getattr(s, "sleep_level", 0)}
+    sleeping = {n for n, s in settings.items() if isinstance(s, GenerationConfig) and _is_set(s, "sleep_level")}
     offloading = {n for n, s in settings.items()
-                  if isinstance(s, LearnerConfig) and getattr(s, "offload_between_phases", False)}
+                  if isinstance(s, LearnerConfig) and _is_set(s, "offload_between_phases")}
     drawing = {n: _put_aside(parts) if n in offloading else parts for n, parts in holders.items()}
     learning = {n: _asleep(parts) if n in sleeping else parts for n, parts in holders.items()}
-    return max((drawing, learning), key=lambda phase: sum(sum(parts.values()) for parts in phase.values()))
+
+    def held(phase: Mapping[str, Mapping[str, float]]) -> float:
+        return sum(sum(parts.values()) for parts in phase.values())
+
+    return drawing if held(drawing) >= held(learning) else learning
+
+
+def _is_set(section: object, field: str) -> bool:
+    return bool(getattr(section, field, None))
 
 
 def _asleep(parts: Mapping[str, float]) -> dict[str, float]:
     """A generator that sleeps keeps its process's context on the GPU; weights and cache are let go or moved away."""
-    return {"runtime": parts.get("runtime", 0.0)}
+    return {RUNTIME: parts.get(RUNTIME, 0.0)}
 
 
 def _put_aside(parts: Mapping[str, float]) -> dict[str, float]:
-    """A learner whose states are offloaded (DeepSpeed's `offload_states`) keeps its context."""
-    kept = {name: amount for name, amount in parts.items() if name not in ("weights", "gradients", OPTIMIZER)}
-    return {name: amount for name, amount in kept.items() if name not in ("activations", "logits")}
+    """A learner whose states are offloaded (DeepSpeed's `offload_states`) keeps its context and buffers."""
+    return {name: amount for name, amount in parts.items() if name in (BUFFERS, RUNTIME)}

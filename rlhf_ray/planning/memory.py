@@ -40,7 +40,7 @@ class Memory:
 
 def at_the_peak(*moments: Mapping[str, float]) -> dict[str, float]:
     """Of what is held at several moments, that at which it is most."""
-    return dict(max(moments, key=lambda parts: sum(parts.values())))
+    return dict(moments[max(range(len(moments)), key=lambda i: sum(moments[i].values()))])
 
 
 def in_order(parts: Mapping[str, float]) -> Iterator[tuple[str, float]]:

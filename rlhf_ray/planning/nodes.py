@@ -85,7 +85,8 @@ def _group(number: int, given: Mapping[str, list[str]], spec: str, before: int) 
     kind = given["gpu"][-1] if "gpu" in given else "H100" if gpus else ""
     gpu = gpu_of(kind) if kind else None
     if kind and gpu is None:
-        raise ConfigError(f"--nodes {spec!r}: the figures of a {kind} are not known; known are {', '.join(sorted(GPUS))}")
+        raise ConfigError(f"--nodes {spec!r}: the figures of a {kind} are not known; they are of "
+                          f"{', '.join(sorted(GPUS))}")
     cpus = _number(given, "cpus", gpus * CPUS_PER_GPU, spec)
     memory = _number(given, "memory", gpus * GIB_PER_GPU or cpus * GIB_PER_CPU, spec) * GIB
     labels = dict(_colon(text, spec) for text in given.get("label", []))

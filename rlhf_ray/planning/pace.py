@@ -22,9 +22,9 @@ from rlhf_ray.planning.serving_memory import devices_of
 from rlhf_ray.planning.workload import Workload
 
 FULL_PRECISION = 1 / 15
-"""Rate of matrix products in float32 over those in bfloat16, on a GPU (H100: 67 of 989 TFLOP/s, NVIDIA's data sheet)."""
+"""Rate of matrix products in float32 over those in bfloat16, on a GPU (H100: 67 of 989 TFLOP/s, by its data sheet)."""
 CALL_S = 0.02
-"""What a step of a role costs however little it works on: calls, packing, logging. Of the order seen in a quickstart."""
+"""What a step of a role costs however little it works on: calls, packing, logging. Of the order a quickstart shows."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ def _ppo(config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Har
             took[name] = scoring_s(roles[name], devices[name], work)
     learning = [name for name in ("policy", "critic") if name in roles]
     for name in learning:
-        before = 0.0 if config.trains_on_own_forward else scoring_s(roles[name], devices[name], work)
+        spared = name == "policy" and config.old_logprobs != "policy"
+        before = 0.0 if spared else scoring_s(roles[name], devices[name], work)
         took[name] = before + update_s(roles[name], devices[name], work)
     took["publication"] = publication_s(roles["generator"], devices["generator"])
     rollouts = {name: took[name] for name in took if name not in (*learning, "publication")}

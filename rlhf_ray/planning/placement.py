@@ -1,7 +1,7 @@
 """Bundles onto nodes and workers onto devices: what Ray would do with the pools, worked out without it.
 
 `config.flow.seats` says which bundle a worker lives in. Here bundles find nodes, those that are hardest to place first,
-each pool by its strategy. Ray may choose other nodes of the same kind; where this finds no place Ray will hardly either.
+each pool by its strategy. Ray may choose other nodes of the same kind; where this finds no place, Ray hardly will.
 """
 
 from collections import Counter

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_ray.config.generation import GenerationConfig
-from rlhf_ray.config.learner import LearnerConfig, PolicyConfig
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.rewards import FunctionReward, ModelReward, ProcessReward
 from rlhf_ray.config.run import PlacementConfig
@@ -67,8 +67,7 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]
     roles.append(_learner("policy", config.policy, Training(
-        shape, longest, answers, isinstance(config.policy, PolicyConfig) and config.policy.ema_decay is not None, bucket,
-    ), named))
+        shape, longest, answers, config.policy.ema_decay is not None, bucket), named))
     if config.starts_critic:
         critic = shapes(config.critic_model, "critic").headless()
         roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0), config.critic_model.path))

@@ -18,7 +18,7 @@ def devices_of(config: GenerationConfig) -> int:
 
 def is_async(config: GenerationConfig) -> bool:
     """Whether vLLM runs in processes of its own (roles/engines/settings.py, `engine_kind`)."""
-    return config.engine == "async" or config.engine == "auto" and (config.gpus > 0 or devices_of(config) > 1)
+    return config.engine == "async" or (config.engine == "auto" and (config.gpus > 0 or devices_of(config) > 1))
 
 
 def generator_memory(

@@ -13,7 +13,7 @@ from rlhf_ray.planning.roles import Role
 from rlhf_ray.planning.serving_memory import cache_sequences
 
 TIGHT = 0.9
-"""Share of a device from which on a plan is called tight: figures are within 15 %, and blocks are lost between tensors."""
+"""Share of a device from which on a plan is tight: figures are estimates, and blocks are lost between tensors."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory
             more = (f"set generator.kv_cache_mb to {all_of_them}" if generator.kv_cache_mb else
                     f"lower generator.max_sequences to {int(room)}, or use more tensor_parallel")
             yield Finding("tight", f"generator: its KV cache holds {room:.0f} longest sequences of "
-                                   f"generator.max_sequences={generator.max_sequences}; vLLM puts the others off; {more}")
+                                   f"generator.max_sequences={generator.max_sequences}; vLLM puts others off; {more}")
 
 
 def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:
@@ -90,8 +90,8 @@ def _precision(roles: Sequence[Role]) -> Iterator[Finding]:
             yield Finding("tight", f"{role.name}.autocast=float32 computes at about a fifteenth of a GPU's rate; set "
                                    "bfloat16 (weights and optimizer stay in float32)")
         elif place.gpus and not isinstance(place, LearnerConfig) and any(s.bytes_per_value == 4 for s in role.models):
-            yield Finding("tight", f"{role.name} holds its model in float32 on a GPU: twice the memory, and a fraction of "
-                                   "the rate; set the dtype of its model to bfloat16")
+            yield Finding("tight", f"{role.name} holds its model in float32 on a GPU: twice the memory, and a fraction "
+                                   "of the rate; set the dtype of its model to bfloat16")
 
 
 def gib(amount: float) -> str:

@@ -1,0 +1,74 @@
+"""`rlhf-ray plan` as a person calls it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_ray.cli.main import app
+from rlhf_ray.cli.plan import stage_told
+from rlhf_ray.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+RECIPE = str(ROOT / "configs/recipes/one_gpu_0.5b_grpo.yaml")
+
+
+def plan(*arguments):
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, ["plan", *arguments])
+
+
+def test_a_page_for_people():
+    answer = plan(RECIPE, "--nodes", "1x1xL40S")
+    assert answer.exit_code == 0
+    assert "node-0 GPU 0: generator, reference, policy" in answer.output
+    assert "WW" in answer.output and "it fits" in answer.output
+
+
+def test_what_cannot_fit_ends_with_2_and_overrides_count():
+    answer = plan(RECIPE, "--nodes=1x1xL4", "--policy.gradient_checkpointing=false")
+    assert answer.exit_code == 2
+    assert "set policy.gradient_checkpointing=true" in answer.output.replace("\n", " ")
+    assert "it cannot work like this" in answer.output
+
+
+def test_json_is_nothing_else():
+    values = json.loads(plan(RECIPE, "--nodes", "1x1xL40S", "--json").output)
+    assert values["fits"] and values["nodes"][0]["gpu"] == "L40S"
+
+
+def test_this_machine_is_the_default(tmp_path):
+    config = tmp_path / "sft.yaml"
+    config.write_text("model: {architecture: {hidden_size: 64}, tokenizer: Qwen/Qwen2.5-0.5B}\n"
+                      "data: {path: rows.jsonl}\n")
+    answer = plan(str(config), "--json")
+    values = json.loads(answer.output)
+    assert values["nodes"][0]["name"] == "this machine"
+    assert list(values["roles"]) == ["learner", "data_reader"]
+
+
+def test_a_shape_may_be_told(tmp_path):
+    arguments = (RECIPE, "--nodes", "1x1xL40S", "--model.path=/not/here", "--json")
+    answer = plan(*arguments, "--shape", "/not/here=Qwen/Qwen2.5-1.5B")
+    assert json.loads(answer.output)["roles"]["policy"]["parameters"] == [1543569408]
+
+
+@pytest.mark.parametrize(("values", "name", "stage"), [
+    ({"rewards": {}}, "x", "ppo"), ({"pairs": {}, "prompts": {}}, "x", "preferences"),
+    ({"steps": {}}, "x", "process-reward"),
+    ({"data": {"chosen": "a"}}, "x", "reward-model"), ({"data": {}}, "reward_model", "reward-model"),
+    ({"data": {}}, "x", "sft"),
+])
+def test_the_stage_is_told_by_sections(values, name, stage):
+    assert stage_told(values, Path(f"{name}.yaml")) == stage
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    ((), "give a configuration file"), ((RECIPE, "--nodes", "1x1xL4", "--cluster", "auto"), "give one of them"),
+    ((RECIPE, "--stage", "dpo"), "there is no such stage"),
+    ((RECIPE, "--nodes", "1x1xL4", "--shape", "x"), "MODEL=LIKE"),
+])
+def test_what_makes_no_sense_is_refused(arguments, told):
+    answer = plan(*arguments)
+    assert isinstance(answer.exception, ConfigError)
+    assert told in str(answer.exception)

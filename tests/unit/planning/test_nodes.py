@@ -1,0 +1,90 @@
+"""Machines written down, and pools laid over them."""
+
+import re
+
+import pytest
+
+from rlhf_ray.config.run import PlacementConfig, PoolConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.planning.hardware import A100, A100_40, H100, H200, gpu_of
+from rlhf_ray.planning.nodes import GIB, Node, parse_nodes
+from rlhf_ray.planning.placement import place
+
+
+class TestSpec:
+    """What a person may write."""
+
+    def test_nodes_by_their_gpus(self):
+        nodes = parse_nodes("2x8xH100")
+        assert [(n.name, n.gpus, n.gpu, n.cpus) for n in nodes] == [("node-0", 8, H100, 96), ("node-1", 8, H100, 96)]
+        assert nodes[0].memory_bytes == 8 * 240 * GIB
+
+    def test_nodes_by_keys_and_several_groups(self):
+        first, second, third = parse_nodes(
+            "1x(gpus=4,gpu=A100,cpus=64,memory=512,label=team:rl,label=zone:a)+2x(cpus=8,resource=disk:2)")
+        assert (first.gpus, first.gpu, first.cpus, first.memory_bytes) == (4, A100, 64, 512 * GIB)
+        assert first.labels == {"team": "rl", "zone": "a"}
+        assert (second.name, third.name, third.gpus, third.memory_bytes) == ("node-1", "node-2", 0, 32 * GIB)
+        assert third.resources == {"disk": 2.0}
+
+    def test_keys_may_follow_gpus(self):
+        [node] = parse_nodes("1x8xH200(cpus=16,label=ray.io/region:eu)")
+        assert (node.gpu, node.cpus, node.labels) == (H200, 16, {"ray.io/region": "eu"})
+
+    @pytest.mark.parametrize(("spec", "told"), [
+        ("8xH100", "names no machines"), ("2x", "names no machines"), ("2x8xK80", "a K80 are not known"),
+        ("1x(gpus=many)", "is no number"), ("1x(ram=5)", "is no key=value"), ("1x(label=a)", "needs a colon"),
+        ("0x8xH100", "names no machines"),
+    ])
+    def test_what_is_no_machine_is_refused_with_an_example(self, spec, told):
+        with pytest.raises(ConfigError, match=told):
+            parse_nodes(spec)
+
+    def test_types_are_found_as_others_write_them(self):
+        assert gpu_of("NVIDIA H100 80GB HBM3") is H100
+        assert gpu_of("NVIDIA-A100-SXM4-40GB") is A100_40
+        assert gpu_of("NVIDIA A100-SXM4-80GB") is A100
+        assert gpu_of("TPU-V4") is None
+
+
+def node(name="n", cpus=8.0, gpus=0, **more):
+    return Node(name, cpus, 64 * GIB, gpus, H100 if gpus else None, **more)
+
+
+class TestPlacement:
+    """Bundles on nodes, workers on devices."""
+
+    def test_whole_gpus_and_fractions_of_one(self):
+        pools = {"a": PoolConfig(bundles=2, cpus=2, gpus=1), "b": PoolConfig(cpus=2, gpus=2)}
+        placed = place(pools, {
+            "policy": PlacementConfig(pool="a", workers=2, gpus=1, cpus=1),
+            "generator": PlacementConfig(pool="b", gpus=1.0, cpus=0.5),
+            "reward": PlacementConfig(pool="b", gpus=0.5, cpus=0.5),
+            "reference": PlacementConfig(pool="b", gpus=0.5, cpus=0.5),
+        }, [node("x", gpus=4)])
+        where = {worker.name: worker.devices for worker in placed.workers}
+        assert where == {"policy/0": (2,), "policy/1": (3,), "generator/0": (0,), "reward/0": (1,), "reference/0": (1,)}
+        assert not placed.shortages
+
+    @pytest.mark.parametrize(("strategy", "nodes"), [
+        ("PACK", ["x", "x"]), ("STRICT_PACK", ["x", "x"]), ("SPREAD", ["x", "y"]), ("STRICT_SPREAD", ["x", "y"])])
+    def test_strategies(self, strategy, nodes):
+        placed = place({"p": PoolConfig(bundles=2, cpus=2, strategy=strategy)}, {}, [node("x"), node("y")])
+        assert [placed.bundles["p", i] for i in range(2)] == nodes
+
+    def test_labels_come_first_and_are_kept(self):
+        pools = {"free": PoolConfig(bundles=1, cpus=8), "bound": PoolConfig(cpus=8, labels={"role": "policy"})}
+        placed = place(pools, {}, [node("x", labels={"role": "policy"}), node("y")])
+        assert placed.bundles == {("bound", 0): "x", ("free", 0): "y"}
+
+    @pytest.mark.parametrize(("pool", "told"), [
+        (PoolConfig(cpus=2, labels={"role": "critic"}), "none of the 2 nodes carries them"),
+        (PoolConfig(cpus=9), r"pools.p.cpus=9 is more than any node has \(8\)"),
+        (PoolConfig(cpus=1, gpus=1), r"pools.p.gpus=1 is more than any node has \(0\)"),
+        (PoolConfig(bundles=3, cpus=2, strategy="STRICT_SPREAD"), "2 find a place"),
+        (PoolConfig(bundles=5, cpus=4), "lower pools.p.bundles to 4"),
+        (PoolConfig(bundles=3, cpus=4, strategy="STRICT_PACK"), "0 find a place"),
+    ])
+    def test_what_finds_no_place_says_what_to_change(self, pool, told):
+        [shortage] = place({"p": pool}, {}, [node("x"), node("y")]).shortages
+        assert re.search(told, shortage)

@@ -1,0 +1,171 @@
+"""Plans: what is counted, what is refused and with which way out, and that the recipes fit the machines they name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.planning.as_json import plan_as_values
+from rlhf_ray.planning.learner_memory import Training, learner_memory
+from rlhf_ray.planning.memory import GIB
+from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.nodes import parse_nodes
+from rlhf_ray.planning.plan import make_plan
+from rlhf_ray.planning.shapes import shape_of
+
+RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
+SMALL = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, vocabulary=320)
+NAMED_NODES = re.compile(r"rlhf-ray plan configs/recipes/(\S+) --nodes '?([^'\s]+)'?")
+
+
+def planned(name, nodes, *overrides):
+    return make_plan(load(PPOConfig, RECIPES / name, list(overrides)), parse_nodes(nodes), shape_of)
+
+
+def recipes():
+    """Each recipe with the nodes that its own comment names."""
+    return [pytest.param(*match.groups(), id=match[1]) for path in sorted(RECIPES.glob("*.yaml"))
+            for match in [NAMED_NODES.search(path.read_text())] if match]
+
+
+class TestRecipes:
+    """Those of configs/recipes."""
+
+    def test_each_names_its_nodes(self):
+        assert {param.id for param in recipes()} == {path.name for path in RECIPES.glob("*.yaml")}
+        assert len(recipes()) == 4
+
+    @pytest.mark.parametrize(("name", "nodes"), recipes())
+    def test_fits_the_nodes_it_names_with_room_to_spare(self, name, nodes):
+        plan = planned(name, nodes)
+        assert not plan.findings
+        assert all(load.share < 0.9 for load in plan.loads)
+        assert len(plan.placement.workers) == sum(role.placement.workers for role in plan.roles)
+
+    def test_roles_of_the_large_one_keep_to_their_nodes(self):
+        [nodes] = [param.values[1] for param in recipes() if "70b" in param.id]
+        plan = planned("multi_node_70b_ppo.yaml", nodes)
+        labels = {node.name: node.labels["role"] for node in plan.nodes}
+        where = {(worker.role, labels[worker.node]) for worker in plan.placement.workers}
+        assert where == {("generator", "generation"), ("policy", "policy"), ("critic", "judges"),
+                         ("reference", "judges"), ("reward", "judges"), ("assembler", "judges"),
+                         ("prompt_reader", "judges")}
+
+
+class TestLearner:
+    """Bytes of one rank, by hand."""
+
+    def parts(self, **changes):
+        config = LearnerConfig(gpus=1, micro_batch_tokens=64, **changes)
+        return learner_memory(config, Training(SMALL, 32, 1.0)).device
+
+    @pytest.mark.parametrize(("stage", "workers", "weights", "gradients", "optimizer"), [
+        (1, 1, 4, 4, 8), (0, 2, 4, 4, 8), (1, 2, 6, 4, 4), (2, 2, 6, 2, 4), (3, 2, 2, 2, 4), (3, 4, 1, 1, 2)])
+    def test_zero_stages_share_out_what_they_say(self, stage, workers, weights, gradients, optimizer):
+        parts, number = self.parts(zero_stage=stage, workers=workers), SMALL.parameters
+        assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (
+            weights * number, gradients * number, optimizer * number)
+
+    def test_adapters_have_state_and_the_base_has_none(self):
+        parts = self.parts(lora={"rank": 2})
+        attention, forward = 2 * (64 + 64) + 2 * (64 + 32), 3 * (64 + 96)
+        adapters = 2 * 2 * (attention + forward)
+        assert parts["gradients"] == 4 * adapters
+        assert parts["weights"] == 4 * adapters + 2 * SMALL.parameters
+
+    def test_offloaded_moments_lie_in_main_memory(self):
+        config = LearnerConfig(gpus=1, workers=2, zero_stage=2, offload_optimizer=True, micro_batch_tokens=64)
+        memory = learner_memory(config, Training(SMALL, 32, 1.0))
+        assert "optimizer" not in memory.device
+        assert memory.host["optimizer"] == 8 * SMALL.parameters / 2
+
+    def test_checkpointing_and_half_precision_keep_less(self):
+        whole, again = self.parts(), self.parts(gradient_checkpointing=True)
+        assert again["activations"] < whole["activations"]
+        assert self.parts(autocast="bfloat16")["logits"] < whole["logits"]
+
+    def test_twice_the_tokens_take_twice_the_activations(self):
+        one = learner_memory(LearnerConfig(micro_batch_tokens=4096), Training(SMALL, 256, 1.0)).host
+        two = learner_memory(LearnerConfig(micro_batch_tokens=8192), Training(SMALL, 256, 1.0)).host
+        assert two["activations"] == pytest.approx(2 * one["activations"])
+
+
+class TestVerdict:
+    """What is refused, and what would help."""
+
+    def test_a_gpu_that_is_too_small_is_told_with_the_fields_that_mend_it(self):
+        plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xL4", "--policy.gradient_checkpointing=false")
+        [refusal] = plan.refused
+        assert re.search(r"GPU 0 \(L4\) would have to hold .* most of it policy/0 .* activations", refusal)
+        assert refusal.endswith("To fit, set policy.gradient_checkpointing=true")
+        assert not planned("one_gpu_0.5b_grpo.yaml", "1x1xL4").refused, "as it says"
+
+    def test_the_advice_is_what_is_needed_and_no_more(self):
+        [refusal] = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--policy.gradient_checkpointing=false",
+                            "--policy.micro_batch_tokens=4096").refused
+        fields = dict(re.findall(r"(policy\.\w+)=(\w+)", refusal))
+        changed = [f"--{name}={value}" for name, value in fields.items()]
+        assert not planned("one_gpu_8b_lora.yaml", "1x1xH100", "--policy.micro_batch_tokens=4096",
+                           "--policy.gradient_checkpointing=false", *changed).refused
+
+    def test_what_no_field_mends_says_so(self):
+        plan = planned("one_gpu_8b_lora.yaml", "1x1xL4")
+        assert "smaller model" in plan.refused[0]
+
+    def test_too_few_gpus(self):
+        plan = planned("eight_gpu_8b_ppo.yaml", "1x4xH100")
+        assert any("pools.policy" in text or "pools.critic" in text for text in plan.refused)
+        assert plan.pace is None
+
+    def test_a_cache_below_one_sequence_is_refused_and_one_that_holds_few_is_tight(self):
+        plan = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.kv_cache_mb=128")
+        assert any("generator.kv_cache_mb to 192 at least" in text for text in plan.refused)
+        tight = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.kv_cache_mb=2048")
+        assert any("holds 11 longest sequences" in finding.text for finding in tight.findings)
+        assert not tight.refused
+
+    def test_full_precision_on_a_gpu_is_told(self):
+        plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xH100", "--policy.autocast=float32", "--model.dtype=float32")
+        told = " ".join(finding.text for finding in plan.findings)
+        assert "policy.autocast=float32" in told and "reference holds its model in float32" in told
+
+    def test_main_memory_counts_too(self):
+        plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xL40S(memory=16)")
+        assert any("node-0 memory" in text for text in plan.refused)
+
+    def test_a_full_disk(self):
+        config = load(PPOConfig, RECIPES / "one_gpu_0.5b_grpo.yaml", [])
+        plan = make_plan(config, parse_nodes("1x1xL40S"), shape_of, free_disk=float(GIB))
+        assert any("checkpoint.keep" in text for text in plan.refused)
+
+
+class TestRest:
+    """Disk, time, geometry, JSON."""
+
+    def test_checkpoints_hold_twelve_bytes_a_weight_and_one_more_is_written(self):
+        plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xL40S")
+        one = 12 * plan.roles[0].models[0].parameters
+        assert plan.disk["3 checkpoints kept"] == 3 * one, "two and the best"
+        assert plan.disk["one being written"] == one
+
+    def test_a_slower_gpu_takes_longer(self):
+        fast, slow = (planned("one_gpu_0.5b_grpo.yaml", nodes).pace for nodes in ("1x1xH100", "1x1xL40S"))
+        assert fast.seconds < slow.seconds
+        assert fast.bottleneck in fast.roles
+        assert fast.samples == 512
+
+    def test_overlapping_sides_take_as_long_as_the_longer(self):
+        apart = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", "--coordinator.max_staleness=0").pace.seconds
+        assert planned("eight_gpu_8b_ppo.yaml", "1x8xH100").pace.seconds < apart
+
+    def test_values_are_plain_and_whole(self):
+        import json
+
+        values = plan_as_values(planned("one_gpu_8b_lora.yaml", "1x1xH100"))
+        assert json.loads(json.dumps(values)) == values
+        assert values["fits"] is True
+        assert values["roles"]["policy"]["device_bytes"]["weights"] > 16e9
+        assert values["step"]["bottleneck"] in values["step"]["roles_seconds"]
