@@ -96,14 +96,23 @@ def _bars(loads: Sequence[Load], width: int) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for same in alike.values():
         first = same[0]
-        more = f" and {len(same) - 1} alike" if len(same) > 1 else ""
         roles = ", ".join(dict.fromkeys(name.partition("/")[0] for name in first.holders))
-        lines.append(Text(f"{first.name}{more}: {roles}", style="bold"))
+        lines.append(Text(f"{_names(same)}: {roles}", style="bold"))
         lines.append(_bar(first, width))
     held_parts = {part for load in loads for parts in load.holders.values() for part in parts}
     used = [part for part in (*PARTS, STORE) if part in held_parts]
     lines.append(Text.assemble("  ", *((f"{MARKS[part]} {part}  ", COLOURS[part]) for part in used)))
     return lines
+
+
+def _names(same: Sequence[Load]) -> str:
+    """Of loads that hold the same: node-0 GPU 3-5; node-0 to node-1, 16 GPUs; node-2 to node-3 memory."""
+    nodes = list(dict.fromkeys(load.node for load in same))
+    where = nodes[0] if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
+    if same[0].device is None:
+        return f"{where} memory"
+    numbers = sorted(load.device for load in same if load.device is not None)
+    return f"{where} GPU {ranges(numbers)}" if len(nodes) == 1 else f"{where}, {len(same)} GPUs"
 
 
 def _bar(load: Load, width: int) -> Text:

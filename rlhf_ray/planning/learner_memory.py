@@ -97,7 +97,7 @@ def _state(config: LearnerConfig, shape: ModelShape) -> dict[str, float]:
 
 def _reduction_bytes(config: LearnerConfig, shape: ModelShape) -> float:
     """DeepSpeed's buffers for gradients on their way to other ranks, and at stage 3 gathered weights: two layers, one
-    in use and one under way. On the CPU, where memory that is not written to takes none, what gradients fill of them."""
+    in use and one under way. On CPUs, where memory that is not written to takes none, what gradients fill of them."""
     stage, number = stage_of(config), trained(config, shape)
     if stage == 0:
         return 0.0

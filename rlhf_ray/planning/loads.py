@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_ray.config.generation import GenerationConfig
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.planning.memory import BUFFERS, MIB, RUNTIME, Memory
 from rlhf_ray.planning.nodes import Node
@@ -91,9 +91,8 @@ def _in_turns(
 ) -> dict[str, Mapping[str, float]]:
     """What the workers of one GPU hold where generators sleep while learners work, or learners put their state aside
     while generators do: the phase in which it is more."""
-    sleeping = {n for n, s in settings.items() if isinstance(s, GenerationConfig) and _is_set(s, "sleep_level")}
-    offloading = {n for n, s in settings.items()
-                  if isinstance(s, LearnerConfig) and _is_set(s, "offload_between_phases")}
+    sleeping = {n for n, s in settings.items() if isinstance(s, GenerationConfig) and s.sleep_level}
+    offloading = {n for n, s in settings.items() if isinstance(s, PPOLearnerConfig) and s.offload_between_phases}
     drawing = {n: _put_aside(parts) if n in offloading else parts for n, parts in holders.items()}
     learning = {n: _asleep(parts) if n in sleeping else parts for n, parts in holders.items()}
 
@@ -101,10 +100,6 @@ def _in_turns(
         return sum(sum(parts.values()) for parts in phase.values())
 
     return drawing if held(drawing) >= held(learning) else learning
-
-
-def _is_set(section: object, field: str) -> bool:
-    return bool(getattr(section, field, None))
 
 
 def _asleep(parts: Mapping[str, float]) -> dict[str, float]:

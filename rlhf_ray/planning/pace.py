@@ -18,7 +18,6 @@ from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.nodes import Node
 from rlhf_ray.planning.placement import Placement
 from rlhf_ray.planning.roles import Role
-from rlhf_ray.planning.serving_memory import devices_of
 from rlhf_ray.planning.workload import Workload
 
 FULL_PRECISION = 1 / 15
@@ -89,7 +88,7 @@ def generation_s(role: Role, device: Hardware, work: Workload) -> float:
     """All samples of a step, shared by the generators, each drawing so many at a time."""
     config = role.placement
     assert isinstance(config, GenerationConfig)
-    engine = Engine(role.models[0], device, devices_of(config) if config.gpus else config.threads)
+    engine = Engine(role.models[0], device, config.devices if config.gpus else config.threads)
     share = work.samples / config.workers
     at_a_time = max(1.0, min(share, config.max_sequences, engine.fitting(work)))
     return share * (engine.prefill_s(work.prompt) + work.response * engine.decode_s(at_a_time, work.held) / at_a_time)
@@ -122,7 +121,7 @@ def update_s(role: Role, device: Hardware, work: Workload) -> float:
 
 def publication_s(role: Role, device: Hardware) -> float:
     """Weights to each node over the network, and from its memory into the engine."""
-    shape, spans = role.models[0], devices_of(role.placement) if isinstance(role.placement, GenerationConfig) else 1
+    shape, spans = role.models[0], role.placement.devices if isinstance(role.placement, GenerationConfig) else 1
     return shape.weight_bytes / (device.network_bandwidth * device.network_share) + (
         shape.weight_bytes / spans / device.host_bandwidth)
 

@@ -11,14 +11,9 @@ PREFILL_TOKENS = 8192
 """Tokens of one pass of vLLM on a GPU (its default `max_num_batched_tokens` for an engine in a server)."""
 
 
-def devices_of(config: GenerationConfig) -> int:
-    """GPUs that one generator spans."""
-    return config.tensor_parallel * getattr(config, "pipeline_parallel", 1)
-
-
 def is_async(config: GenerationConfig) -> bool:
     """Whether vLLM runs in processes of its own (roles/engines/settings.py, `engine_kind`)."""
-    return config.engine == "async" or (config.engine == "auto" and (config.gpus > 0 or devices_of(config) > 1))
+    return config.engine == "async" or (config.engine == "auto" and (config.gpus > 0 or config.devices > 1))
 
 
 def generator_memory(
@@ -33,7 +28,7 @@ def generator_memory(
     """
     if not config.gpus:
         return _on_cpu(config, shape, bucket_bytes)
-    spans = devices_of(config)
+    spans = config.devices
     weights = shape.weight_bytes / spans
     a_pass = Pass(max(PREFILL_TOKENS, longest), longest, on_gpu=True, half_model=shape.bytes_per_value == 2)
     parts = {WEIGHTS: weights, ACTIVATIONS: scoring_bytes(shape, a_pass) / spans,
@@ -57,7 +52,7 @@ def _on_cpu(config: GenerationConfig, shape: ModelShape, bucket_bytes: float) ->
 
 def cache_sequences(config: GenerationConfig, shape: ModelShape, memory: Memory, longest: int) -> float:
     """Sequences of the longest kind that the KV cache has room for at a time."""
-    spans = devices_of(config) if config.gpus else 1
+    spans = config.devices if config.gpus else 1
     return memory.shown[CACHE] * spans / (shape.cache_bytes * longest)
 
 

@@ -1,6 +1,8 @@
 """`rlhf-ray plan` as a person calls it."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,26 @@ def test_a_shape_may_be_told(tmp_path):
     arguments = (RECIPE, "--nodes", "1x1xL40S", "--model.path=/not/here", "--json")
     answer = plan(*arguments, "--shape", "/not/here=Qwen/Qwen2.5-1.5B")
     assert json.loads(answer.output)["roles"]["policy"]["parameters"] == [1543569408]
+
+
+COMMAND = re.compile(r"^rlhf-ray plan (configs/.+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_page_shows_what_its_commands_print(number, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/plan.md").read_text()
+    command = COMMAND.findall(page)[number]
+    shown = re.findall(r"```text\n(.+?)\n```", page, re.DOTALL)[number]
+    answer = CliRunner(env={"COLUMNS": "112"}).invoke(app, ["plan", *shlex.split(command)])
+    printed = "\n".join(line.rstrip() for line in answer.output.splitlines())
+    assert shown.strip() in printed
+
+
+def test_every_command_of_the_page_works(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = COMMAND.findall((ROOT / "docs/plan.md").read_text())
+    assert [plan(*shlex.split(command)).exit_code for command in commands] == [0, 2, 0]
 
 
 @pytest.mark.parametrize(("values", "name", "stage"), [
