@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Make the runs; after each the results are written, so that none is lost to the next."""
+    """Make the runs; after each the results are written, and when one is interrupted those that there are."""
     asked = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: tidy up, then end
     print(f"chaos: seed {asked.seed}", file=sys.stderr, flush=True)
@@ -67,14 +67,20 @@ def _run(asked: argparse.Namespace, place: Path) -> bool:
     command = " ".join(["python -m chaos", *sys.argv[1:]])
     chaos = Chaos(asked.seed, command, describe_machine(), commit())
     written: list[Path] = []
-    for finished in rounds(asked.seed, asked.minutes, asked.only, place):
-        chaos.runs.append(finished)
-        if asked.keep is not None:
-            shutil.copytree(place, asked.keep, dirs_exist_ok=True)
-        written = [chaos.write(asked.results), write_page(chaos, asked.results)]
-    print_report(chaos)
-    print(f"written: {', '.join(map(str, written))}")
-    return chaos.sound
+    interrupted = False
+    try:
+        for finished in rounds(asked.seed, asked.minutes, asked.only, place):
+            chaos.runs.append(finished)
+            if asked.keep is not None:
+                shutil.copytree(place, asked.keep, dirs_exist_ok=True)
+            written = [chaos.write(asked.results), write_page(chaos, asked.results)]
+    except (KeyboardInterrupt, SystemExit):
+        interrupted = True
+        print("chaos: interrupted", file=sys.stderr, flush=True)
+    if written:
+        print_report(chaos)
+        print(f"written: {', '.join(map(str, written))}")
+    return chaos.sound and not interrupted
 
 
 def _own_places(root: Path) -> None:

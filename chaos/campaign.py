@@ -14,7 +14,7 @@ from pathlib import Path
 from chaos.invariants import Books, broken
 from chaos.kinds import KINDS, TOO_LARGE, of_target
 from chaos.outcome import outcomes
-from chaos.plan import plan
+from chaos.plan import fewest_steps, plan
 from chaos.service import reward_service
 from chaos.settings import RANKS, SAVED_EVERY, Ground
 from chaos.small_disk import small_disk
@@ -58,7 +58,7 @@ class Trial:
     @property
     def steps(self) -> int:
         """Of the run."""
-        return max(FEWEST_STEPS, math.ceil(STEPS_A_FAULT * len(self.kinds)))
+        return max(FEWEST_STEPS, math.ceil(STEPS_A_FAULT * len(self.kinds)), fewest_steps(self.kinds, SAVED_EVERY))
 
 
 def trials(seed: int, minutes: float, only: Sequence[str] = (), disk: bool = True) -> list[Trial]:
@@ -86,7 +86,11 @@ def _some(wanted: dict[str, int], share: float) -> tuple[str, ...]:
 
 
 def rounds(seed: int, minutes: float, only: Sequence[str], place: Path) -> Iterator[Finished]:
-    """Make runs: one round, and more for as long as there is time for another."""
+    """Make runs: one round, and more for as long as there is time for another.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: who started chaos asked it to stop; the run under way has been yielded.
+    """
     began, longest, number = time.monotonic(), 0.0, 0
     undisturbed: dict[tuple[int, int], Path] = {}
     with small_disk(place) as disk, reward_service() as service:
@@ -99,7 +103,10 @@ def rounds(seed: int, minutes: float, only: Sequence[str], place: Path) -> Itera
                 shape = trial.steps, trial.max_staleness
                 if shape not in undisturbed:
                     undisturbed[shape] = _undisturbed(ground, trial)
-                yield _made(ground, trial, undisturbed[shape], number + 1)
+                finished = _made(ground, trial, undisturbed[shape], number + 1)
+                yield finished
+                if finished.course.interruption is not None:
+                    raise finished.course.interruption
             longest, number = max(longest, time.monotonic() - start), number + 1
 
 
@@ -107,6 +114,8 @@ def _undisturbed(ground: Ground, trial: Trial) -> Path:
     _say(f"{trial.steps} updates at max_staleness {trial.max_staleness} without a fault")
     config, directory = ground.configure(f"{trial.name}_undisturbed", trial.steps, trial.max_staleness)
     course = run(config, directory, (), ground.service)
+    if course.interruption is not None:
+        raise course.interruption
     if course.starts[-1].code:
         raise RuntimeError(f"the run without a fault ended with {course.starts[-1].code}: "
                            f"{course.starts[-1].last_words()}")
@@ -128,10 +137,12 @@ def looked_through(course: Course, undisturbed: Path, same: bool) -> Finished:
         same: whether its results must be those of the undisturbed run, to the bit.
     """
     loops, end = course.strikes.read("loop"), course.starts[-1].ended
-    pauses = (row.get("checkpoint/pause_seconds") for row in read_metrics(course.directory))
+    told = json.loads(RunDirectory(undisturbed).summary.read_text())
+    rows = list(read_metrics(course.directory))
+    pauses = (row.get("checkpoint/pause_seconds") for row in rows)
     return Finished(
         course, outcomes(course), broken(course, undisturbed if same else None),
-        undisturbed_s=json.loads(RunDirectory(undisturbed).summary.read_text())["seconds_loop"],
+        undisturbed_s=told["seconds_loop"] * max((row["step"] for row in rows), default=0) / told["steps"],
         books=Books.of(course), loop_s=end - (loops[0]["time"] if loops else course.starts[0].began),
         pauses_s=[seconds for seconds in pauses if seconds is not None])
 

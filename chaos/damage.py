@@ -12,7 +12,7 @@ from rlhf_ray.errors import CheckpointError
 
 def damage(fault: Fault, checkpoints: Path) -> str | None:
     """Damage the newest whole checkpoint as the fault says; in words, or None where there is no other to go on from."""
-    whole = [path for path in sorted(checkpoints.glob("step_*"), key=_step) if _is_whole(path)]
+    whole = whole_checkpoints(checkpoints)
     if len(whole) < 2:
         return None
     files = [path for path in files_under(whole[-1]) if path.stat().st_size]
@@ -33,6 +33,11 @@ def damage(fault: Fault, checkpoints: Path) -> str | None:
         file.write_bytes(data)
         done = f"a bit of byte {place} of {size} flipped"
     return f"{file.relative_to(checkpoints)}: {done}"
+
+
+def whole_checkpoints(checkpoints: Path) -> list[Path]:
+    """Those whose every byte is right, oldest first."""
+    return [path for path in sorted(checkpoints.glob("step_*"), key=_step) if _is_whole(path)]
 
 
 def _step(path: Path) -> int:

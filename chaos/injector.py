@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from chaos.damage import whole_checkpoints
 from chaos.plan import Fault
 from chaos.service import give_order, order_file
 from chaos.small_disk import fill
@@ -28,6 +29,8 @@ LOOK_S = 0.002
 """Between two looks at who is at work."""
 EFFECT_S = 10.0
 """How long the system gets to end or stop a process."""
+SAVED_S = 0.1
+"""Between two looks at checkpoints."""
 
 
 class Injector:
@@ -61,6 +64,7 @@ class Injector:
             fault = self._left[0]
             while coordinator.state.step < fault.step:
                 await asyncio.sleep(LOOK_S)
+            await self._enough_to_go_on_from(fault, coordinator)
             if fault.what.target == "failpoint":
                 self._arm(fault, coordinator)
             elif fault.what.target == "disk":
@@ -74,6 +78,13 @@ class Injector:
             self._left.pop(0)  # at once: a learner that is lost ends this task, and another goes on with what is left
             while order_file(self._strikes).exists():
                 await asyncio.sleep(LOOK_S)
+
+    async def _enough_to_go_on_from(self, fault: Fault, coordinator: Coordinator) -> None:
+        """Wait for the checkpoints that the fault asks for; the newest may have been damaged a while ago."""
+        place = coordinator.recovery.store.root
+        while fault.whole_checkpoints and len(await asyncio.to_thread(whole_checkpoints, place)) < \
+                fault.whole_checkpoints:
+            await asyncio.sleep(SAVED_S)
 
     def _arm(self, fault: Fault, coordinator: Coordinator) -> None:
         name = fault.kind.removeprefix("exit_at_")

@@ -55,10 +55,12 @@ class Books:
             with closing(open_for_reading(RunDirectory(course.directory).ledger)) as db:
                 found = counts(db)
         except LedgerError:
-            return cls(wanted, 0, 0, 0, 0)
+            return cls(0 if course.interruption else wanted, 0, 0, 0, 0)
         summary = RunDirectory(course.directory).summary
         trained = found["committed"] + found["not_applied"]
         counted = json.loads(summary.read_text())["samples"] if summary.exists() else trained
+        if course.interruption is not None:
+            wanted = trained = counted  # it is not over, and its last samples are in no checkpoint
         return cls(wanted, trained, found["quarantined"], counted, found["attempts given up"])
 
 
@@ -69,6 +71,8 @@ def broken(course: Course, undisturbed: Path | None) -> list[str]:
         undisturbed: directory of the same run without a fault, where results must be the same to the bit.
     """
     found = list(_ends(course)) + course.left
+    if course.interruption is not None:
+        return [*found, "the run was interrupted; of what it left nothing was looked at"]
     try:
         found += _books(course)
         found += _rows(course)
@@ -81,7 +85,8 @@ def broken(course: Course, undisturbed: Path | None) -> list[str]:
 
 
 def _ends(course: Course) -> Iterator[str]:
-    for number, start in enumerate(course.starts, start=1):
+    over = course.starts[:-1] if course.interruption else course.starts
+    for number, start in enumerate(over, start=1):
         if start.wedged:
             yield f"start {number} made no progress and was killed: {start.last_words()}"
         elif start.code != start.expected:

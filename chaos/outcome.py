@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from chaos.plan import Fault
@@ -55,7 +55,18 @@ def outcomes(course: Course) -> list[Outcome]:
             found.append(_of_driver(course, fault, told))
         else:
             found.append(_of_worker(course, fault, told, events))
-    return found
+    return [_in_the_air(course, outcome) for outcome in found] if course.interruption else found
+
+
+def _in_the_air(course: Course, outcome: Outcome) -> Outcome:
+    """Of a run that was interrupted: what it had not got over by then says nothing."""
+    if outcome.recovery_s is not None and not outcome.problem:
+        return outcome
+    last = course.starts[-1].began
+    told = next((line for line in course.strikes.read("struck") if line["fault"] == outcome.fault.number), None)
+    if told is not None and told["time"] < last - EARLY_S and not outcome.problem:
+        return outcome
+    return replace(outcome, injected=False, problem="the run was interrupted before it was over")
 
 
 def _of_worker(course: Course, fault: Fault, told: dict[str, Any], events: list[dict[str, Any]]) -> Outcome:

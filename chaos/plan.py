@@ -37,6 +37,8 @@ class Fault:
     """From the moment that call is seen; the victim must be in the same call still."""
     place: float = 0.0
     """Of damage: where among files and bytes, as a share."""
+    whole_checkpoints: int = 0
+    """Not before there are so many: damage follows, and there must be another to go on from."""
 
     @property
     def what(self) -> Kind:
@@ -57,7 +59,7 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
     """A fault of each of `kinds` (which may repeat), in random order at random moments.
 
     Args:
-        steps: of the run; the last faults come early enough to be over at its end.
+        steps: of the run; the last faults come early enough to be over at its end. See `fewest_steps`.
         ranks: workers by role, where there are several.
         saved_every: steps between checkpoints. Before one that is damaged there must be another.
     """
@@ -68,19 +70,31 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
     ends += ["driver_kill"] * (len(damages) - len(ends))  # a checkpoint is damaged while nobody runs
     for some in (damages, ends, others):
         draw.shuffle(some)
+    room, whole = max(1, steps - saved_every - 1), ends[: len(damages)]
+    order = _mixed(draw, others, ends[len(damages) :])
+    due: list[tuple[int, tuple[str, ...]]] = [
+        (1 + place * room // len(order), (kind,)) for place, kind in enumerate(order)]
+    moments = _apart(draw, len(damages), room, saved_every)
+    due += [(step, pair) for step, pair in zip(moments, zip(whole, damages, strict=True), strict=True)]
     faults: list[Fault] = []
-    room, order = max(1, steps - saved_every - 1), _mixed(draw, others, ends)
-    for place, kind in enumerate(order):
-        ending, step = KINDS[kind].ends_the_driver, 1 + place * room // len(order)
-        damaged = ending and len(ends) <= len(damages)
-        if damaged:  # the last ones, when there are several checkpoints
-            step = max(step, 2 * saved_every + 1)
-        faults.append(_drawn(draw, len(faults) + 1, kind, step, ranks))
-        if damaged:
-            faults.append(Fault(len(faults) + 1, damages.pop(), step, place=draw.random()))
-        if ending:
-            ends.pop()
+    for step, together in sorted(due, key=lambda one: one[0]):
+        for kind in together:
+            faults.append(_drawn(draw, len(faults) + 1, kind, step, ranks, whole=2 if len(together) > 1 else 0))
     return faults
+
+
+def fewest_steps(kinds: Sequence[str], saved_every: int) -> int:
+    """How many steps a run must have for all damage to checkpoints that it is to meet."""
+    damages = sum(KINDS[kind].target == "checkpoint" for kind in kinds)
+    return 2 * saved_every * (damages + 1) + saved_every + 2 if damages else 0
+
+
+def _apart(draw: random.Random, number: int, room: int, saved_every: int) -> list[int]:
+    """Steps for so many damages. Each takes the newest checkpoint, and the run goes back to the one before: until the
+    next there must be new ones."""
+    first, least = 2 * saved_every + 1, 2 * saved_every
+    stretch = max(least, (room - first) // max(1, number))
+    return [first + place * stretch + draw.randint(0, stretch - least) for place in range(number)]
 
 
 def _mixed(draw: random.Random, others: Sequence[str], ends: Sequence[str]) -> list[str]:
@@ -90,8 +104,9 @@ def _mixed(draw: random.Random, others: Sequence[str], ends: Sequence[str]) -> l
     return [next(stops) if place in places else next(rest) for place in range(len(others) + len(ends))]
 
 
-def _drawn(draw: random.Random, number: int, kind: str, step: int, ranks: Mapping[str, int]) -> Fault:
+def _drawn(draw: random.Random, number: int, kind: str, step: int, ranks: Mapping[str, int], whole: int) -> Fault:
     what = KINDS[kind]
     longest = DRIVER_DELAY_S if what.target == "driver" else MOST_DELAY_S.get(what.phase, 0.0)
     return Fault(number, kind, step, draw.randrange(ranks.get(what.role, 1)),
-                 draw.randint(1, MOST_SIGHTINGS.get(what.phase, OTHERWISE)), round(draw.uniform(0, longest), 3))
+                 draw.randint(1, MOST_SIGHTINGS.get(what.phase, OTHERWISE)), round(draw.uniform(0, longest), 3),
+                 place=draw.random() if what.target == "checkpoint" else 0.0, whole_checkpoints=whole)

@@ -75,7 +75,8 @@ class Course:
     starts: list[Start] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     """Processes and shared memory that were there after an end."""
-
+    interruption: BaseException | None = None
+    """Why it is not over, if whoever started chaos asked it to stop."""
     tell: Callable[[str], None] = field(default=lambda _: None)
     """Told of every fault in a line, as it is injected."""
     told: int = 0
@@ -97,7 +98,7 @@ class Course:
 
 def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Service | None = None,
         tell: Callable[[str], None] | None = None) -> Course:
-    """Run a configuration to its end, among faults.
+    """Run a configuration to its end, among faults; or until Ctrl-C or SIGTERM, which `Course.interruption` keeps.
 
     Args:
         directory: its `run.dir`.
@@ -112,6 +113,8 @@ def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Se
     while True:
         start = _one_driver(course, pending, mark)
         course.starts.append(start)
+        if course.interruption is not None:
+            return course
         course.left += [f"{what} after start {len(course.starts)}" for what in _left(mark)]
         struck = course.strikes.struck()
         free(directory.parent)
@@ -140,11 +143,11 @@ def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:
                                   env={**os.environ, MARK: mark})
         try:
             wedged = _wait(driver, course, log)
-        except BaseException:  # whoever started chaos asks it to stop
+        except (KeyboardInterrupt, SystemExit) as asked:
+            course.interruption, wedged = asked, False
             driver.kill()
             driver.wait()
             _kill_marked(mark)
-            raise
     end = next((fault for fault in mine if fault.what.ends_the_driver), None)
     return Start(driver.pid, began, time.time(), driver.returncode, _expected(end), log, wedged)
 

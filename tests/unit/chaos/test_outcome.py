@@ -128,3 +128,18 @@ def test_scores_that_are_too_large_must_have_left_steps_out(made_up, said):
     for time, event in ((112, "confirmed"), (113, "mended")):
         made_up.line(event, time, fault=number)
     assert only(made_up).survived is bool(said)
+
+
+def test_of_a_run_that_was_interrupted_only_what_it_had_got_over_counts(made_up):
+    made_up.start(100, 150, -KILL, -KILL)
+    made_up.start(160, 200, -KILL, 0)
+    made_up.struck("driver_kill", 149.9)
+    made_up.line("loop", 172, step=3)
+    made_up.struck("generator_kill", 180, role="generator", pid=7)
+    made_up.event("generator", 7, 181.5, 6.0)
+    made_up.struck("reward_kill", 199, role="reward_scorer", pid=8)
+    made_up.fault("critic_stop")
+    made_up.course.interruption = KeyboardInterrupt()
+    found = outcomes(made_up.course)
+    assert [(o.injected, o.survived) for o in found] == [(True, True), (True, True), (False, False), (False, False)]
+    assert "interrupted" in found[2].problem and "interrupted" in found[3].problem

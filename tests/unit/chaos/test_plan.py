@@ -7,7 +7,7 @@ import pytest
 
 from chaos.campaign import OVERLAPPED, SYNCHRONOUS, trials
 from chaos.kinds import KINDS
-from chaos.plan import Fault, plan
+from chaos.plan import Fault, fewest_steps, plan
 
 RANKS = {"generator": 2, "policy_learner": 2}
 ALL = tuple(KINDS)
@@ -32,6 +32,17 @@ def test_a_checkpoint_is_damaged_when_the_driver_is_down_and_there_is_another(se
         if fault.what.target == "checkpoint":
             assert before.what.ends_the_driver and before.step > 6
     assert faults[0].what.target != "checkpoint"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("damages", [2, 3, 5])
+def test_between_two_damages_there_is_time_for_new_checkpoints(seed, damages):
+    kinds = ("checkpoint_flip",) * damages
+    steps = fewest_steps(kinds, 3)
+    faults = plan(seed, kinds, steps, RANKS, 3)
+    due = [fault.step for fault in faults if fault.what.target == "checkpoint"]
+    assert due[0] > 6 and all(later - earlier >= 6 for earlier, later in pairwise(due)) and due[-1] < steps - 3
+    assert all(fault.whole_checkpoints == 2 for fault in faults)
 
 
 def test_damage_alone_brings_the_ends_of_the_driver_that_it_needs():
