@@ -13,6 +13,7 @@ from pathlib import Path
 
 from chaos.invariants import Books, broken
 from chaos.kinds import KINDS, TOO_LARGE, of_target
+from chaos.nodes import SPARE
 from chaos.outcome import outcomes
 from chaos.plan import fewest_steps, plan
 from chaos.service import reward_service
@@ -36,8 +37,11 @@ SYNCHRONOUS = {
 """Faults of the run at max_staleness 0, by kind."""
 OVERLAPPED = {"generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1,
               "reference_kill": 1, "assembler_kill": 1, "policy_kill": 1, "critic_stop": 1, "driver_kill": 1,
-              "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1, TOO_LARGE: 1}
+              "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1, TOO_LARGE: 1, "loss_nan": 1,
+              "gradient_nan": 1}
 """Of that at max_staleness 1, where it is not the bits that must be the same, but the books."""
+SCATTERED = {"node_lost": 1, "generator_kill": 1, "generator_stop": 1, "generator_kill_in_publication": 1}
+"""Of that on a cluster of several nodes, one for each generator."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Trial:
     """Of its faults; they may repeat."""
     max_staleness: int
     seed: int
+    several_nodes: bool = False
 
     @property
     def same(self) -> bool:
@@ -69,11 +74,14 @@ def trials(seed: int, minutes: float, only: Sequence[str] = (), disk: bool = Tru
     """
     if only:
         kinds = tuple(kind for kind in only if disk or kind != "disk_full" for _ in range(ALONE))
-        return [Trial("alone", kinds, 0, seed)]
+        nodes, others = (tuple(k for k in kinds if (k == "node_lost") is which) for which in (True, False))
+        found = (Trial("alone", others, 0, seed), Trial("alone_scattered", nodes[:SPARE], 0, seed, True))
+        return [trial for trial in found if trial.kinds]
     share = min(1.0, minutes / USUAL_MINUTES)
     wanted = {kind: number for kind, number in SYNCHRONOUS.items() if disk or kind != "disk_full"}
     return [Trial("synchronous", _some(wanted, share), 0, seed),
-            Trial("overlapped", _some(OVERLAPPED, share), 1, seed + 1)]
+            Trial("overlapped", _some(OVERLAPPED, share), 1, seed + 1),
+            Trial("scattered", _some(SCATTERED, share), 0, seed + 2, True)]
 
 
 def _some(wanted: dict[str, int], share: float) -> tuple[str, ...]:
@@ -126,7 +134,8 @@ def _made(ground: Ground, trial: Trial, undisturbed: Path, number: int) -> Finis
     faults = plan(trial.seed, trial.kinds, trial.steps, RANKS, SAVED_EVERY)
     _say(f"{trial.name}, round {number}: {trial.steps} updates among {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
-    config, directory = ground.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness)
+    config, directory = ground.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness,
+                                         trial.several_nodes)
     return looked_through(run(config, directory, faults, ground.service, _say), undisturbed, trial.same)
 
 

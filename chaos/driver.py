@@ -4,6 +4,9 @@ import json
 import sys
 from pathlib import Path
 
+import yaml
+
+from chaos.nodes import several_nodes
 from chaos.plan import Fault
 from chaos.strikes import Strikes
 
@@ -18,11 +21,15 @@ def main() -> None:
 
     quiet_libraries()
     from chaos.injector import Injector
+    from chaos.poison import install
 
     config, faults, strikes, *more = sys.argv[1:]
-    Injector([Fault.of(told) for told in json.loads(Path(faults).read_text())], Strikes(Path(strikes))).install()
-    sys.argv = ["rlhf-ray", "ppo", config, *more]
-    command_line()
+    planned = [Fault.of(told) for told in json.loads(Path(faults).read_text())]
+    with several_nodes(yaml.safe_load(Path(config).read_text())["pools"]) as nodes:
+        Injector(planned, Strikes(Path(strikes)), nodes).install()
+        install()
+        sys.argv = ["rlhf-ray", "ppo", config, *([f"--cluster.address={nodes.address}"] if nodes else []), *more]
+        command_line()
 
 
 if __name__ == "__main__":

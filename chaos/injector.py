@@ -16,7 +16,9 @@ from pathlib import Path
 import psutil
 
 from chaos.damage import whole_checkpoints
+from chaos.nodes import Nodes
 from chaos.plan import Fault
+from chaos.poison import order_poison, poison_file
 from chaos.service import give_order, order_file
 from chaos.small_disk import fill
 from chaos.strikes import Strikes
@@ -36,8 +38,9 @@ SAVED_S = 0.1
 class Injector:
     """The faults of one driver process."""
 
-    def __init__(self, faults: Sequence[Fault], strikes: Strikes) -> None:
-        self._left, self._strikes = list(faults), strikes
+    def __init__(self, faults: Sequence[Fault], strikes: Strikes, nodes: Nodes | None = None) -> None:
+        """`nodes`: those that may be lost, where the run is on several."""
+        self._left, self._strikes, self._nodes = list(faults), strikes, nodes
         self._confirming: set[asyncio.Task[None]] = set()
         self._learners_lost = False
         """Whether a learner was struck in this loop: another one begins when all were built again."""
@@ -71,12 +74,14 @@ class Injector:
                 self._fill_disk(fault, coordinator)
             elif fault.what.target == "service":
                 self._order_failure(fault, coordinator)
+            elif fault.what.target == "numbers":
+                self._poison(fault, coordinator)
             elif fault.what.target == "driver":
                 await self._strike_driver(fault, coordinator)
             else:
                 await self._strike_worker(fault, coordinator)
             self._left.pop(0)  # at once: a learner that is lost ends this task, and another goes on with what is left
-            while order_file(self._strikes).exists():
+            while order_file(self._strikes).exists() or poison_file(self._strikes).exists():
                 await asyncio.sleep(LOOK_S)
 
     async def _enough_to_go_on_from(self, fault: Fault, coordinator: Coordinator) -> None:
@@ -112,6 +117,13 @@ class Injector:
                           state="a request for scores came in")
         give_order(self._strikes, fault.number, fault.kind.removeprefix("http_"))
 
+    def _poison(self, fault: Fault, coordinator: Coordinator) -> None:
+        """Have a number of the next update be none."""
+        what = fault.what
+        self._strikes.add("struck", fault=fault.number, kind=fault.kind, role=what.role, rank=fault.rank, in_state=True,
+                          step=coordinator.state.step, state=f"a {what.phase} of the next update")
+        order_poison(self._strikes, fault.number, what.role, fault.rank, what.phase)
+
     async def _strike_worker(self, fault: Fault, coordinator: Coordinator) -> None:
         what, clock = fault.what, coordinator.team.clock
         (group,) = (group for group in coordinator.team.groups() if group.role == what.role)
@@ -121,12 +133,21 @@ class Injector:
             "struck", fault=fault.number, kind=fault.kind, role=what.role, rank=fault.rank, pid=process.pid,
             incarnation=group.incarnation(fault.rank), step=coordinator.state.step, in_state=in_state,
             state=f"{what.phase} under way for {clock.now() - task.since:.3f} s")
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(what.signal)
+        await self._strike(fault, group, process)
         self._learners_lost |= what.target == "learner"
         confirming = asyncio.create_task(asyncio.to_thread(self._confirm, fault, process))
         self._confirming.add(confirming)  # a task that nobody holds may be collected
         confirming.add_done_callback(self._confirming.discard)
+
+    async def _strike(self, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+        """Send the signal, or take the node away."""
+        if fault.what.target == "node":
+            processes = group.processes(fault.rank)
+            assert processes is not None and self._nodes is not None, "a node is lost only where there are several"
+            await asyncio.to_thread(self._nodes.lose, processes.node)
+            return
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(fault.what.signal)
 
     async def _sighted(self, fault: Fault, coordinator: Coordinator,
                        group: WorkerGroup) -> tuple[Task, psutil.Process]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rlhf_ray.failpoints import POINTS
 
-Target = Literal["worker", "learner", "service", "driver", "failpoint", "disk", "checkpoint"]
+Target = Literal["worker", "node", "learner", "numbers", "service", "driver", "failpoint", "disk", "checkpoint"]
 KILL, STOP, TERM = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGTERM)
 TOO_LARGE = "http_largest"
 SERVED = {
@@ -31,7 +31,7 @@ class Kind:
     role: str = ""
     """Of the worker that is struck."""
     phase: str = ""
-    """What it must be at work on."""
+    """What it must be at work on; of numbers, which."""
     signal: int = 0
     """What it is sent."""
 
@@ -42,8 +42,9 @@ class Kind:
 
     @property
     def changes_results(self) -> bool:
-        """Whether a run that gets over it ends with other weights: a score that is a number is believed."""
-        return self.name == TOO_LARGE
+        """Whether a run that gets over it ends with other weights: a score that is a number is believed, a step whose
+        gradient is none is left out."""
+        return self.name == TOO_LARGE or self.target == "numbers"
 
     @property
     def stops(self) -> bool:
@@ -67,6 +68,9 @@ KINDS = {kind.name: kind for kind in (
          "logprobs", KILL),
     Kind("critic_kill", "learner", "a critic's rank is killed in an update", "critic_learner", "critic_update", KILL),
     Kind("critic_stop", "learner", "a critic's rank is stopped in an update", "critic_learner", "critic_update", STOP),
+    Kind("node_lost", "node", "a node with a generator at work is lost", "generator", "generate"),
+    Kind("loss_nan", "numbers", "a loss of one rank of the policy is NaN", "policy_learner", "loss"),
+    Kind("gradient_nan", "numbers", "a gradient of one rank of the critic is NaN", "critic_learner", "gradient"),
     *(Kind(f"http_{name}", "service", f"the reward service {words}") for name, words in SERVED.items()),
     Kind("driver_kill", "driver", "the driver is killed at a random moment; --resume", signal=KILL),
     Kind("driver_term", "driver", "the driver is asked to stop by SIGTERM; --resume", signal=TERM),

@@ -49,8 +49,8 @@ def outcomes(course: Course) -> list[Outcome]:
             found.append(Outcome(course.config.stem, fault, "", problem="its moment never came", injected=False))
         elif fault.what.target == "checkpoint":
             found.append(_of_damage(course, fault, told))
-        elif fault.what.target == "service":
-            found.append(_of_service(course, fault, told))
+        elif fault.what.target in ("service", "numbers"):
+            found.append(_of_failure(course, fault, told))
         elif fault.what.ends_the_driver:
             found.append(_of_driver(course, fault, told))
         else:
@@ -100,16 +100,25 @@ def _event(fault: Fault, told: dict[str, Any], events: Sequence[dict[str, Any]],
     return None
 
 
-def _of_service(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
-    """The run asks again: it has recovered when a request is answered well."""
-    failed, mended = (next((line["time"] for line in course.strikes.read(event) if line["fault"] == fault.number), None)
+def _of_failure(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
+    """Of a service, which is asked again, or a number: it is over when a request is answered well, a step applied."""
+    failed, mended = (next((line for line in course.strikes.read(event) if line["fault"] == fault.number), None)
                       for event in ("confirmed", "mended"))
     if failed is None or mended is None:
-        problem = "no request met it" if failed is None else "no request was answered well afterwards"
+        what = "request" if fault.what.target == "service" else "loss"
+        good = "request was answered well" if fault.what.target == "service" else "optimizer step was applied"
+        problem = f"no {what} met it" if failed is None else f"no {good} afterwards"
         return Outcome(course.config.stem, fault, told["state"], problem=problem)
-    skipped = any(LEFT_OUT in start.log.read_text(errors="replace") for start in course.starts)
-    problem = "" if skipped or not fault.what.changes_results else "no optimizer step was left out"
-    return Outcome(course.config.stem, fault, told["state"], recovery_s=mended - failed, problem=problem)
+    problem = "" if not fault.what.changes_results or _left_out(course, failed) else "no optimizer step was left out"
+    return Outcome(course.config.stem, fault, told["state"], recovery_s=mended["time"] - failed["time"],
+                   problem=problem)
+
+
+def _left_out(course: Course, failed: dict[str, Any]) -> bool:
+    """Whether the run says that steps were left out: of that update, where it is known which."""
+    begins = f"step {failed['step']}: " if "step" in failed else "step "
+    lines = (line for start in course.starts for line in start.log.read_text(errors="replace").splitlines())
+    return any(begins in line and LEFT_OUT in line for line in lines)
 
 
 def _of_driver(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from chaos.nodes import sections as scattered
 from chaos.service import Service
 from tests.cluster.tiny import Files, make_files, ppo_settings
 
@@ -45,12 +46,13 @@ class Ground:
         root.mkdir(parents=True, exist_ok=True)
         return cls(root, make_files(root), service)
 
-    def configure(self, name: str, steps: int, max_staleness: int) -> tuple[Path, Path]:
+    def configure(self, name: str, steps: int, max_staleness: int, several_nodes: bool = False) -> tuple[Path, Path]:
         """Write the configuration of a run; returns it and the directory that the run will write."""
         directory = self.root / name
         settings = ppo_settings(self.files, directory)
-        for section, fields in SECTIONS.items():
-            settings[section] = {**settings[section], **fields}
+        for sections in (SECTIONS, scattered(RANKS["generator"]) if several_nodes else {}):
+            for section, fields in sections.items():
+                settings[section] = {**settings[section], **fields}
         settings["run"]["steps"] = steps
         settings["rewards"]["service"] = {**SERVICE, "urls": [self.service.url]}
         settings["coordinator"]["max_staleness"] = max_staleness

@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+STRIKES = "RLHF_RAY_CHAOS_STRIKES"
+"""Variable in the environment of all processes of a run: the file of its strikes."""
+
 
 class Strikes:
     """JSON lines, flushed one by one. Kinds of line, by `event`:
@@ -14,7 +17,7 @@ class Strikes:
     loop: a loop begins (pid, step), of a driver that started or whose learners were built again.
     struck: a fault is injected (fault number, role, rank, pid, state).
     confirmed: the victim is seen dead or stopped, or has failed as ordered (fault number, state).
-    mended: a reward service answered well again (fault number).
+    mended: a reward service answered well again, a learner applied a step again (fault number).
     """
 
     def __init__(self, path: Path) -> None:

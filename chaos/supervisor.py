@@ -20,7 +20,7 @@ from chaos.kinds import KILL
 from chaos.plan import Fault
 from chaos.service import Service
 from chaos.small_disk import free
-from chaos.strikes import Strikes
+from chaos.strikes import STRIKES, Strikes
 from rlhf_ray.errors import CheckpointError, RunInterrupted
 from rlhf_ray.failpoints import EXIT_CODE
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -35,7 +35,7 @@ MOST_SURPRISES = 2
 DRIVER = "chaos.driver"
 """The module that is run."""
 MARK = "RLHF_RAY_CHAOS_RUN"
-"""Variable in the environment of all processes of a run."""
+"""Variable in the environment of all processes of a run: which it is."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -140,7 +140,7 @@ def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:
     began = time.time()
     with log.open("w") as out:
         driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, process_group=0,
-                                  env={**os.environ, MARK: mark})
+                                  env={**os.environ, MARK: mark, STRIKES: str(course.strikes.path)})
         try:
             wedged = _wait(driver, course, log)
         except (KeyboardInterrupt, SystemExit) as asked:

@@ -130,6 +130,16 @@ def test_scores_that_are_too_large_must_have_left_steps_out(made_up, said):
     assert only(made_up).survived is bool(said)
 
 
+@pytest.mark.parametrize("step, survived", [(3, True), (4, False)])
+def test_a_number_that_was_none_must_have_left_out_a_step_of_that_update(made_up, step, survived):
+    made_up.start(100, 200, 0, 0, f"step {step}: 1 of the policy's 4 optimizer steps {LEFT_OUT}")
+    number = made_up.struck("loss_nan", 110, confirmed=False, role="policy_learner", rank=1)
+    made_up.line("confirmed", 112, fault=number, step=3)
+    made_up.line("mended", 112.5, fault=number)
+    outcome = only(made_up)
+    assert outcome.survived is survived and outcome.recovery_s == 0.5
+
+
 def test_of_a_run_that_was_interrupted_only_what_it_had_got_over_counts(made_up):
     made_up.start(100, 150, -KILL, -KILL)
     made_up.start(160, 200, -KILL, 0)

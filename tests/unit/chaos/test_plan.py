@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from chaos.campaign import OVERLAPPED, SYNCHRONOUS, trials
+from chaos.campaign import OVERLAPPED, SCATTERED, SYNCHRONOUS, trials
 from chaos.kinds import KINDS
 from chaos.plan import Fault, fewest_steps, plan
 
@@ -63,7 +63,7 @@ def test_a_fault_survives_its_file():
 def test_a_round_has_forty_faults_of_twelve_kinds_and_more():
     kinds = [kind for trial in trials(1, 15) for kind in trial.kinds]
     assert len(kinds) >= 40 and len(set(kinds)) >= 12
-    assert sum(SYNCHRONOUS.values()) + sum(OVERLAPPED.values()) == len(kinds)
+    assert sum(map(sum, (some.values() for some in (SYNCHRONOUS, OVERLAPPED, SCATTERED)))) == len(kinds)
 
 
 def test_less_time_means_fewer_faults_of_each_kind_first():
@@ -77,6 +77,6 @@ def test_one_kind_alone():
 
 
 def test_results_are_compared_where_no_fault_may_change_them():
-    synchronous, overlapped = trials(1, 15)
+    synchronous, overlapped, _ = trials(1, 15)
     assert synchronous.same and not overlapped.same
     assert trials(1, 15, ["http_nan"])[0].same and not trials(1, 15, ["http_largest"])[0].same
