@@ -57,6 +57,7 @@ def _run(asked: argparse.Namespace, place: Path) -> bool:
     from benchmarks.summary import commit
     from chaos.campaign import rounds
     from chaos.page import write_page
+    from chaos.picture import write_picture
     from chaos.report import print_report
     from chaos.summary import Chaos
     from rlhf_ray.cli.quiet import quiet_libraries
@@ -73,7 +74,8 @@ def _run(asked: argparse.Namespace, place: Path) -> bool:
             chaos.runs.append(finished)
             if asked.keep is not None:
                 shutil.copytree(place, asked.keep, dirs_exist_ok=True)
-            written = [chaos.write(asked.results), write_page(chaos, asked.results)]
+            written = [chaos.write(asked.results), write_page(chaos, asked.results),
+                       write_picture(chaos, asked.results)]
     except (KeyboardInterrupt, SystemExit):
         interrupted = True
         print("chaos: interrupted", file=sys.stderr, flush=True)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from benchmarks.page import drawing
+from chaos.picture import picture
 from chaos.report import HEADINGS, figures, rows, seconds, wrong
 from chaos.summary import Chaos
 from rlhf_ray.observability import report_page as html
@@ -38,6 +40,7 @@ def page(chaos: Chaos) -> str:
     body = [
         html.header("Chaos", "Faults on purpose", verdict, facts, wrong(chaos)),
         html.tiles([html.Tile(name, numbers[name].partition(",")[0]) for name in TILES]),
+        drawing("Updates, and faults on the way", picture(chaos.runs).encode()),
         table("By kind", HEADINGS, rows(chaos)),
         table("One by one", ALL, faults),
         html.folded_text("Runs", json.dumps(told["runs"], indent=2)),

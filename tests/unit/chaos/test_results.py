@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
 from chaos.invariants import Books
 from chaos.outcome import outcomes
 from chaos.page import page, write_page
+from chaos.picture import picture
 from chaos.report import figures, print_report, wrong
 from chaos.summary import Chaos, Finished
 
 MACHINE = {"cores": 2, "cpu": "a CPU"}
+SVG = "{http://www.w3.org/2000/svg}"
 PROMISED = {"injected", "survived", "kinds", "lost", "duplicated", "quarantined", "wedges", "detection_p95_s",
             "recovery_p95_s", "recomputed_token_share"}
 
@@ -82,3 +85,14 @@ def test_the_table_in_the_terminal(chaos, capsys):
 def test_books_tell_of_samples_that_are_lost_or_trained_on_twice():
     assert (Books(100, 100, 0, 100, 7).lost, Books(100, 100, 0, 100, 7).duplicated) == (0, 0)
     assert (Books(100, 84, 0, 84, 0).lost, Books(100, 100, 0, 116, 0).duplicated) == (16, 16)
+
+
+def test_the_picture_has_a_dot_for_each_fault_hollow_where_it_was_not_survived(chaos, made_up):
+    made_up.line("loop", 104, step=0)
+    made_up.struck("policy_stop", 150, role="policy_learner", pid=9)
+    drawn = picture([replace(chaos.runs[0], outcomes=outcomes(made_up.course))])
+    root = ElementTree.fromstring(drawn)
+    dots = [dot for dot in root.iter(f"{SVG}circle") if dot.find(f"{SVG}title") is not None]
+    assert [dot.get("fill") == "none" for dot in dots] == [False, False, True]
+    assert float(dots[0].get("cx")) == 90.0, "a tenth of 100 s of the width"
+    assert "2 of 3 faults survived" in drawn

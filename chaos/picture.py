@@ -1,0 +1,105 @@
+"""A picture of runs among faults: updates over time, each fault where it struck, and when no driver was there.
+
+One SVG, without JavaScript, readable in light and dark pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from benchmarks.svg import STYLE, Axis, axis
+from chaos.kinds import KINDS
+from chaos.summary import Chaos, Finished
+from rlhf_ray.observability.metrics import read_metrics
+
+FILE = "timeline.svg"
+WIDTH, HEIGHT, MARGIN, KEY = 900, 150, 48, 24
+COLOURS = {
+    "worker": ("#2a78d6", "generator, scorer, assembler"), "node": ("#159a6c", "node"),
+    "learner": ("#5b48b8", "learner"), "numbers": ("#d8578f", "loss or gradient"),
+    "service": ("#c98a00", "reward service"), "driver": ("#c0392b", "driver, failpoint, disk"),
+    "checkpoint": ("#171a1f", "checkpoint"),
+}
+"""By target; a failpoint and a full disk end the driver too."""
+SAME = {"failpoint": "driver", "disk": "driver"}
+MORE_STYLE = ".down{fill:#c0392b22}.updates{fill:none;stroke:#8a939e;stroke-width:1.5}"
+
+
+def write_picture(chaos: Chaos, directory: Path) -> Path:
+    """Write the picture; returns its path."""
+    path = directory / FILE
+    path.write_text(picture(chaos.runs), encoding="utf-8")
+    return path
+
+
+def picture(runs: Sequence[Finished]) -> str:
+    """The runs below each other, and a key."""
+    panels = "".join(f'<g transform="translate({MARGIN},{MARGIN + place * (HEIGHT + 2 * MARGIN)})">{panel(run)}</g>'
+                     for place, run in enumerate(runs))
+    height = len(runs) * (HEIGHT + 2 * MARGIN)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 2 * MARGIN} {height + KEY}" role="img">'
+            f"<style>{STYLE}{MORE_STYLE}</style>{panels}{''.join(_key(height))}</svg>\n")
+
+
+def panel(run: Finished) -> str:
+    """One run."""
+    progress = _progress(run)
+    across = axis([run.seconds], False)
+    up = axis([step for _, step in progress], False)
+    title = f"{run.name}: {sum(o.survived for o in run.outcomes)} of {len(run.outcomes)} faults survived"
+    return "".join([f'<text class="title" y="-14">{escape(title)}</text>', *_grid(across, up),
+                    *_down(run, across), _updates(progress, across, up), *_faults(run, across, up)])
+
+
+def _progress(run: Finished) -> list[tuple[float, float]]:
+    """(seconds since the first start, updates made) at all moments of which something is known."""
+    began, known = run.course.starts[0].began, [*run.course.strikes.read("loop"), *run.course.strikes.read("struck"),
+                                                *read_metrics(run.course.directory)]
+    return sorted((told["time"] - began, told["step"]) for told in known if "step" in told and "time" in told)
+
+
+def _grid(across: Axis, up: Axis) -> Iterator[str]:
+    for x in across.ticks:
+        at = WIDTH * across.place(x)
+        yield (f'<path class="grid" d="M{at:.1f} 0V{HEIGHT}"/>'
+               f'<text x="{at:.1f}" y="{HEIGHT + 16}" text-anchor="middle">{x:g} s</text>')
+    for y in up.ticks:
+        at = HEIGHT * (1 - up.place(y))
+        yield (f'<path class="grid" d="M0 {at:.1f}H{WIDTH}"/>'
+               f'<text x="-8" y="{at + 4:.1f}" text-anchor="end">{y:g}</text>')
+
+
+def _down(run: Finished, across: Axis) -> Iterator[str]:
+    """Where no loop was at work: from a driver's end, or the beginning, to the next loop."""
+    began, loops = run.course.starts[0].began, [line["time"] for line in run.course.strikes.read("loop")]
+    for end in (began, *(start.ended for start in run.course.starts[:-1])):
+        again = min((time for time in loops if time >= end), default=end)
+        left, right = (WIDTH * across.place(time - began) for time in (end, again))
+        yield f'<rect class="down" x="{left:.1f}" width="{right - left:.1f}" height="{HEIGHT}"/>'
+
+
+def _updates(progress: Sequence[tuple[float, float]], across: Axis, up: Axis) -> str:
+    points = " ".join(f"{WIDTH * across.place(x):.1f},{HEIGHT * (1 - up.place(y)):.1f}" for x, y in progress)
+    return f'<polyline class="updates" points="{points}"/>'
+
+
+def _faults(run: Finished, across: Axis, up: Axis) -> Iterator[str]:
+    """A dot each, hollow where it was not survived; its words appear under the pointer."""
+    began, step, problems = run.course.starts[0].began, 0, {o.fault.number: o.problem for o in run.outcomes}
+    for line in run.course.strikes.read("struck"):
+        step = line.get("step", step)
+        x, y = WIDTH * across.place(line["time"] - began), HEIGHT * (1 - up.place(step))
+        target = KINDS[line["kind"]].target
+        colour, problem = COLOURS[SAME.get(target, target)][0], problems.get(line["fault"], "")
+        words = f"{line['kind']}: {problem or line['state']}"
+        yield (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{"none" if problem else colour}" stroke="{colour}">'
+               f"<title>{escape(words)}</title></circle>")
+
+
+def _key(y: float) -> Iterator[str]:
+    for place, (colour, words) in enumerate(COLOURS.values()):
+        x = MARGIN + place * (WIDTH + MARGIN) / len(COLOURS)
+        yield (f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4.5" fill="{colour}" stroke="{colour}"/>'
+               f'<text x="{x + 9:.0f}" y="{y + 4:.0f}" style="font-size:10px">{escape(words)}</text>')
