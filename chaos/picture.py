@@ -16,11 +16,13 @@ from rlhf_ray.observability.metrics import read_metrics
 
 FILE = "timeline.svg"
 WIDTH, HEIGHT, MARGIN, KEY = 900, 150, 48, 24
+LETTER = 6.4
+"""Width of a letter of the key, about."""
 COLOURS = {
     "worker": ("#2a78d6", "generator, scorer, assembler"), "node": ("#159a6c", "node"),
     "learner": ("#5b48b8", "learner"), "numbers": ("#d8578f", "loss or gradient"),
     "service": ("#c98a00", "reward service"), "driver": ("#c0392b", "driver, failpoint, disk"),
-    "checkpoint": ("#171a1f", "checkpoint"),
+    "checkpoint": ("#8a5a2b", "checkpoint"),
 }
 """By target; a failpoint and a full disk end the driver too."""
 SAME = {"failpoint": "driver", "disk": "driver"}
@@ -99,7 +101,8 @@ def _faults(run: Finished, across: Axis, up: Axis) -> Iterator[str]:
 
 
 def _key(y: float) -> Iterator[str]:
-    for place, (colour, words) in enumerate(COLOURS.values()):
-        x = MARGIN + place * (WIDTH + MARGIN) / len(COLOURS)
+    x = float(MARGIN)
+    for colour, words in COLOURS.values():
         yield (f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4.5" fill="{colour}" stroke="{colour}"/>'
-               f'<text x="{x + 9:.0f}" y="{y + 4:.0f}" style="font-size:10px">{escape(words)}</text>')
+               f'<text x="{x + 9:.0f}" y="{y + 4:.0f}">{escape(words)}</text>')
+        x += 32 + LETTER * len(words)
