@@ -40,7 +40,8 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], strikes: Strikes, nodes: Nodes | None = None) -> None:
         """`nodes`: those that may be lost, where the run is on several."""
-        self._left, self._strikes, self._nodes = list(faults), strikes, nodes
+        self._left = [fault for fault in faults if fault.what.target != "network"]  # that is Ray's to inject
+        self._strikes, self._nodes = strikes, nodes
         self._confirming: set[asyncio.Task[None]] = set()
         self._learners_lost = False
         """Whether a learner was struck in this loop: another one begins when all were built again."""

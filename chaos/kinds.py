@@ -8,7 +8,8 @@ from typing import Literal
 
 from rlhf_ray.failpoints import POINTS
 
-Target = Literal["worker", "node", "learner", "numbers", "service", "driver", "failpoint", "disk", "checkpoint"]
+Target = Literal["worker", "node", "learner", "numbers", "service", "driver", "failpoint", "disk", "network",
+                 "checkpoint"]
 KILL, STOP, TERM = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGTERM)
 TOO_LARGE = "http_largest"
 SERVED = {
@@ -39,6 +40,11 @@ class Kind:
     def ends_the_driver(self) -> bool:
         """Whether the run must be started again afterwards."""
         return self.target in ("driver", "failpoint", "disk")
+
+    @property
+    def follows_an_end(self) -> bool:
+        """Whether it is done while no driver is there, or to one that is about to start."""
+        return self.target in ("checkpoint", "network")
 
     @property
     def changes_results(self) -> bool:
@@ -77,6 +83,8 @@ KINDS = {kind.name: kind for kind in (
     *(Kind(f"exit_at_{name}", "failpoint", f"the driver ends where {words}; --resume") for name, words
       in POINTS.items()),
     Kind("disk_full", "disk", "the disk is filled, and freed when the driver has ended; --resume"),
+    Kind("request_lost", "network", "a call of the driver to a worker is lost on its way"),
+    Kind("reply_lost", "network", "a worker's answer to the driver is lost on its way"),
     Kind("checkpoint_flip", "checkpoint", "a bit of the newest checkpoint is flipped before --resume"),
     Kind("checkpoint_truncate", "checkpoint", "a file of the newest checkpoint is cut short before --resume"),
     Kind("checkpoint_delete", "checkpoint", "a file of the newest checkpoint is deleted before --resume"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chaos.kinds import KINDS
 from chaos.plan import Fault
 from chaos.supervisor import Course, Start
 from rlhf_ray.observability.faults import read_faults
@@ -43,12 +44,15 @@ def outcomes(course: Course) -> list[Outcome]:
     struck = {told["fault"]: told for told in course.strikes.read("struck")}
     events = read_faults(RunDirectory(course.directory).faults)
     found = []
+    lost = {number: _taken(events, told) for number, told in struck.items() if _is_lost_message(told)}
     for fault in course.faults:
         told = struck.get(fault.number)
         if told is None:
             found.append(Outcome(course.config.stem, fault, "", problem="its moment never came", injected=False))
         elif fault.what.target == "checkpoint":
             found.append(_of_damage(course, fault, told))
+        elif fault.what.target == "network":
+            found.append(_of_lost_message(course, fault, told, lost[fault.number]))
         elif fault.what.target in ("service", "numbers"):
             found.append(_of_failure(course, fault, told))
         elif fault.what.ends_the_driver:
@@ -98,6 +102,28 @@ def _event(fault: Fault, told: dict[str, Any], events: Sequence[dict[str, Any]],
         if mine:
             return event
     return None
+
+
+def _is_lost_message(told: dict[str, Any]) -> bool:
+    return KINDS[told["kind"]].target == "network"
+
+
+def _taken(events: list[dict[str, Any]], told: dict[str, Any]) -> dict[str, Any] | None:
+    """The run's line about a lost message, which is no other fault's."""
+    event = next((event for event in events if event["lost_at"] == told["time"]), None)
+    if event is not None:
+        events.remove(event)
+    return event
+
+
+def _of_lost_message(course: Course, fault: Fault, told: dict[str, Any], event: dict[str, Any] | None) -> Outcome:
+    """The worker that it was for is replaced; while workers start the driver ends, and its successor goes on."""
+    if event is not None:
+        problem = "" if event["recovery_s"] is not None else f"it was not made good: {event['outcome']}"
+        return Outcome(course.config.stem, fault, told["state"], recovery_s=event["recovery_s"], problem=problem)
+    again = next((line["time"] for line in course.strikes.read("loop") if line["time"] > told["time"]), None)
+    return Outcome(course.config.stem, fault, told["state"], recovery_s=again and again - told["time"],
+                   problem="" if again else "the run did not go on")
 
 
 def _of_failure(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:

@@ -22,7 +22,7 @@ COLOURS = {
     "worker": ("#2a78d6", "generator, scorer, assembler"), "node": ("#159a6c", "node"),
     "learner": ("#5b48b8", "learner"), "numbers": ("#d8578f", "loss or gradient"),
     "service": ("#c98a00", "reward service"), "driver": ("#c0392b", "driver, failpoint, disk"),
-    "checkpoint": ("#8a5a2b", "checkpoint"),
+    "network": ("#6b7280", "message"), "checkpoint": ("#8a5a2b", "checkpoint"),
 }
 """By target; a failpoint and a full disk end the driver too."""
 SAME = {"failpoint": "driver", "disk": "driver"}

@@ -1,7 +1,7 @@
 """Which faults a run meets, and when: drawn from a seed.
 
-A plan is a list. What stands up to a fault of the driver, and it itself, happens in one driver process; damage to a
-checkpoint follows such a fault, and the next process goes on from what is left.
+A plan is a list. What stands up to a fault of the driver, and it itself, happens in one driver process. Damage to a
+checkpoint and the loss of a message follow such a fault, and meet the next process.
 """
 
 from __future__ import annotations
@@ -64,34 +64,35 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
         saved_every: steps between checkpoints. Before one that is damaged there must be another.
     """
     draw = random.Random(seed)
-    damages = [kind for kind in kinds if KINDS[kind].target == "checkpoint"]
+    after = [kind for kind in kinds if KINDS[kind].follows_an_end]
     ends = [kind for kind in kinds if KINDS[kind].ends_the_driver]
-    others = [kind for kind in kinds if kind not in damages and kind not in ends]
-    ends += ["driver_kill"] * (len(damages) - len(ends))  # a checkpoint is damaged while nobody runs
-    for some in (damages, ends, others):
+    others = [kind for kind in kinds if kind not in after and kind not in ends]
+    ends += ["driver_kill"] * (len(after) - len(ends))
+    for some in (after, ends, others):
         draw.shuffle(some)
-    room, whole = max(1, steps - saved_every - 1), ends[: len(damages)]
-    order = _mixed(draw, others, ends[len(damages) :])
+    room, before = max(1, steps - saved_every - 1), ends[: len(after)]
+    order = _mixed(draw, others, ends[len(after) :])
     due: list[tuple[int, tuple[str, ...]]] = [
         (1 + place * room // len(order), (kind,)) for place, kind in enumerate(order)]
-    moments = _apart(draw, len(damages), room, saved_every)
-    due += [(step, pair) for step, pair in zip(moments, zip(whole, damages, strict=True), strict=True)]
+    moments = _apart(draw, len(after), room, saved_every)
+    due += [(step, pair) for step, pair in zip(moments, zip(before, after, strict=True), strict=True)]
     faults: list[Fault] = []
     for step, together in sorted(due, key=lambda one: one[0]):
+        whole = 2 if KINDS[together[-1]].target == "checkpoint" else 0
         for kind in together:
-            faults.append(_drawn(draw, len(faults) + 1, kind, step, ranks, whole=2 if len(together) > 1 else 0))
+            faults.append(_drawn(draw, len(faults) + 1, kind, step, ranks, whole))
     return faults
 
 
 def fewest_steps(kinds: Sequence[str], saved_every: int) -> int:
-    """How many steps a run must have for all damage to checkpoints that it is to meet."""
-    damages = sum(KINDS[kind].target == "checkpoint" for kind in kinds)
-    return 2 * saved_every * (damages + 1) + saved_every + 2 if damages else 0
+    """How many steps a run must have for all that is to follow an end of its driver."""
+    after = sum(KINDS[kind].follows_an_end for kind in kinds)
+    return 2 * saved_every * (after + 1) + saved_every + 2 if after else 0
 
 
 def _apart(draw: random.Random, number: int, room: int, saved_every: int) -> list[int]:
-    """Steps for so many damages. Each takes the newest checkpoint, and the run goes back to the one before: until the
-    next there must be new ones."""
+    """Steps for so many faults that follow an end. Damage takes the newest checkpoint, and the run goes back to the one
+    before: until the next there must be new ones. A message must have time to get lost."""
     first, least = 2 * saved_every + 1, 2 * saved_every
     stretch = max(least, (room - first) // max(1, number))
     return [first + place * stretch + draw.randint(0, stretch - least) for place in range(number)]

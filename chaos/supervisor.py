@@ -7,16 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-import psutil
-
 from chaos.damage import damage
 from chaos.kinds import KILL
+from chaos.leftovers import MARK, kill_marked, left_by
+from chaos.network import environment, lost_at_the_start, note_loss
 from chaos.plan import Fault
 from chaos.service import Service
 from chaos.small_disk import free
@@ -28,14 +27,10 @@ from tests.cluster.processes import abandoned, shared_memory
 
 WEDGE_S = 180.0
 """A run of which nothing is heard for so long is wedged: starts, leases and rebuilds take a fraction of it."""
-GONE_S = 30.0
-"""What is left of a driver's processes must be gone so long after its end."""
 MOST_SURPRISES = 2
 """Ends of the driver that nobody planned, after which the run is resumed all the same."""
 DRIVER = "chaos.driver"
 """The module that is run."""
-MARK = "RLHF_RAY_CHAOS_RUN"
-"""Variable in the environment of all processes of a run: which it is."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -115,7 +110,7 @@ def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Se
         course.starts.append(start)
         if course.interruption is not None:
             return course
-        course.left += [f"{what} after start {len(course.starts)}" for what in _left(mark)]
+        course.left += [f"{what} after start {len(course.starts)}" for what in left_by(mark)]
         struck = course.strikes.struck()
         free(directory.parent)
         pending = [fault for fault in pending if fault.number not in struck]
@@ -133,6 +128,7 @@ def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:
     number = len(course.starts) + 1
     until = next((place for place, fault in enumerate(pending) if fault.what.ends_the_driver), len(pending))
     mine = [fault for fault in pending[: until + 1] if fault.what.target != "checkpoint"]
+    own = {MARK: mark, STRIKES: str(course.strikes.path), **environment(mine)}
     faults, log = (course.config.with_suffix(f".{number}.{kind}") for kind in ("faults.json", "log"))
     faults.write_text(json.dumps([fault.plain() for fault in mine]))
     command = [sys.executable, "-m", DRIVER, str(course.config), str(faults), str(course.strikes.path),
@@ -140,16 +136,19 @@ def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:
     began = time.time()
     with log.open("w") as out:
         driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, process_group=0,
-                                  env={**os.environ, MARK: mark, STRIKES: str(course.strikes.path)})
+                                  env={**os.environ, **own})
         try:
             wedged = _wait(driver, course, log)
         except (KeyboardInterrupt, SystemExit) as asked:
             course.interruption, wedged = asked, False
             driver.kill()
             driver.wait()
-            _kill_marked(mark)
-    end = next((fault for fault in mine if fault.what.ends_the_driver), None)
-    return Start(driver.pid, began, time.time(), driver.returncode, _expected(end), log, wedged)
+            kill_marked(mark)
+    code, end = driver.returncode, next((fault for fault in mine if fault.what.ends_the_driver), None)
+    expected = code if lost_at_the_start(mine, code, log.read_text(errors="replace")) else _expected(end)
+    start = Start(driver.pid, began, time.time(), code, expected, log, wedged)
+    note_loss(course, start, mine)
+    return start
 
 
 def _expected(end: Fault | None) -> int:
@@ -178,33 +177,6 @@ def _wait(driver: subprocess.Popen[bytes], course: Course, log: Path) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-def _left(mark: str) -> list[str]:
-    """Command lines of a run's processes that are there long after its driver's end. They are killed, so that the next
-    start is not blamed for them."""
-    until = time.monotonic() + GONE_S
-    while (left := list(_marked(mark))) and time.monotonic() < until:
-        time.sleep(0.2)
-    told = []
-    for process in left:
-        with suppress(psutil.NoSuchProcess):
-            told.append(f"process {process.pid} ({' '.join(process.cmdline())[:80]})")
-            process.kill()
-    return told
-
-
-def _kill_marked(mark: str) -> None:
-    for process in _marked(mark):
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
-def _marked(mark: str) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
 
 
 def _damage(course: Course, pending: list[Fault]) -> None:

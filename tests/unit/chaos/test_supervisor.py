@@ -2,7 +2,7 @@
 
 import pytest
 
-from chaos import supervisor
+from chaos import leftovers, supervisor
 from chaos.kinds import KILL
 from chaos.plan import Fault
 from chaos.supervisor import run
@@ -15,7 +15,7 @@ FAULTS = [Fault(1, "generator_kill", 1), Fault(2, "driver_kill", 2), Fault(3, "c
 def made(tmp_path, monkeypatch):
     """made(script, faults) -> the course of a run whose driver acts by the script, a line a start."""
     monkeypatch.setattr(supervisor, "DRIVER", "tests.unit.chaos.stub_driver")
-    monkeypatch.setattr(supervisor, "GONE_S", 1.0)
+    monkeypatch.setattr(leftovers, "GONE_S", 1.0)
     (tmp_path / "run").mkdir()
 
     def make(script, faults=(), **settings):

@@ -1,0 +1,68 @@
+"""Messages between the driver and its workers that get lost. Ray itself loses one at random, as an environment variable
+of the driver asks it to; which one is known afterwards, from what the run says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from chaos.plan import Fault
+from rlhf_ray.errors import WorkerError
+from rlhf_ray.observability.faults import read_faults
+from rlhf_ray.observability.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from chaos.supervisor import Course, Start
+
+VARIABLE = "RAY_testing_rpc_failure"
+CALL = "CoreWorkerService.grpc_client.PushTask"
+"""Ray's name for the message by which a method of an actor is called."""
+CHANCE_PERCENT = 1
+"""Of each call until one is lost: most are lost in the first updates, some while workers start."""
+SAID = "is unavailable"
+"""In Ray's words for a worker that is not known to be dead, whose call came to nothing."""
+
+
+def lossy(faults: Sequence[Fault]) -> Fault | None:
+    """The first fault of a driver that is a lost message; a driver has one at most."""
+    return next((fault for fault in faults if fault.what.target == "network"), None)
+
+
+def environment(faults: Sequence[Fault]) -> dict[str, str]:
+    """What the driver's environment must have for its fault."""
+    fault = lossy(faults)
+    if fault is None:
+        return {}
+    request = fault.kind == "request_lost"
+    return {VARIABLE: json.dumps({CALL: {
+        "num_failures": 1, "req_failure_prob": CHANCE_PERCENT * request,
+        "resp_failure_prob": CHANCE_PERCENT * (not request), "in_flight_failure_prob": 0}})}
+
+
+def lost_at_the_start(faults: Sequence[Fault], code: int, log: str) -> bool:
+    """Whether a driver ended since a message got lost while its workers started, when nobody replaces them."""
+    return lossy(faults) is not None and code == WorkerError.exit_code and SAID in log
+
+
+def note_loss(course: Course, start: Start, faults: Sequence[Fault]) -> None:
+    """Find the loss in what a driver left, and add it to the strikes."""
+    fault = lossy(faults)
+    if fault is None:
+        return
+    if lost_at_the_start(faults, start.code, start.log.read_text(errors="replace")):
+        course.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
+                           state="a call while workers started")
+    elif (event := _loss(course, start)) is not None:
+        course.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=event["lost_at"],
+                           role=event["role"], rank=event["rank"] or 0, state=f"a call of {event['method']}")
+
+
+def _loss(course: Course, start: Start) -> dict[str, Any] | None:
+    """The run's line about a worker that nobody struck."""
+    struck = {told.get("pid") for told in course.strikes.read("struck")} - {None}
+    for event in read_faults(RunDirectory(course.directory).faults):
+        if start.began <= event["lost_at"] <= start.ended and SAID in event["reason"] and event["pid"] not in struck:
+            return event
+    return None
