@@ -23,6 +23,8 @@ CHANCE_PERCENT = 1
 """Of each call until one is lost: most are lost in the first updates, some while workers start."""
 SAID = "is unavailable"
 """In Ray's words for a worker that is not known to be dead, whose call came to nothing."""
+LATE_S = 15.0
+"""By so much later the run may have noticed that a learner was struck."""
 
 
 def lossy(faults: Sequence[Fault]) -> Fault | None:
@@ -61,8 +63,16 @@ def note_loss(course: Course, start: Start, faults: Sequence[Fault]) -> None:
 
 def _loss(course: Course, start: Start) -> dict[str, Any] | None:
     """The run's line about a worker that nobody struck."""
-    struck = {told.get("pid") for told in course.strikes.read("struck")} - {None}
+    struck = course.strikes.read("struck")
     for event in read_faults(RunDirectory(course.directory).faults):
-        if start.began <= event["lost_at"] <= start.ended and SAID in event["reason"] and event["pid"] not in struck:
+        if start.began <= event["lost_at"] <= start.ended and SAID in event["reason"] and not _explained(event, struck):
             return event
     return None
+
+
+def _explained(event: dict[str, Any], struck: Sequence[dict[str, Any]]) -> bool:
+    """Whether a worker was struck whose loss this is; any learner's is told of as that of all."""
+    if event["role"].endswith("_learner"):
+        return any(told.get("role", "").endswith("_learner") and 0 <= event["lost_at"] - told["time"] < LATE_S
+                   for told in struck)
+    return event["pid"] in {told.get("pid") for told in struck}

@@ -37,10 +37,11 @@ class MadeUp:
             self.line("confirmed", time, fault=number, state="gone", seconds=0.1)
         return number
 
-    def event(self, role: str, pid: int | None, lost_at: float, recovery_s: float | None, outcome: str = "") -> None:
+    def event(self, role: str, pid: int | None, lost_at: float, recovery_s: float | None, outcome: str = "",
+              reason: str = "it died") -> None:
         with (self.course.directory / "faults.jsonl").open("a") as file:
             file.write(json.dumps({"role": role, "pid": pid, "lost_at": lost_at, "recovery_s": recovery_s,
-                                   "outcome": outcome}) + "\n")
+                                   "outcome": outcome, "reason": reason, "rank": 0, "method": "generate"}) + "\n")
 
 
 @pytest.fixture

@@ -1,0 +1,62 @@
+"""Lost messages: what Ray is asked to do, and which loss it was."""
+
+import json
+
+import pytest
+
+from chaos.network import CALL, VARIABLE, environment, lost_at_the_start, note_loss
+from chaos.outcome import outcomes
+from chaos.plan import Fault, plan
+from rlhf_ray.errors import WorkerError
+
+SAID = "generator/1 died in generate: The actor 0a is unavailable: RPC error"
+
+
+def test_a_driver_gets_one_lost_message_of_the_kind_that_is_asked_for():
+    request, reply = (json.loads(environment([Fault(1, "reward_kill", 1), Fault(2, kind, 1), Fault(3, kind, 1)])[
+        VARIABLE])[CALL] for kind in ("request_lost", "reply_lost"))
+    assert (request["num_failures"], request["req_failure_prob"], request["resp_failure_prob"]) == (1, 1, 0)
+    assert (reply["num_failures"], reply["req_failure_prob"], reply["resp_failure_prob"]) == (1, 0, 1)
+    assert environment([Fault(1, "reward_kill", 1)]) == {}
+
+
+def lose(made_up, code=0, said=""):
+    """The course of a run whose message was to get lost in its only driver; the loss is noted."""
+    made_up.start(100, 200, code, code, said)
+    made_up.fault("request_lost")
+    note_loss(made_up.course, made_up.course.starts[0], made_up.course.faults)
+    return made_up.course
+
+
+def test_the_loss_is_that_of_the_worker_that_nobody_struck(made_up):
+    made_up.line("struck", 110, fault=9, kind="generator_kill", role="generator", pid=7, state="at work")
+    made_up.event("generator", 7, 111, 6.0, reason=SAID)
+    made_up.event("generator", 8, 120, 5.0, reason="it died")
+    made_up.event("generator", 9, 130, 4.0, reason=SAID)
+    (outcome,) = outcomes(lose(made_up))
+    assert outcome.survived and outcome.recovery_s == 4.0
+
+
+def test_a_loss_that_another_worker_s_death_explains_is_none(made_up):
+    made_up.line("struck", 110, fault=9, kind="generator_kill", role="generator", pid=7, state="at work")
+    made_up.event("generator", 7, 111, 6.0, reason=SAID)
+    (outcome,) = outcomes(lose(made_up))
+    assert not outcome.injected
+
+
+def test_a_loss_while_workers_start_ends_the_driver_and_the_next_one_goes_on(made_up):
+    assert lost_at_the_start([Fault(1, "reply_lost", 1)], WorkerError.exit_code, SAID)
+    assert not lost_at_the_start([Fault(1, "reward_kill", 1)], WorkerError.exit_code, SAID)
+    course = lose(made_up, WorkerError.exit_code, SAID)
+    assert not outcomes(course)[0].survived
+    made_up.line("loop", 230, step=0)
+    (outcome,) = outcomes(course)
+    assert outcome.survived and outcome.recovery_s == 30
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_message_is_lost_in_a_driver_that_is_started_again(seed):
+    faults = plan(seed, ("request_lost", "reply_lost", "http_500", "driver_term"), 30, {}, 3)
+    for fault in faults:
+        if fault.what.target == "network":
+            assert faults[fault.number - 2].what.ends_the_driver
