@@ -63,7 +63,7 @@ chaos: install-test ## Kill, stop and damage what runs depend on, in about 15 mi
 docs: install ## Write docs/configuration.md from the configuration's models
 	@$(BIN)/python -m rlhf_ray.config.reference docs/configuration.md
 
-requirements: install ## Export requirements/cpu.txt: exact versions with hashes
+requirements: install ## Export requirements/cpu.txt and gpu.txt: exact versions with hashes
 	@VENV="$(VENV)" requirements/export.sh
 
 clean: ## Remove caches and builds; .venv and runs/ stay

@@ -1,18 +1,24 @@
 # The GPU build: vLLM's CUDA wheels bring the CUDA libraries; the host needs an NVIDIA driver and container toolkit.
 #   docker build -f docker/gpu.Dockerfile -t rlhf-ray:gpu .
-#   docker run --rm --gpus all --shm-size=16g -v "$PWD/runs:/app/runs" rlhf-ray:gpu doctor
+#   docker run --rm --init --gpus all --shm-size=16g -v "$PWD/runs:/app/runs" rlhf-ray:gpu doctor
+# CUDA 13.0 is what torch 2.13 is built for; the devel image has nvcc and g++, with which DeepSpeed and vLLM build
+# kernels on first use.
 FROM nvidia/cuda:13.0.1-devel-ubuntu22.04
 
-# CUDA 13.0 is what torch 2.13 is built for. Python 3.11 by uv; the devel image has nvcc and g++, with which DeepSpeed and vLLM build kernels on first use.
 COPY --from=ghcr.io/astral-sh/uv:0.13.8 /uv /usr/local/bin/uv
-RUN useradd --create-home --uid 1000 trainer && mkdir -p /app/runs /opt/venv && chown -R trainer /app /opt/venv
-USER trainer
+RUN useradd --create-home --uid 1000 trainer && mkdir -p /app/runs /opt/venv && \
+    chown trainer:trainer /app /app/runs /opt/venv
+USER 1000
 WORKDIR /app
-COPY --chown=trainer pyproject.toml README.md ./
-COPY --chown=trainer rlhf_ray rlhf_ray
-RUN uv venv --clear --managed-python --python 3.11 /opt/venv && VIRTUAL_ENV=/opt/venv uv pip install --no-cache ".[gpu]"
-ENV PATH=/opt/venv/bin:$PATH
-COPY --chown=trainer configs configs
-HEALTHCHECK --interval=60s --timeout=30s CMD ["rlhf-ray", "doctor"]
+ENV PATH=/opt/venv/bin:$PATH VIRTUAL_ENV=/opt/venv PYTHONUNBUFFERED=1
+# What changes seldom comes first: a change of our code leaves the layer with all dependencies as it is.
+COPY requirements/gpu.txt requirements/gpu.txt
+RUN uv venv --clear --managed-python --python 3.11 /opt/venv && \
+    uv pip install --no-cache --no-deps --require-hashes -r requirements/gpu.txt
+COPY --chown=1000 pyproject.toml README.md LICENSE ./
+COPY configs configs
+COPY --chown=1000 rlhf_ray rlhf_ray
+RUN uv pip install --no-cache --no-deps .
+HEALTHCHECK --interval=60s --timeout=30s --start-period=30s CMD ["rlhf-ray", "doctor"]
 ENTRYPOINT ["rlhf-ray"]
 CMD ["--help"]

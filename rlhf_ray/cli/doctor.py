@@ -4,7 +4,8 @@ import typer
 
 
 def doctor() -> None:
-    """Check Python, packages, hardware, memory, disk and compiler, and say what to do where something is wrong."""
+    """Check Python, packages, CPU, GPUs, NCCL, memory, disk, ports and token, and say what to do where something is
+    wrong."""
     from rich.console import Console
     from rich.table import Table
 

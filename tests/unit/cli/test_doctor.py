@@ -1,11 +1,13 @@
 """The doctor finds what is wrong and says what to do."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from rlhf_ray.cli import machine
-from rlhf_ray.cli.machine import Finding
+from rlhf_ray.cli import gpus, machine, network
+from rlhf_ray.cli.finding import Finding
+from rlhf_ray.cli.gpus import GPU
 
 
 @pytest.mark.parametrize(
@@ -71,15 +73,78 @@ def test_no_compiler(monkeypatch):
     assert machine.check_compiler().status == "warn"
 
 
-def test_gpus_are_listed_by_nvidia_smi_and_a_broken_driver_is_no_gpu(monkeypatch, tmp_path):
-    program = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert machine.gpu_names() == [] or Path("/usr/bin/nvidia-smi").exists()
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100'\necho 'NVIDIA H100'\n")
-    program.chmod(0o755)
-    assert machine.gpu_names() == ["NVIDIA H100", "NVIDIA H100"]
-    program.write_text("#!/bin/sh\nexit 9\n")
-    assert machine.gpu_names() == []
+class TestGPUs:
+    @pytest.fixture
+    def says(self, monkeypatch, tmp_path):
+        """says(script): what nvidia-smi does."""
+        monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+
+        def write(script):
+            (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "nvidia-smi").chmod(0o755)
+
+        return write
+
+    def test_they_are_listed_by_nvidia_smi(self, says):
+        says("echo 'NVIDIA H100, 81559, 580.95.05'\necho 'NVIDIA H100, 81559, 580.95.05'")
+        finding = gpus.check_gpus(gpus.gpus_here())
+        assert (finding.status, finding.advice) == ("ok", "")
+        assert finding.found == "NVIDIA H100 (80 GiB), NVIDIA H100 (80 GiB), driver 580.95.05"
+
+    def test_a_broken_driver_is_no_gpu_and_is_told(self, says):
+        says("exit 9")
+        assert gpus.gpus_here() == []
+        assert (gpus.check_gpus([]).status, "nvidia-smi" in gpus.check_gpus([]).advice) == ("warn", True)
+
+    @pytest.mark.parametrize(("gib", "driver", "status", "advice"), [
+        (80.0, "535.1", "fail", "driver 580"), (8.0, "580.1", "warn", "rlhf-ray plan"), (80.0, "580.1", "ok", "")])
+    def test_driver_and_memory(self, gib, driver, status, advice):
+        finding = gpus.check_gpus([GPU("NVIDIA X", gib, driver)])
+        assert finding.status == status
+        assert advice in finding.advice
+
+    def test_nccl(self, monkeypatch):
+        two = [GPU("NVIDIA X", 80.0, "580.1")] * 2
+        assert gpus.check_nccl([]).found == "not needed without a GPU"
+        monkeypatch.setattr(gpus, "installed", lambda name: None)
+        assert (gpus.check_nccl(two).status, "EXTRA=gpu" in gpus.check_nccl(two).advice) == ("fail", True)
+        monkeypatch.setattr(gpus, "installed", {"nvidia-nccl-cu13": "2.29"}.get)
+        assert gpus.check_nccl(two, {}) == Finding("ok", "NCCL", "nvidia-nccl-cu13 2.29")
+        slow = gpus.check_nccl(two, {"NCCL_P2P_DISABLE": "1"})
+        assert (slow.status, "NCCL_P2P_DISABLE=1" in slow.advice) == ("warn", True)
+
+
+class TestNetwork:
+    def test_a_port_that_is_taken(self):
+        with socket.socket() as own:
+            own.bind(("127.0.0.1", 0))
+            own.listen()
+            port = own.getsockname()[1]
+            assert network.taken(port)
+        assert not network.taken(port)
+        finding = network.check_ports(lambda port: port == 8265)
+        assert (finding.status, "--dashboard-port" in finding.advice) == ("warn", True)
+        assert network.check_ports(lambda port: False).status == "ok"
+
+    def test_no_loopback(self, monkeypatch):
+        def refuse(*_):
+            raise PermissionError("not here")
+
+        monkeypatch.setattr(socket.socket, "bind", refuse)
+        assert network.check_ports().status == "fail"
+
+    def test_the_token(self, tmp_path):
+        assert network.check_token({}, tmp_path).found.startswith("no token yet")
+        file = tmp_path / ".ray" / "auth_token"
+        file.parent.mkdir()
+        file.write_text("0123secret")
+        file.chmod(0o644)
+        assert network.check_token({}, tmp_path).advice == f"chmod 600 {file}"
+        file.chmod(0o600)
+        assert network.check_token({}, tmp_path) == Finding("ok", "auth", f"a token in {file}")
+        assert network.check_token({"RAY_AUTH_MODE": "disabled"}, tmp_path).status == "warn"
+        told = network.check_token({"RAY_AUTH_TOKEN": "0123secret"}, tmp_path)
+        assert (told.status, "0123secret" in str(told)) == ("ok", False)
 
 
 def test_the_command_prints_all_and_its_code_says_whether_a_run_can_start(command_line, monkeypatch):
@@ -105,6 +170,9 @@ def test_this_machine_is_inspected_whole():
         "torch",
         "CPU",
         "GPU",
+        "NCCL",
+        "ports",
+        "auth",
         "memory",
         "shared memory",
         "disk",

@@ -1,0 +1,65 @@
+"""The package as others get it: a wheel and a source archive that hold all that they need, and install."""
+
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs" / "quickstart").glob("*.yaml"))
+ASSETS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "rlhf_ray").rglob("assets/*"))
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "rlhf_ray").rglob("*.py"))
+
+BARE = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+"""An environment that leads nobody to this checkout."""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the wheel and the source archive, built from a copy of what git knows."""
+    place, source = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("source")
+    known = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(known, cwd=ROOT, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-c", "--null", "-T", "-", "-f", source / "all.tar"], cwd=ROOT, input=names, check=True)
+    subprocess.run(["tar", "-x", "-f", "all.tar"], cwd=source, check=True)
+    backend = ("import sys; from setuptools import build_meta as backend; place = sys.argv[1]; "
+               "backend.build_sdist(place); backend.build_wheel(place)")
+    subprocess.run([sys.executable, "-c", backend, place], cwd=source, check=True, capture_output=True, timeout=120)
+    return place
+
+
+def test_the_wheel_holds_code_assets_and_configurations(built):
+    names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
+    assert CONFIGS and ASSETS and not [path for path in [*MODULES, *ASSETS] if path not in names]
+    data = "rlhf_ray-0.1.0.data/data/share/rlhf-ray/"
+    assert not [path for path in CONFIGS if data + path not in names]
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+
+
+def test_the_source_archive_builds_what_the_wheel_is(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert not [path for path in [*MODULES, *ASSETS, *CONFIGS, "pyproject.toml", "README.md", "LICENSE"]
+                if path not in names]
+
+
+def test_it_installs_into_a_fresh_environment_and_says_what_it_can(built, tmp_path):
+    """Dependencies are this environment's; the package itself comes from the wheel alone."""
+    venv.create(tmp_path / "fresh")
+    python = tmp_path / "fresh" / "bin" / "python"
+    site = next((tmp_path / "fresh" / "lib").glob("python*/site-packages"))
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet",
+                    next(built.glob("*.whl"))], check=True, timeout=120, env=BARE)
+    command = python.with_name("rlhf-ray")
+    answer = subprocess.run([command, "--help"], env=BARE, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "") and "quickstart" in answer.stdout
+    where = subprocess.run([python, "-c", "from rlhf_ray.stages import recipes; print(recipes.__file__)"], env=BARE,
+                           cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert where.stdout.startswith(str(site))
+    assert not [path for path in CONFIGS if not (tmp_path / "fresh" / "share" / "rlhf-ray" / path).is_file()]
