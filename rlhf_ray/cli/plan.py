@@ -104,10 +104,10 @@ def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list
         return nodes_of_cluster(config.cluster.model_copy(update={"address": address}))
     import psutil
 
-    from rlhf_ray.cli.machine import gpu_names
+    from rlhf_ray.cli.gpus import gpus_here
 
     pooled = sum(pool.cpus * pool.bundles for pool in config.pools.values())
-    return [this_machine(gpu_names(), psutil.virtual_memory().available, pooled)]
+    return [this_machine([gpu.name for gpu in gpus_here()], psutil.virtual_memory().available, pooled)]
 
 
 def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_disk: bool = False) -> Plan:
