@@ -67,8 +67,8 @@ def test_a_round_has_forty_faults_of_twelve_kinds_and_more():
 
 
 def test_less_time_means_fewer_faults_of_each_kind_first():
-    short = [trial.kinds for trial in trials(1, 13.5)]
-    assert set(SYNCHRONOUS) - set(short[0]) == set() and len(short[0]) < sum(SYNCHRONOUS.values())
+    *_, short = trials(1, 13.5)
+    assert set(SYNCHRONOUS) == set(short.kinds) and len(short.kinds) < sum(SYNCHRONOUS.values())
 
 
 def test_one_kind_alone():
@@ -76,7 +76,12 @@ def test_one_kind_alone():
     assert set(trial.kinds) == {"policy_stop"} and trial.max_staleness == 0
 
 
+def test_a_lost_node_alone_is_lost_where_there_are_several():
+    others, scattered = trials(1, 15, ["policy_stop", "node_lost"])
+    assert (others.several_nodes, scattered.several_nodes, scattered.kinds) == (False, True, ("node_lost",))
+
+
 def test_results_are_compared_where_no_fault_may_change_them():
-    synchronous, overlapped, _ = trials(1, 15)
-    assert synchronous.same and not overlapped.same
+    scattered, overlapped, synchronous = trials(1, 15)
+    assert synchronous.same and scattered.same and not overlapped.same
     assert trials(1, 15, ["http_nan"])[0].same and not trials(1, 15, ["http_largest"])[0].same
