@@ -68,8 +68,8 @@ class Trial:
 
 
 def trials(seed: int, minutes: float, only: Sequence[str] = (), disk: bool = True) -> list[Trial]:
-    """The runs of one round, short ones first. In less than the usual time there are fewer faults of each kind, and then
-    fewer kinds.
+    """The runs of one round, short ones first. In less than the usual time there are fewer faults of each kind, and
+    then fewer kinds.
 
     Args:
         disk: whether there is one that may be filled.

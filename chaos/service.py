@@ -5,15 +5,17 @@ An order is a file beside the strikes, which the driver writes and the service t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from chaos.strikes import Strikes
 from tests.unit.rewards.http.fault_server import faulty_in_thread
 
 WELL = "ok"
+Samples = list[dict[str, Any]]
+"""As a request has them."""
 
 
 def order_file(strikes: Strikes) -> Path:
@@ -34,29 +36,26 @@ class Service:
     def __init__(self) -> None:
         self.url = ""
         self._strikes: Strikes | None = None
-        self._ill: int | None = None
-        """Number of the fault after which no request was answered well yet."""
+        self._ill: tuple[int, Samples] | None = None
+        """Number of the fault that is not over, and the samples whose request failed: they are asked for again."""
 
     def serve(self, strikes: Strikes) -> None:
         """Take orders that lie beside these strikes from now on, and note there how they were obeyed."""
         self._strikes, self._ill = strikes, None
 
-    def behaviours(self) -> Iterator[str]:
-        """What each request meets, for ever."""
-        while True:
-            yield self._next()
-
-    def _next(self) -> str:
+    def behaviour(self, samples: Samples) -> str:
+        """What a request for the scores of these samples meets."""
         if self._strikes is None:
             return WELL
         if (order := order_file(self._strikes)).exists():
             number, _, behaviour = order.read_text().partition(" ")
             order.unlink()
-            self._ill = int(number)
-            self._strikes.add("confirmed", fault=self._ill, state=behaviour, seconds=0.0)
+            # Scores that are numbers are believed, and not asked for again: then any request is good.
+            self._ill = int(number), [] if behaviour == "largest" else samples
+            self._strikes.add("confirmed", fault=int(number), state=behaviour, seconds=0.0)
             return behaviour
-        if self._ill is not None:
-            self._strikes.add("mended", fault=self._ill, at=time.time())
+        if self._ill is not None and all(sample in samples for sample in self._ill[1]):
+            self._strikes.add("mended", fault=self._ill[0])
             self._ill = None
         return WELL
 
@@ -66,6 +65,6 @@ def reward_service() -> Iterator[Service]:
     """A service on a free port of this machine."""
     service = Service()
     # It claims no tokenizer: what it is sent means nothing to it.
-    with faulty_in_thread(behaviours=service.behaviours(), tokenizer=None) as server:
+    with faulty_in_thread(choose=service.behaviour, tokenizer=None) as server:
         service.url = server.url
         yield service

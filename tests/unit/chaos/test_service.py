@@ -11,15 +11,27 @@ from tests.unit.rewards.http.conftest import requests_of, source_of
 from tests.unit.rewards.http.fault_server import BEHAVIOURS
 
 
-def test_an_order_is_obeyed_once_and_noted(tmp_path):
+ONE, OTHER = [{"tokens": [1]}], [{"tokens": [2]}]
+
+
+def test_an_order_is_obeyed_once_and_is_over_when_the_same_samples_were_answered_well(tmp_path):
     service, strikes = Service(), Strikes(tmp_path / "strikes.jsonl")
-    behaviours = service.behaviours()
-    assert next(behaviours) == "ok"
+    assert service.behaviour(ONE) == "ok"
     service.serve(strikes)
     give_order(strikes, 4, "nan")
-    assert [next(behaviours) for _ in range(3)] == ["nan", "ok", "ok"]
+    assert [service.behaviour(samples) for samples in (ONE, OTHER)] == ["nan", "ok"]
     assert not order_file(strikes).exists()
+    assert [(line["event"], line["fault"]) for line in strikes.read()] == [("confirmed", 4)]
+    assert service.behaviour([*OTHER, *ONE]) == "ok"
     assert [(line["event"], line["fault"]) for line in strikes.read()] == [("confirmed", 4), ("mended", 4)]
+
+
+def test_scores_that_are_believed_are_not_asked_for_again(tmp_path):
+    service, strikes = Service(), Strikes(tmp_path / "strikes.jsonl")
+    service.serve(strikes)
+    give_order(strikes, 4, "largest")
+    assert [service.behaviour(samples) for samples in (ONE, OTHER)] == ["largest", "ok"]
+    assert [line["event"] for line in strikes.read()] == ["confirmed", "mended"]
 
 
 def test_every_way_to_fail_is_one_of_the_server_s():

@@ -35,6 +35,8 @@ class FaultServer:
     """What the server does and what it saw."""
 
     behaviours: Iterator[str]
+    choose: Callable[[list[dict[str, Any]]], str] | None = None
+    """In place of `behaviours`, where the behaviour hangs on the request's samples."""
     port: int = 0
     digest: str = DIGEST
     tokenizer: str = "t1"
@@ -61,8 +63,8 @@ class FaultServer:
                     writer.write(_response(200, content) if self.health == "ok" else BEHAVIOURS[self.health]([], {}))
                 else:
                     assert (method, path.rpartition("/")[2]) == ("POST", "score")
-                    behaviour = next(self.behaviours, "ok")
                     samples = json.loads(body)["samples"]
+                    behaviour = self.choose(samples) if self.choose else next(self.behaviours, "ok")
                     self.asked.append(Asked(behaviour, headers, samples, time.monotonic()))
                     if not await self._behave(behaviour, samples, headers, writer):
                         break
