@@ -10,7 +10,6 @@ from chaos.strikes import Strikes
 from tests.unit.rewards.http.conftest import requests_of, source_of
 from tests.unit.rewards.http.fault_server import BEHAVIOURS
 
-
 ONE, OTHER = [{"tokens": [1]}], [{"tokens": [2]}]
 
 
