@@ -18,7 +18,7 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from tests.cluster.processes import abandoned, descendants, shared_memory
-from tests.cluster.ranks import floor, fresh_ranks, ranks
+from tests.cluster.shared_ray import shared_ray
 from tests.cluster.tiny import (
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
@@ -30,8 +30,7 @@ from tests.cluster.tiny import (
     write_prompts,
 )
 
-__all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "floor", "fresh_ranks", "ranks",
-           "write_prompts"]
+__all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "shared_ray", "write_prompts"]
 
 
 @dataclass
@@ -60,7 +59,7 @@ def files(tmp_path_factory) -> Files:
 
 
 @pytest.fixture(scope="session")
-def configure(files):
+def configure(files, shared_ray):
     """configure(directory, **sections) -> configuration file of a tiny run with these sections changed."""
 
     def write(directory: Path, **sections: dict[str, Any]) -> Path:

@@ -14,16 +14,23 @@ TRAFFIC = "coordinator/"
 """Bytes received, which hold timings too."""
 
 
-def whole_and_resumed(configure, sections, tmp_path_factory):
-    """(directory of a run of 3 steps saved after the second, directory of one resumed from there)."""
+def whole_run(configure, sections, tmp_path_factory):
+    """Directory of a run of 3 steps, saved after the second and the last."""
     from rlhf_ray.stages import ppo
 
-    whole, again = (tmp_path_factory.mktemp(name) / "run" for name in ("whole", "again"))
+    whole = tmp_path_factory.mktemp("whole") / "run"
     ppo.run(load(PPOConfig, configure(whole, **sections), []))
-    shutil.copytree(whole, again)
+    return whole
+
+
+def resumed_run(whole, configure, sections, tmp_path_factory):
+    """Directory of such a run that goes on from where the whole one was after its second step."""
+    from rlhf_ray.stages import ppo
+
+    again = shutil.copytree(whole, tmp_path_factory.mktemp("again") / "run")
     shutil.rmtree(again / "checkpoints/step_3")
     ppo.run(load(PPOConfig, configure(again, **sections), []), resume=True)
-    return whole, again
+    return again
 
 
 def samples(directory):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -40,15 +41,16 @@ def command_line(monkeypatch, capfd):
 
 
 @pytest.fixture
-def refused(command_line, configure, tmp_path):
-    """refused(run sections, overrides...) -> the message of a command that stopped before Ray started."""
-    import ray
+def refused(command_line, configure, tmp_path, monkeypatch):
+    """refused(run sections, overrides...) -> the message of a command that stopped before it joined or started Ray."""
+    joined = []
+    monkeypatch.setattr("rlhf_ray.stages.workplace.ray_session", lambda *_: joined.append(1) or nullcontext())
 
     def run(*overrides, **sections):
         outcome = command_line("ppo", configure(tmp_path / "run", **sections), *overrides)
         assert outcome.code == REFUSED, outcome.err
         assert outcome.err.startswith("error: ") and "Traceback" not in outcome.err
-        assert not ray.is_initialized() and outcome.seconds < FIRST_SIGN_S
+        assert not joined and outcome.seconds < FIRST_SIGN_S
         assert not (tmp_path / "run/metrics.jsonl").exists()
         return outcome.err
 

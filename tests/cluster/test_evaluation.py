@@ -30,15 +30,8 @@ def run(configure, directory, resume=False, **early_stop):
 
 
 @pytest.fixture(scope="module")
-def whole(configure, tmp_path_factory):
-    """(directory, summary) of a run that nothing ended early."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
-    return directory, run(configure, directory, patience=2)
-
-
-@pytest.fixture(scope="module")
 def given_up(configure, tmp_path_factory):
-    """(directory, the error it ended with): the same run, given up after two steps in a row away from the reference."""
+    """(directory, the error it ended with): a run that is given up after two steps in a row away from the reference."""
     directory = tmp_path_factory.mktemp("given_up") / "run"
     with pytest.raises(StoppedEarly) as stopped:
         run(configure, directory, kl_above=0.01, patience=2)
@@ -47,7 +40,7 @@ def given_up(configure, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(given_up, configure, tmp_path_factory):
-    """Directory of the given-up run, resumed without the limit."""
+    """(directory, summary) of that run, resumed without the limit and made to its end."""
     directory = tmp_path_factory.mktemp("resumed") / "run"
     shutil.copytree(given_up[0], directory)
     return directory, run(configure, directory, resume=True, patience=2)
@@ -58,23 +51,23 @@ def evaluations(directory):
             for row in read_metrics(directory) if "eval/reward" in row}
 
 
-def test_evaluation_draws_its_own_responses_and_tells_no_kl(whole):
-    found = evaluations(whole[0])
+def test_evaluation_draws_its_own_responses_and_tells_no_kl(resumed):
+    found = evaluations(resumed[0])
     assert list(found) == list(range(STEPS + 1))
     assert all(row["eval/responses"] == 2 * HELD_OUT and "eval/kl" not in row for row in found.values())
     assert max(row["eval/length"] for row in found.values()) > RESPONSE_TOKENS, "longer than training allows"
 
 
-def test_pass_at_k_is_told_of_the_verifiable_component_alone(whole):
-    for row in evaluations(whole[0]).values():
+def test_pass_at_k_is_told_of_the_verifiable_component_alone(resumed):
+    for row in evaluations(resumed[0]).values():
         assert {name for name in row if "pass@" in name} == {"eval/pass@1/seen", "eval/pass@2/seen"}
         assert row["eval/pass@1/seen"] == pytest.approx(row["eval/reward/seen"])
         assert row["eval/pass@1/seen"] <= row["eval/pass@2/seen"] <= 2 * row["eval/pass@1/seen"]
-    assert any(0 < row["eval/pass@1/seen"] < row["eval/pass@2/seen"] for row in evaluations(whole[0]).values())
+    assert any(0 < row["eval/pass@1/seen"] < row["eval/pass@2/seen"] for row in evaluations(resumed[0]).values())
 
 
-def test_the_best_step_is_kept_and_exported(whole):
-    directory, summary = whole
+def test_the_best_step_is_kept_and_exported(resumed):
+    directory, summary = resumed
     values = {step: row["eval/length"] for step, row in evaluations(directory).items()}
     best = min(values, key=values.get)
     assert (summary["best_step"], summary["best_value"]) == (best, values[best])
@@ -101,11 +94,17 @@ def test_a_run_that_was_given_up_says_so_everywhere(given_up):
     assert verify_manifest(directory / "checkpoints/step_3").step == 3
 
 
-def test_a_run_taken_up_again_with_another_limit_is_the_same_run(whole, resumed):
+def test_a_run_taken_up_again_forgets_that_it_was_given_up(resumed):
+    assert "stopped_early" not in resumed[1] and resumed[1]["steps"] == STEPS
+
+
+@pytest.mark.slow
+def test_a_run_taken_up_again_with_another_limit_is_the_same_run(configure, tmp_path, resumed):
+    """As one that nothing ended early."""
+    whole = tmp_path / "run", run(configure, tmp_path / "run", patience=2)
     for name in ("model/model.safetensors", "best/model.safetensors", "best.json"):
         assert (resumed[0] / name).read_bytes() == (whole[0] / name).read_bytes(), name
     assert evaluations(resumed[0]) == evaluations(whole[0])
     last = f"checkpoints/step_{STEPS}/coordinator.json"
     first, second = (json.loads((directory / last).read_text())["run"] for directory in (whole[0], resumed[0]))
     assert first == second and second["early_stop"]["start"] == first["early_stop"]["start"] != []
-    assert "stopped_early" not in resumed[1] and resumed[1]["steps"] == STEPS

@@ -1,4 +1,4 @@
-"""A run whose policy is its own critic and reads pretraining text: no critic is started, and resumed it is the same."""
+"""A run whose policy is its own critic and reads pretraining text: no critic is started."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError
 from tests.cluster.conftest import SMALL, VOCAB
-from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, whole_and_resumed, without
+from tests.cluster.resumed import CLOCKS, TRAFFIC, resumed_run, steps, whole_run, without
 
 pytestmark = pytest.mark.cluster
 CRITIC = {"backbone": "policy", "workers": 50}
@@ -30,13 +30,12 @@ def sections(files, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(configure, sections, tmp_path_factory):
-    """(directory of a run of 3 steps saved after the second, directory of one resumed from there)."""
-    return whole_and_resumed(configure, sections, tmp_path_factory)
+def run(configure, sections, tmp_path_factory):
+    return whole_run(configure, sections, tmp_path_factory)
 
 
-def test_both_learn_and_are_spoken_of_under_their_own_names(runs):
-    rows = steps(runs[0])
+def test_both_learn_and_are_spoken_of_under_their_own_names(run):
+    rows = steps(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["policy/grad_norm"] > 0 and row["policy/ptx_loss"] > 1
@@ -46,25 +45,27 @@ def test_both_learn_and_are_spoken_of_under_their_own_names(runs):
     assert rows[2]["kl/sequence"] > 0.1
 
 
-def test_no_critic_is_saved_and_the_head_lies_beside_the_model(runs):
-    saved = {path.name for path in (runs[0] / "checkpoints/step_2").iterdir()}
+def test_no_critic_is_saved_and_the_head_lies_beside_the_model(run):
+    saved = {path.name for path in (run / "checkpoints/step_2").iterdir()}
     assert "policy_learner" in saved and "critic_learner" not in saved
-    assert (runs[0] / "checkpoints/step_2/policy_learner/ptx_0.json").is_file()
-    assert set(load_file(runs[0] / "value_head.safetensors")) == {"value_head.weight"}
-    assert "and text in text.jsonl" in (runs[0] / "model/README.md").read_text()
+    assert (run / "checkpoints/step_2/policy_learner/ptx_0.json").is_file()
+    assert set(load_file(run / "value_head.safetensors")) == {"value_head.weight"}
+    assert "and text in text.jsonl" in (run / "model/README.md").read_text()
 
 
-def test_the_resumed_run_is_the_same_run(runs):
+@pytest.mark.slow
+def test_the_resumed_run_is_the_same_run(run, configure, sections, tmp_path_factory):
+    runs = run, resumed_run(run, configure, sections, tmp_path_factory)
     whole, again = (without(steps(directory), *CLOCKS, TRAFFIC) for directory in runs)
     assert again == whole
     for file in ("model/model.safetensors", "model_ema/model.safetensors", "value_head.safetensors"):
         assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes()
 
 
-def test_a_run_with_a_critic_of_its_own_does_not_go_on_from_there(runs, configure, sections, tmp_path):
+def test_a_run_with_a_critic_of_its_own_does_not_go_on_from_there(run, configure, sections, tmp_path):
     from rlhf_ray.stages import ppo
 
-    directory = shutil.copytree(runs[0], tmp_path / "run")
+    directory = shutil.copytree(run, tmp_path / "run")
     own = {**sections, "critic": {"workers": 1}}
     with pytest.raises(CheckpointError, match=r"critic.backbone was policy and is own"):
         ppo.run(load(PPOConfig, configure(directory, **own), []), resume=True)

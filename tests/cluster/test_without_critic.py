@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from tests.cluster.conftest import SMALL
-from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, whole_and_resumed, without
+from tests.cluster.resumed import CLOCKS, TRAFFIC, resumed_run, steps, whole_run, without
 
 pytestmark = pytest.mark.cluster
 ALGORITHM = {
@@ -17,31 +17,33 @@ ALGORITHM = {
 }
 
 
+# What is asked for a critic that is not started needs no room in the pool.
+SECTIONS = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM, "critic": {"workers": 50}}
+
+
 @pytest.fixture(scope="module")
-def runs(configure, tmp_path_factory):
-    """(directory of a run of 3 steps saved after the second, directory of one resumed from there)."""
-    sections = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM}
-    # What is asked for a critic that is not started needs no room in the pool.
-    sections["critic"] = {"workers": 50}
-    return whole_and_resumed(configure, sections, tmp_path_factory)
+def run(configure, tmp_path_factory):
+    return whole_run(configure, SECTIONS, tmp_path_factory)
 
 
-def test_nothing_speaks_of_a_critic(runs):
-    rows = steps(runs[0])
+def test_nothing_speaks_of_a_critic(run):
+    rows = steps(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert not [name for row in rows for name in row if "critic" in name or name == "time/values"]
-    saved = {path.name for path in (runs[0] / "checkpoints/step_2").iterdir()}
+    saved = {path.name for path in (run / "checkpoints/step_2").iterdir()}
     assert "policy_learner" in saved and "critic_learner" not in saved
 
 
-def test_the_policy_learns_with_the_penalty_in_its_loss(runs):
-    rows = steps(runs[0])
+def test_the_policy_learns_with_the_penalty_in_its_loss(run):
+    rows = steps(run)
     assert all(row["policy/grad_norm"] > 0 and 0 < row["policy/is_weight_mean"] <= 2 for row in rows)
     assert rows[0]["policy/kl_penalty"] >= 0 and rows[2]["policy/kl_penalty"] > 1e-3
     assert rows[2]["kl/sequence"] > 0.1
 
 
-def test_the_resumed_run_is_the_same_run(runs):
+@pytest.mark.slow
+def test_the_resumed_run_is_the_same_run(run, configure, tmp_path_factory):
+    runs = run, resumed_run(run, configure, SECTIONS, tmp_path_factory)
     whole, again = (without(steps(directory), *CLOCKS, TRAFFIC) for directory in runs)
     assert again == whole
     one, two = (load_file(d / "model/model.safetensors") for d in runs)

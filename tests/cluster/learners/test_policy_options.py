@@ -16,7 +16,7 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
 from rlhf_ray.roles.updates import mini_batches, training_batch
-from tests.cluster.test_learner_update import (  # noqa: F401 (fixtures)
+from tests.cluster.learners.test_learner_update import (  # noqa: F401 (fixtures)
     LARGE,
     OPTIMIZER,
     SEED,

@@ -1,4 +1,4 @@
-"""Learners on real ranks: processes that join once, and build one learner after another."""
+"""Learners on real ranks: processes that join once for all tests here, and build one learner after another."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,12 +10,12 @@ import torch
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.stages.workplace import start_learners, workplace
-from tests.cluster.learner_bench import LearnerBench
+from tests.cluster.learners.learner_bench import LearnerBench
 
 
-@pytest.fixture(scope="module")
-def floor():
-    """A Ray cluster with room for all ranks, and a loop to call them from; benches are made once."""
+@pytest.fixture(scope="package")
+def floor(shared_ray):
+    """A workplace with room for all ranks, and a loop to call them from; benches are made once."""
     from rlhf_ray.cluster.session import ray_session
 
     threads = torch.get_num_threads()
@@ -71,7 +71,7 @@ class Ranks:
         return self._loop.run_until_complete(self._group.values(method, *args))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ranks(floor):
     """Benches of one and of two ranks."""
     groups = {n: floor.spawn(n, f"bench_of_{n}") for n in (1, 2)}
@@ -83,7 +83,7 @@ def ranks(floor):
     return Ranks(floor, groups)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def fresh_ranks(floor):
     """Two ranks in other processes."""
     group = floor.spawn(2, "fresh_bench")

@@ -1,0 +1,1 @@
+"""Tests of learners on real ranks, which they share (see conftest.py)."""
