@@ -1,17 +1,19 @@
 """The policy on prompts it never trained on: the same prompts, the same seeds, before, during and after training."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.loop import EvaluationConfig
 from rlhf_ray.coordinator.crew import kept
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import SampleKey
 
+T = TypeVar("T")
 TEXTS = 8
 """Responses kept as text."""
 
@@ -29,10 +31,14 @@ class Evaluator:
 
     Responses are drawn as `evaluation.sampling` says. Where that is not the distribution under training, no KL is told:
     the generators' log-probabilities are not the policy's then.
+
+    Where prompts without a score leave the run (`reward.on_failure: quarantine`), a held-out one is left out of the
+    evaluation that it has no score in, with all its responses: told, and counted as `unscored`.
     """
 
-    def __init__(self, config: EvaluationConfig, pipeline: Pipeline, prompts: PromptSource) -> None:
-        self.config, self._pipeline, self._prompts = config, pipeline, prompts
+    def __init__(self, config: EvaluationConfig, pipeline: Pipeline, prompts: PromptSource,
+                 warn: Callable[[str], None] = lambda _: None) -> None:
+        self.config, self._pipeline, self._prompts, self._warn = config, pipeline, prompts, warn
         self.rows = prompts.rows
         generator = pipeline.config.generator
         self._room = asyncio.Semaphore(generator.workers * max(2, 2 * generator.max_sequences // generator.chunk))
@@ -40,18 +46,49 @@ class Evaluator:
         self._keys = [SampleKey(0, row, n) for n in range(config.samples_per_prompt) for row in range(prompts.rows)]
 
     async def measure(self) -> Evaluation:
-        """Evaluate the policy that the generators hold now."""
-        config = self._pipeline.config
+        """Evaluate the policy that the generators hold now.
+
+        Raises:
+            RewardError: no held-out prompt has a score, or one has none and none may be left out.
+        """
+        config, team = self._pipeline.config, self._pipeline.team
         size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
-        parts = await self._all([self._part(chunk, TEXTS if i == 0 else 0) for i, chunk in enumerate(chunks)])
-        team = self._pipeline.team
+        parts, unscored = await self._measured(chunks)
         refs = (part.ref for part in parts)
         _, (metrics, texts) = await team.crew(team.assembler).ask_for(
             0, "sum_up", config.evaluates_the_policy_itself, config.solved_at, *refs, phase="evaluate")
+        if config.reward.on_failure == "quarantine":
+            metrics["unscored"] = float(unscored)
         return Evaluation(metrics, texts)
 
-    async def _all(self, work: Sequence[Coroutine[Any, Any, Call]]) -> list[Call]:
+    async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call], int]:
+        """Every chunk, measured, and the number of prompts that are in none of them any more. A chunk with a prompt
+        that turns out to have no score, here or elsewhere, is measured again without it."""
+        parts: dict[int, Call] = {}
+        left_out: dict[int, str] = {}
+        while waiting := [i for i, chunk in enumerate(chunks) if chunk and i not in parts]:
+            found = await self._all([self._part(chunks[i], TEXTS if i == 0 else 0) for i in waiting])
+            failed = {s.key.row: s.reason for part in found if isinstance(part, UnscoredSamples) for s in part.samples}
+            parts |= {i: part for i, part in zip(waiting, found, strict=True)
+                      if not isinstance(part, UnscoredSamples)}
+            for i, chunk in enumerate(chunks):
+                if not failed.keys().isdisjoint(key.row for key in chunk):
+                    chunks[i] = [key for key in chunk if key.row not in failed]
+                    parts.pop(i, None)
+            left_out |= failed
+        self._tell(left_out)
+        return [part for _, part in sorted(parts.items())], len(left_out)
+
+    def _tell(self, left_out: dict[int, str]) -> None:
+        for row, reason in sorted(left_out.items()):
+            self._warn(f"the held-out prompt of row {row} is left out of this evaluation, for a response to it has no "
+                       f"score: {reason}")
+        if len(left_out) == self.rows:
+            raise RewardError(f"none of the {self.rows} held-out prompts has a score, the first for this reason: "
+                              f"{left_out[min(left_out)]}")
+
+    async def _all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """What all parts give. When one fails, none goes on: others are about to need the workers."""
         parts = [asyncio.ensure_future(part) for part in work]
         try:
@@ -60,8 +97,8 @@ class Evaluator:
             for part in parts:
                 part.cancel()
 
-    async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call:
-        """One chunk, measured; what was measured stays in the object store."""
+    async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call | UnscoredSamples:
+        """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""
         team = self._pipeline.team
 
         async def measured() -> Call:
@@ -70,4 +107,7 @@ class Evaluator:
                 "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference, phase="evaluate")
 
         async with self._room:  # deadlines run from the call on, so a long queue must wait here
-            return await kept(measured, self._pipeline.config.cluster.max_restarts)
+            try:
+                return await kept(measured, self._pipeline.config.cluster.max_restarts)
+            except UnscoredSamples as error:
+                return error

@@ -81,6 +81,7 @@ METRICS: dict[str, Metric] = {
     "process_reward/probability": Metric("Probability of a good step, mean"),
     "process_reward/learning_rate": Metric("Learning rate"),
     "eval/accuracy": Metric("Held-out accuracy", "share"),
+    "eval/unscored": Metric("Held-out prompts left out for want of a score", "prompts"),
     "eval/probability": Metric("Probability of a good held-out step, mean"),
 }
 

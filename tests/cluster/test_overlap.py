@@ -46,12 +46,14 @@ def overlapped(configure, tmp_path_factory):
     return make_run(configure, tmp_path_factory.mktemp("overlap") / "run", delayed=True, **sections)
 
 
+@pytest.mark.slow
 def test_with_late_answers_nothing_older_than_the_bound_is_trained(overlapped):
     staleness = [row["staleness/max"] for row in rows_of(overlapped) if "staleness/max" in row]
     assert len(staleness) == 8 and max(staleness) <= 2
     assert max(staleness) > 0, "work that does not overlap would be all zeros"
 
 
+@pytest.mark.slow
 def test_every_sample_of_an_overlapped_run_was_made_once_and_trained(overlapped):
     ledger = json.loads((overlapped / "summary.json").read_text())["ledger"]
     print(ledger)

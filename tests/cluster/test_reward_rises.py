@@ -18,7 +18,7 @@ STEPS = 20
 
 
 def learn(configure, directory, max_staleness):
-    """Rows of the training steps of a run on the task."""
+    """Summary of a run on the task, and the rows of its training steps."""
     from rlhf_ray.stages import ppo
 
     reward = make_counting_reward_model(directory.parent / "counting", VOCAB)
@@ -30,8 +30,8 @@ def learn(configure, directory, max_staleness):
         "coordinator": {"prompts_per_step": 64, "samples_per_prompt": 1, "max_staleness": max_staleness},
         "algorithm": {"epochs": 2, "mini_batches": 4, "kl": {"coef": 0.0, "kind": "fixed"}},
     }
-    ppo.run(load(PPOConfig, configure(directory, **sections), []))
-    return [row for row in read_metrics(directory) if "reward/mean" in row]
+    summary = ppo.run(load(PPOConfig, configure(directory, **sections), []))
+    return summary, [row for row in read_metrics(directory) if "reward/mean" in row]
 
 
 def assert_reward_rises(steps):
@@ -44,8 +44,13 @@ def assert_reward_rises(steps):
 
 
 @pytest.fixture(scope="module")
-def overlapped(configure, tmp_path_factory):
+def run(configure, tmp_path_factory):
     return learn(configure, tmp_path_factory.mktemp("overlapped") / "run", max_staleness=1)
+
+
+@pytest.fixture
+def overlapped(run):
+    return run[1]
 
 
 def test_reward_rises_with_rollouts_one_version_behind(overlapped):
@@ -63,8 +68,13 @@ def test_versions_rise_by_one_a_step(overlapped):
     assert [row["weights/version"] for row in overlapped] == [row["step"] for row in overlapped]
 
 
+def test_every_sample_of_an_overlapped_run_was_made_once_and_trained(run):
+    ledger = run[0]["ledger"]
+    assert (ledger["attempts given up"], ledger["committed"]) == (0, 64 * STEPS)
+
+
 @pytest.mark.slow
 def test_reward_rises_on_policy(configure, tmp_path):
-    steps = learn(configure, tmp_path / "run", max_staleness=0)
+    _, steps = learn(configure, tmp_path / "run", max_staleness=0)
     assert_reward_rises(steps)
     assert {row["staleness/max"] for row in steps} == {0}

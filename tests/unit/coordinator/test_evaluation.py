@@ -13,8 +13,8 @@ from rlhf_ray.config.loop import EvaluationConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
 from rlhf_ray.coordinator.route import Scored
-from rlhf_ray.errors import RewardError
-from rlhf_ray.records import EvaluationPart, SampleKey
+from rlhf_ray.errors import RewardError, UnscoredSamples
+from rlhf_ray.records import EvaluationPart, SampleKey, Unscored
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.held_out import pass_rates, summarise
 from tests.unit.coordinator.stand_ins import StandInCall, StandInPrompts, team_of
@@ -198,3 +198,41 @@ def test_which_components_count_as_solved_and_from_where():
 
     assert solved_at() == {"sum": 2.0}, "a rule whose passing is worth less than its failing solves nothing"
     assert solved_at(solved_at=0.5) == {"sum": 2.0, "tests": 0.5}
+
+
+class SomeWithoutScore(StandInPipeline):
+    """No sample of `bad` prompts has a score."""
+
+    def __init__(self, config, bad):
+        super().__init__(config)
+        self._bad = bad
+
+    async def score(self, keys, *others):
+        if failed := [Unscored(key, "p", "r", f"row {key.row} is odd") for key in keys if key in self._bad]:
+            self.asked.append((keys, *others))
+            raise UnscoredSamples("no score", failed)
+        return await super().score(keys, *others)
+
+
+def evaluate_without(ppo_config, bad, warn, rows=5):
+    config = ppo_config(chunk=4, evaluation={"prompts": "e", "samples_per_prompt": 2},
+                        reward={"on_failure": "quarantine"})
+    evaluator = Evaluator(config.evaluation, SomeWithoutScore(config, bad), StandInPrompts("held out", rows=rows), warn)
+    return asyncio.run(evaluator.measure())
+
+
+def test_a_held_out_prompt_without_a_score_is_left_out_with_all_its_samples_and_told(ppo_config):
+    told = []
+    bad = [SampleKey(0, 2, 1), SampleKey(0, 4, 0)]  # other samples of both are in chunks that could be scored
+    found = evaluate_without(ppo_config, bad, told.append)
+    assert found.metrics["unscored"] == 2 and found.metrics["responses"] == 6
+    assert found.metrics["reward"] == pytest.approx((0 + 1 + 3) / 3)
+    assert [line.split(":")[0].split(" is ")[0] for line in told] == [
+        "the held-out prompt of row 2", "the held-out prompt of row 4"]
+    assert told[0].endswith("row 2 is odd")
+    assert evaluate_without(ppo_config, [], told.append).metrics["unscored"] == 0 and len(told) == 2
+
+
+def test_an_evaluation_without_any_score_ends_the_run(ppo_config):
+    with pytest.raises(RewardError, match="none of the 2 held-out prompts has a score.*row 0 is odd"):
+        evaluate_without(ppo_config, [SampleKey(0, 0, 0), SampleKey(0, 1, 0)], lambda _: None, rows=2)
