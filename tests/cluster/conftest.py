@@ -17,6 +17,7 @@ from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
+from tests.cluster.outside import interrupted, resumed_outside
 from tests.cluster.processes import abandoned, descendants, shared_memory
 from tests.cluster.shared_ray import shared_ray
 from tests.cluster.tiny import (
@@ -30,7 +31,8 @@ from tests.cluster.tiny import (
     write_prompts,
 )
 
-__all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "shared_ray", "write_prompts"]
+__all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "interrupted", "resumed_outside",
+           "shared_ray", "write_prompts"]
 
 
 @dataclass

@@ -40,7 +40,7 @@ def run(configure, tmp_path_factory):
     root = tmp_path_factory.mktemp("bad_rewards")
     (root / "mine.py").write_text(FUNCTION)
     order = [row for _, row in PromptCursor(PROMPTS, SEED, shuffle=True).next(PROMPTS)]
-    kinds = {row: "huge" for row in order[: A_STEP + 1]} | {order[1]: "raises", order[12]: "nan"}
+    kinds = dict.fromkeys(order[:A_STEP + 1], "huge") | {order[1]: "raises", order[12]: "nan"}
     rows = [{"prompt": f"w{i + 2} w{i + 3}", "kind": kinds.get(i)} for i in range(PROMPTS)]
     held_out = [{"prompt": "w2 w3", "kind": "nan"}, {"prompt": "w4 w5", "kind": None}]
     for name, lines in (("prompts", rows), ("held_out", held_out)):

@@ -13,7 +13,7 @@ import pytest
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from tests.cluster.conftest import SMALL
 from tests.cluster.processes import abandoned, shared_memory
-from tests.cluster.test_interrupt import wait_for
+from tests.cluster.outside import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 FUNCTION = "def score(responses):\n    return [float(len(response)) for response in responses]\n"
