@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from tests.cluster.conftest import SMALL
-from tests.cluster.processes import abandoned, shared_memory
 from tests.cluster.outside import wait_for
+from tests.cluster.processes import abandoned, shared_memory
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 FUNCTION = "def score(responses):\n    return [float(len(response)) for response in responses]\n"
