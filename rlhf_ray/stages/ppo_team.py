@@ -34,7 +34,7 @@ def spawn_team(config: PPOConfig, place: Workplace, healing: Healing | None = No
             lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
                           "max_context": config.prompts.max_tokens + config.longest_response[0],
                           "name": f"generator/{rank}", "in_flight": config.weights.in_flight},
-            generator_environment(generation), goodbye="stop",
+            {**generator_environment(generation), **place.scratch}, goodbye="stop",
         ),
         reference=place.spawn(
             "reference_scorer", ReferenceScorer, config.reference,

@@ -74,7 +74,7 @@ class _Sampler:
             lambda rank: {"model": model, "generation": generation, "seed": config.run.seed,
                           "max_context": config.prompts.max_tokens + generation.sampling.max_tokens,
                           "name": f"generator/{rank}"},
-            generator_environment(generation), goodbye="stop",
+            {**generator_environment(generation), **place.scratch}, goodbye="stop",
         )
         self._crew = Crew(self._generators, StepClock())
         self._ranker = place.spawn("pair_ranker", PairRanker, pool,

@@ -1,8 +1,9 @@
 """What every stage stands on: pools on a cluster, workers in them, and a clean floor when the stage is over."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from rlhf_ray.cluster.group import WorkerGroup
@@ -25,8 +26,14 @@ may still be loading then, and hear nothing)."""
 class Workplace:
     """Spawns the workers of a stage and remembers them."""
 
-    def __init__(self, config: StageConfig, pools: Pools) -> None:
+    def __init__(self, config: StageConfig, pools: Pools, scratch: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            scratch: see the attribute of that name.
+        """
         self._config, self._pools = config, pools
+        self.scratch = scratch or {}
+        """Variables of the environment by which a worker's temporary files come to lie where the stage removes them."""
         self._groups: list[tuple[WorkerGroup, str | None]] = []
 
     def spawn(
@@ -57,16 +64,28 @@ async def workplace(config: StageConfig) -> AsyncIterator[Workplace]:
     """The stage's pools, opened with a deadline; workers and pools are gone afterwards whatever happens."""
     pools = Pools(config.pools)
     await pools.open(config.cluster.start_timeout_s)
-    place = Workplace(config, pools)
     patience_s = HASTY_GOODBYE_S
-    try:
-        yield place
-        patience_s = GOODBYE_S
-    finally:
+    with scratch(config) as variables:
+        place = Workplace(config, pools, variables)
         try:
-            await place.dismiss(patience_s)
+            yield place
+            patience_s = GOODBYE_S
         finally:
-            pools.close()
+            try:
+                await place.dismiss(patience_s)
+            finally:
+                pools.close()
+
+
+@contextmanager
+def scratch(config: StageConfig) -> Iterator[dict[str, str]]:
+    """A directory for temporary files of workers, which those that are killed cannot remove themselves; yields the
+    variables that lead there. Nodes of a cluster that was joined have temporary places of their own: none then."""
+    if config.cluster.address is not None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="rlhf-ray-", ignore_cleanup_errors=True) as directory:
+        yield {"TMPDIR": directory}
 
 
 async def start_learners(group: WorkerGroup, timeout_s: float) -> list[Any]:
