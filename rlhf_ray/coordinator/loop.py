@@ -100,7 +100,7 @@ class Coordinator:
         try:
             return await self.pipeline.next_batch()
         except WorkerError as error:
-            if error.role not in {group.role for group in self.team.learners()} and self._saved_at != self.state.step:
+            if not self.team.trains(error.role) and self._saved_at != self.state.step:
                 with suppress(RLHFError):  # what the error says is more to the point; an older checkpoint may be there
                     await self._save()
             raise

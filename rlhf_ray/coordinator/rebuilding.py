@@ -51,7 +51,7 @@ class Rebuilding:
 
     async def _lost_a_learner(self, error: WorkerError) -> bool:
         """Whether a learner failed. One whose result others miss is asked whether it is there; it may be busy."""
-        if error.role in {group.role for group in self._team.learners()}:
+        if self._team.trains(error.role):
             return True
         if not (isinstance(error, WorkerLost) and error.kind == "result"):
             return False

@@ -37,6 +37,10 @@ class Team:
         """The groups with a model under training."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
+    def trains(self, role: str | None) -> bool:
+        """Whether the workers of a role are learners."""
+        return role in {group.role for group in self.learners()}
+
     def workers(self) -> dict[str, int]:
         """Number of workers by role."""
         return {group.role: len(group) for group in self.groups()}

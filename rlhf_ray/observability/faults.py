@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,13 @@ class FaultLog:
     def wall_time(self, ago_s: float) -> float:
         """The time of day `ago_s` seconds ago."""
         return round(time.time() - ago_s, 3)
+
+    def count_again(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Rows of metrics were dropped, since their steps are made again: what they counted belongs to the next row."""
+        for row in rows:
+            self._lost += int(row.get("faults/lost_workers") or 0)
+            self._redispatched += int(row.get("faults/redispatched") or 0)
+            self._seconds_down += row.get("faults/seconds_down") or 0.0
 
     def take(self) -> dict[str, float]:
         """Metrics since the last call: workers lost, seconds that those now back were down, and work made again."""

@@ -36,7 +36,8 @@ class MetricsWriter:
         """
         run = RunDirectory(run_dir)
         run.path.mkdir(parents=True, exist_ok=True)
-        _mend(run.metrics, resume_at)
+        self.dropped = _mend(run.metrics, resume_at)
+        """Rows that were dropped."""
         self._sinks = open_sinks(run, logging, resume_at)
         self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for as long as the run
 
@@ -86,11 +87,15 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _mend(path: Path, last_step: int | None) -> None:
-    """Rewrite the file without a torn last line, to which the next row would stick, and without rows of later steps."""
-    if path.exists():
-        kept = [row for row in read_metrics(path.parent) if last_step is None or row["step"] <= last_step]
-        write_atomically(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept))
+def _mend(path: Path, last_step: int | None) -> list[dict[str, Any]]:
+    """Rewrite the file without a torn last line, to which the next row would stick, and without rows of later steps,
+    which are returned."""
+    if not path.exists():
+        return []
+    rows = read_metrics(path.parent)
+    kept = [row for row in rows if last_step is None or row["step"] <= last_step]
+    write_atomically(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept))
+    return [row for row in rows if last_step is not None and row["step"] > last_step]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

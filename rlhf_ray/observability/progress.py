@@ -46,6 +46,7 @@ class StageProgress:
         self._stream = stream or sys.stdout
         self._every_s = every_s
         self._began = time.monotonic()
+        self._warned: set[str] = set()
         # Starting up is no part of the pace: it is measured from the first finished step on.
         self._pace: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS + 1)
         self._numbers: dict[str, float] = {}
@@ -96,6 +97,12 @@ class StageProgress:
     def warn(self, text: str) -> None:
         """A line that a person should look at."""
         self._say(f"warning: {text}", style="bold yellow")
+
+    def warn_once(self, text: str) -> None:
+        """`warn`, unless the stage has said the same before: steps that are made again repeat what is to be said."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warn(text)
 
     def seconds_left(self) -> float | None:
         """Time left at the pace of the last steps, in seconds; None before there is a pace."""

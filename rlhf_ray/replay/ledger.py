@@ -26,6 +26,8 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger_tables import CREATE, SCHEMA, LedgerFacts, State, contents, unharmed
 
 UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
+LOCKED_S = 60.0
+"""For another program to let go of the file. Those that read it as `open_for_reading` does never keep it."""
 LOST = "the process ended before the next checkpoint"
 UNMADE = "FROM samples WHERE state IN ('leased', 'generated')"
 """Samples whose experience is not whole; a checkpoint holds the bytes of those that are scored."""
@@ -44,7 +46,7 @@ class Ledger:
         """Open an existing ledger; see `create`."""
         self.path = Path(path)
         with self._told("opened"):
-            self._db = sqlite3.connect(_uri(self.path, "rw"), uri=True)
+            self._db = sqlite3.connect(_uri(self.path, "rw"), uri=True, timeout=LOCKED_S)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")  # survives the process; a checkpoint's copy is flushed
             check_ledger(self._db, self.path)
@@ -156,10 +158,15 @@ class Ledger:
             _commit_consumed(db, step)
 
     def close(self) -> None:
-        """Leave one file behind, without a write-ahead log, which readers would begin anew."""
-        with self._told("closed"):
-            self._db.execute("PRAGMA journal_mode=DELETE")
-            self._db.close()
+        """Leave one file behind, without a write-ahead log, which readers would begin anew. The log stays, whole, where
+        somebody reads at this moment, or holds the file."""
+        with self._told("closed"), closing(self._db):
+            self._db.execute("PRAGMA busy_timeout=2000")
+            try:
+                self._db.execute("PRAGMA journal_mode=DELETE")
+            except sqlite3.OperationalError as error:
+                if not _is_locked(error):
+                    raise
 
     def _move(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], **columns: Any) -> None:
         """Bring samples from one of the states `since` to the next, and set some columns."""
@@ -188,7 +195,8 @@ class Ledger:
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"{self.path}: a sample that is there already was admitted again ({error})") from error
         except sqlite3.Error as error:
-            raise LedgerError(f"{self.path} cannot be {action}: {error}; is the disk full?") from error
+            hint = "another program keeps it locked: end that" if _is_locked(error) else "is the disk full?"
+            raise LedgerError(f"{self.path} cannot be {action}: {error}; {hint}") from error
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
@@ -228,6 +236,10 @@ def _check_ledger(db: sqlite3.Connection, path: Path) -> None:
         empty.executescript(CREATE)
         if contents(db) != contents(empty):
             raise LedgerError(f"{path} is damaged, or no ledger: it has other tables or columns than one has")
+
+
+def _is_locked(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY")
 
 
 def _commit_consumed(db: sqlite3.Connection, step: int | None = None) -> None:

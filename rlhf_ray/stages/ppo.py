@@ -199,7 +199,8 @@ def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prom
     """Where prompts without a score go; None where they end the run."""
     if config.reward.on_failure == "fail":
         return None
-    return Quarantine(ledger, directory.quarantine, config.reward.quarantine_limit, sum(prompts.sizes), progress.warn)
+    return Quarantine(ledger, directory.quarantine, config.reward.quarantine_limit, sum(prompts.sizes),
+                      progress.warn_once)
 
 
 def close_books(ledger: Ledger) -> dict[str, int]:

@@ -62,6 +62,8 @@ class Course:
         metrics = MetricsWriter(self._directory.path, self._config.logging, kept)
         try:
             coordinator = self.coordinator = self._wire(metrics, self.evaluations, kept)
+            if metrics.dropped:
+                coordinator.team.healing.log.count_again(metrics.dropped)
             try:
                 await bring_back(coordinator, start, again)
                 await self._timed(coordinator)

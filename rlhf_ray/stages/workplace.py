@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
+from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session
@@ -116,8 +117,12 @@ def run_stage(
     directory = RunDirectory.create(config.run.dir, resume)
     with directory.alone():
         save_config(config, directory.config)
-        with ray_session(config.cluster, config.pools, directory.path.name) as session:
-            summary = run_async(main(directory, session))
+        try:
+            with ray_session(config.cluster, config.pools, directory.path.name) as session:
+                summary = run_async(main(directory, session))
+        finally:  # workers may write to a checkpoint that was given up until they are gone
+            with suppress(OSError):
+                CheckpointStore(directory.checkpoints, keep=1).clean()
         directory.write_json("summary.json", summary)
         if directory.metrics.is_file():
             write_report(directory.path)

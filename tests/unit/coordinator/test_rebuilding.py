@@ -50,7 +50,8 @@ def setting(tmp_path, gone=(), **cluster):
         assert policy.respawned[-2:] == critic.respawned[-2:] == [0, 1]
         started.append(True)
 
-    team, store = SimpleNamespace(learners=lambda: [policy, critic]), CheckpointStore(tmp_path, 2)
+    team = SimpleNamespace(learners=lambda: [policy, critic], trains=lambda role: role in ("policy", "critic"))
+    store = CheckpointStore(tmp_path, 2)
     return Rebuilding(ClusterConfig(**cluster), team, store, start, lambda _: None), store, started
 
 

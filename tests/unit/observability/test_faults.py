@@ -55,3 +55,13 @@ def test_a_damaged_line_is_named(faults):
     faults.write_text("{}\n" + faults.read_text())
     with pytest.raises(DataError, match=r"faults.jsonl, line 1: not a lost worker: b'\{\}'"):
         read_faults(faults)
+
+
+def test_what_dropped_rows_counted_is_told_in_the_next_row(tmp_path):
+    log = FaultLog(tmp_path / "faults.jsonl")
+    log.lost("a generator")
+    log.write({"role": "generator", "redispatched": 4}, seconds_down=2.0)
+    row = {"step": 3, **log.take()}
+    log.count_again([row, {"step": 3, "eval/reward": 1.0}, {"step": 4, "faults/lost_workers": None}])
+    log.lost("a learner")
+    assert log.take() == {"faults/lost_workers": 2.0, "faults/seconds_down": 2.0, "faults/redispatched": 4.0}

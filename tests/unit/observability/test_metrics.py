@@ -17,6 +17,7 @@ def write_steps(run_dir, steps, resume_at=None):
     for step in steps:
         writer.write(step, {"reward/mean": step / 10})
     writer.close()
+    return writer
 
 
 def test_a_row_holds_step_time_and_the_flat_names(tmp_path):
@@ -73,7 +74,7 @@ def test_resuming_drops_later_rows_and_the_torn_line_then_goes_on(tmp_path):
     write_steps(tmp_path, (1, 2, 3, 4))
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 5')
-    write_steps(tmp_path, (3, 4), resume_at=2)
+    assert [row["step"] for row in write_steps(tmp_path, (3, 4), resume_at=2).dropped] == [3, 4]
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3, 4]
     assert len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) == 4
 

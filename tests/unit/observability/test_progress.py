@@ -157,3 +157,11 @@ def test_changes_keep_metrics_of_one_side_only():
 )
 def test_durations_read_as_a_person_says_them(seconds, words):
     assert duration(seconds) == words
+
+
+def test_a_warning_that_was_given_once_is_not_repeated():
+    stream = io.StringIO()
+    progress = StageProgress("PPO", 3, stream=stream)
+    for text in ("row 3 leaves", "row 4 leaves", "row 3 leaves"):
+        progress.warn_once(text)
+    assert stream.getvalue().splitlines() == ["PPO: warning: row 3 leaves", "PPO: warning: row 4 leaves"]

@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing
 
 import pytest
@@ -148,6 +149,7 @@ def test_a_damaged_ledger_is_refused_by_name(tmp_path):
 
 KILLED = """
 import sys
+import threading
 from pathlib import Path
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
@@ -192,3 +194,35 @@ def test_others_read_while_the_run_writes(ledger):
         assert counts(db)["generated"] == 2
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             db.execute("DELETE FROM samples")
+
+
+def test_a_reader_in_the_middle_of_its_reading_stops_neither_the_run_nor_its_end(ledger):
+    ledger.lease(keys(0), 0)
+    with closing(open_for_reading(ledger.path)) as db:
+        db.execute("BEGIN")
+        assert counts(db)["leased"] == 2
+        ledger.lease(keys(1), 0)
+        ledger.close()
+        assert counts(db)["leased"] == 2, "as when it began to read"
+    assert len(table(ledger.path)) == 4
+
+
+def hold(path):
+    """A connection that keeps a ledger locked, as a shell does in the middle of a change."""
+    db = sqlite3.connect(path, check_same_thread=False)
+    db.execute("BEGIN IMMEDIATE")
+    return db
+
+
+def test_a_lock_is_waited_for_and_one_that_stays_is_told(ledger, monkeypatch):
+    ledger.close()
+    monkeypatch.setattr("rlhf_ray.replay.ledger.LOCKED_S", 1.0)
+    ledger = Ledger(ledger.path)
+    holder = hold(ledger.path)
+    letting_go = threading.Timer(0.3, holder.rollback)
+    letting_go.start()
+    ledger.lease(keys(0), 0)
+    letting_go.join()
+    with closing(holder), pytest.raises(LedgerError, match="locked; another program keeps it locked: end that"):
+        holder.execute("BEGIN IMMEDIATE")
+        ledger.generated(keys(0), "generator/0")
