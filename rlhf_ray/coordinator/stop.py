@@ -17,14 +17,16 @@ class StopRequest:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.requested: str | None = None
-        """Name of the signal that asked."""
+        """Name of the signal, or of what else asked."""
         self.can_save = False
         """Whether there is something to save, which the first signal leaves time for."""
         self._say = say
+        self._signalled = False
+        """Whether a signal asked already; one that follows another's request asks for the same as that."""
         self._asked = asyncio.Event()
 
     def ask(self, name: str) -> None:
-        """Ask the run to stop, in the name of a signal."""
+        """Ask the run to stop, in the name of a signal, or of whatever else asks."""
         self.requested = name
         self._asked.set()
 
@@ -38,7 +40,8 @@ class StopRequest:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def asked(name: str) -> None:
-            hurry = self.requested is not None or not self.can_save
+            hurry = self._signalled or not self.can_save
+            self._signalled = True
             self.ask(name)
             if hurry and task is not None:
                 task.cancel()

@@ -15,6 +15,7 @@ from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.coordinator.notice import heeding_notices
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
@@ -125,7 +126,9 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                         resume_at),
                 )
                 watch = Watch(team, config.cluster.lease_s)
+                frozen = [group for group in team.groups() if not team.trains(group.role)]
                 async with (live_status(lambda: course.coordinator, directory), pulse.watched(),
+                            heeding_notices(stop, progress.warn, team.learners(), frozen),
                             team.healing.at_work(watch.keep_looking()),
                             answering(directory, {})):
                     coordinator = await course.run(start, resume)

@@ -11,6 +11,7 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.coordinator.notice import heeding_notices
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -64,10 +65,11 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                     learners, rows = await _prepare(stage, place, progress)
                     run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                         stage.card)
-                    if start is not None:
-                        await run.restore(start.path)
-                    evaluation = await run.train()
-                    await run.export()
+                    async with heeding_notices(stop, progress.warn, [learners]):
+                        if start is not None:
+                            await run.restore(start.path)
+                        evaluation = await run.train()
+                        await run.export()
         finally:
             metrics.close()
     return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began, **evaluation,

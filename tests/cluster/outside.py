@@ -28,6 +28,7 @@ from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.ledger import open_for_reading
+from tests.cluster.tiny import SMALL
 from tests.unit.rewards.http.fault_server import FaultServer, faulty_in_thread
 
 T = TypeVar("T")
@@ -138,8 +139,6 @@ class InterruptedRun:
 
 @pytest.fixture(scope="session")
 def interrupted(configure, files, tmp_path_factory) -> Iterator[InterruptedRun]:
-    from tests.cluster.conftest import SMALL
-
     root = tmp_path_factory.mktemp("interrupted")
     ray_files = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short name: Ray's sockets lie below it
     (root / "token").write_text(SECRET)

@@ -116,3 +116,19 @@ def test_afterwards_signals_are_the_worlds_again():
         return stop.requested, caught
 
     assert asyncio.run(run()) == (None, ["world"])
+
+
+def test_a_signal_that_follows_another_s_request_leaves_time_to_save():
+    """As machines send it that were told of their end before."""
+    said = []
+
+    async def run():
+        stop = StopRequest(said.append)
+        stop.can_save = True
+        with stop.listening():
+            stop.ask("the drain of its node")
+            await kill_and_look(signal.SIGTERM)
+            return stop.requested
+
+    assert asyncio.run(run()) == "SIGTERM"
+    assert len(said) == 1 and said[0].startswith("SIGTERM: saving")

@@ -1,0 +1,73 @@
+"""A run that is told that a machine of its goes away leaves in good order while it can.
+
+Learners, and the driver itself, cannot be without their node: everything is saved and the run ends, as when a person
+asks it to. Other workers are replaced when they are gone.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+
+from rlhf_ray.cluster.drain import draining_nodes, own_node
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.coordinator.stop import StopRequest
+
+LOOK_S = 2.0
+"""Between two looks. The shortest notice of a large cloud is 30 s (Google's spot machines; Amazon gives two minutes).
+"""
+
+
+@asynccontextmanager
+async def heeding_notices(stop: StopRequest, warn: Callable[[str], None], learners: Iterable[WorkerGroup],
+                          others: Iterable[WorkerGroup] = ()) -> AsyncIterator[None]:
+    """Look after nodes that are being drained during the enclosed work.
+
+    Args:
+        stop: is asked when one of them is the driver's or a learner's.
+        warn: is told of those with other workers.
+    """
+    notices = Notices(stop, warn, tuple(learners), tuple(others))
+    task = asyncio.create_task(notices.keep_looking(), name="notices")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class Notices:
+    """What was said of each node, once."""
+
+    def __init__(self, stop: StopRequest, warn: Callable[[str], None], learners: tuple[WorkerGroup, ...],
+                 others: tuple[WorkerGroup, ...]) -> None:
+        self._stop, self._warn, self._learners, self._others = stop, warn, learners, others
+        self._driver = own_node()
+        self._known: set[str] = set()
+
+    async def keep_looking(self) -> None:
+        """Look until cancelled."""
+        while True:
+            with suppress(Exception):  # a control service that gives no answer is met elsewhere
+                found = await asyncio.to_thread(draining_nodes)
+                for node in found.keys() - self._known:
+                    self._known.add(node)
+                    self.heed(node, found[node])
+            await asyncio.sleep(LOOK_S)
+
+    def heed(self, node: str, left_s: float | None) -> None:
+        """A node is being drained, and goes away in `left_s` seconds if that is known."""
+        when = "" if left_s is None else f" in {max(0.0, left_s):.0f} s"
+        bound = ["the driver"] * (node == self._driver) + workers_on(node, self._learners)
+        if bound:
+            self._warn(f"the node of {', '.join(bound)} is being drained and goes away{when}: the run is saved and "
+                       "ends")
+            self._stop.ask("the drain of its node")
+        elif workers := workers_on(node, self._others):
+            self._warn(f"the node of {', '.join(workers)} is being drained and goes away{when}; they are replaced "
+                       "where there is room for them then")
+
+
+def workers_on(node: str, groups: Iterable[WorkerGroup]) -> list[str]:
+    """Names of the workers that have named a process of theirs on the node."""
+    return [f"{group.role}/{rank}" for group in groups for rank in range(len(group))
+            if (processes := group.processes(rank)) is not None and processes.node == node]
