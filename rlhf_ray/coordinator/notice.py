@@ -13,8 +13,7 @@ from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.stop import StopRequest
 
 LOOK_S = 2.0
-"""Between two looks. The shortest notice of a large cloud is 30 s (Google's spot machines; Amazon gives two minutes).
-"""
+"""Between two looks. Clouds give notice of half a minute (Google's spot machines) to two (Amazon's)."""
 
 
 @asynccontextmanager

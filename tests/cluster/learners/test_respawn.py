@@ -3,39 +3,16 @@
 import asyncio
 import os
 import signal
-import subprocess
 import time
 
 import psutil
 import pytest
 
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.errors import WorkerBroken, WorkerLost
+from rlhf_ray.errors import WorkerLost
+from tests.cluster.learners.sleeper import Sleeper
 
 pytestmark = pytest.mark.cluster
-
-
-class Sleeper:
-    """Answers at once, late, or never; may have a process of its own."""
-
-    def __init__(self, rank, children):
-        self.rank, self.children = rank, children
-
-    def start(self):
-        self.started = [subprocess.Popen(["sleep", "600"]) for _ in range(self.children)]
-        return self.rank
-
-    def echo(self, value):
-        return value, os.getpid()
-
-    def sleep(self, seconds):
-        time.sleep(seconds)
-
-    def leave(self):
-        os._exit(3)
-
-    def cannot(self):
-        raise WorkerBroken("no engine any more")
 
 
 @pytest.fixture(scope="module")
