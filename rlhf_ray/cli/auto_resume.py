@@ -4,16 +4,20 @@ The parent loads no model and joins no cluster, so what kills a run hardly reach
 under a scheduler and as the entry point of a Ray job.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.errors import RunInterrupted, WorkerError
+from rlhf_ray.observability.faults import STARTED_AGAIN
 
 CHILD = "RLHF_RAY_STARTED_BY_AUTO_RESUME"
 """Variable of the environment that tells a run that it has such a parent."""
@@ -34,6 +38,7 @@ class Child:
     """As `subprocess.Popen.returncode`: minus the signal's number for one that died of a signal."""
     asked: bool
     """Whether the parent was asked to stop, and passed it on."""
+    pid: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -51,6 +56,11 @@ class Child:
         """How it ended, in words."""
         return f"died of {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
 
+    def loss(self) -> dict[str, Any]:
+        """What the next start is told of this one's end, just after it (see `observability.faults.note_restart`)."""
+        return {"pid": self.pid, "kind": "died" if self.code < 0 else "failed", "reason": f"the run {self.how()}",
+                "lost_at": round(time.time(), 3)}
+
 
 def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool) -> int:
     """Run `rlhf-ray COMMAND`, and again with --resume as long as it dies and has made a checkpoint since.
@@ -62,9 +72,10 @@ def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool)
     Returns:
         the exit code for this process.
     """
+    loss: Mapping[str, Any] | None = None
     while True:
         before = store.newest_name()
-        child = _run([*command, *(["--resume"] if resume else [])])
+        child = _run([*command, *(["--resume"] if resume else [])], loss)
         if not child.may_go_on:
             return child.exit_code
         newest = store.newest_name()
@@ -74,19 +85,23 @@ def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool)
             return child.exit_code
         _say(f"the run {child.how()}; it is started again and goes on from the checkpoint of step {newest[0]} "
              "(run.auto_resume)")
-        resume = True
+        resume, loss = True, child.loss()
 
 
-def _run(arguments: Sequence[str]) -> Child:
-    """Run the command line to its end. Requests to stop are passed on, each once: the child is in a process group of
-    its own, so that none reaches it by two ways. It is asked to stop, too, when this process dies."""
+def _run(arguments: Sequence[str], loss: Mapping[str, Any] | None = None) -> Child:
+    """Run the command line to its end; `loss` is that of the start before.
+
+    Requests to stop are passed on, each once: the child is in a process group of its own, so that none reaches it by
+    two ways. It is asked to stop, too, when this process dies.
+    """
+    told = {} if loss is None else {STARTED_AGAIN: json.dumps(loss)}
     process = subprocess.Popen(
-        [*MAIN, *arguments], env={**os.environ, CHILD: "1"}, process_group=0,
+        [*MAIN, *arguments], env={**os.environ, CHILD: "1", **told}, process_group=0,
         preexec_fn=_stop_with_parent if sys.platform == "linux" else None,
     )
     with _passing_on(process) as asked:
         code = process.wait()
-    return Child(code, bool(asked))
+    return Child(code, bool(asked), process.pid)
 
 
 @contextmanager

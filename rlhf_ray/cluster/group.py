@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_ray.cluster.beat import begin_beating
+from rlhf_ray.cluster.beat import count_at, forget, introduce, place_of
 from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.cluster.memory import KEEP_MEMORY
 from rlhf_ray.cluster.pools import Pools
-from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node, own_processes
+from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
 from rlhf_ray.config.run import PlacementConfig
 
 KILLED_S = 2.0
@@ -67,12 +67,18 @@ class WorkerGroup:
                                            for rank in range(len(self)))))
 
     async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call one role's `start`, and note its processes, so that they can be killed whatever state they are in."""
+        """Call one role's `start`, note its processes, so that they can be killed whatever state they are in, and have
+        it give signs of life."""
         worker = self._workers[rank]
         started = await self.call(rank, "start", *args, timeout_s=timeout_s).value()
-        processes = self.call(rank, "own_processes", timeout_s=timeout_s)
+        place = place_of(self.role, rank, worker.fence.incarnation)
+        processes = self.call(rank, "introduce", place, timeout_s=timeout_s)
         worker.processes = await processes.value()
         return started
+
+    async def sign_of_life(self, rank: int) -> int | None:
+        """A number that grows while the rank's present process lives (see `beat`); None before it has started."""
+        return await count_at(place_of(self.role, rank, self.incarnation(rank)))
 
     def give_up(self, rank: int, reason: str) -> None:
         """Wait for no answer of a rank's present process any more, and refuse those that come: calls under way fail
@@ -122,6 +128,7 @@ class WorkerGroup:
             ray.kill(worker.handle)
         here = [worker.processes for worker in self._workers if worker.processes and is_here(worker.processes)]
         kill((member for processes in here for member in processes.members), patience_s=KILLED_S)
+        forget(self.role)
 
     def _spawned(self, rank: int, incarnation: int) -> "_Worker":
         # Ray frees the name of a killed actor some time later, so the next one has another.
@@ -203,8 +210,7 @@ def _actor_class(cls: type) -> Any:
             with imports_spared(asked.method):
                 return outcome(getattr(self, asked.method)(*asked.arguments(values)), asked.outputs, began)
 
-    members = {"timed_call": timed_call, "node_host": _node_host, "own_processes": own_processes,
-               "begin_beating": begin_beating, "__doc__": cls.__doc__}
+    members = {"timed_call": timed_call, "node_host": _node_host, "introduce": introduce, "__doc__": cls.__doc__}
     return ray.remote(type(cls.__name__, (cls,), members))
 
 

@@ -5,12 +5,9 @@ role has started (vLLM's engine runs in one of its own). So a worker names them 
 """
 
 import asyncio
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
@@ -37,7 +34,7 @@ class Processes:
         return self.members[0][0]
 
 
-def own_processes(_: Any = None) -> Processes:
+def own_processes() -> Processes:
     """Those of this process; without Python's resource trackers, which clean up after processes that were killed."""
     own = psutil.Process()
     found = [own, *(child for child in own.children(recursive=True) if not _tidies_up(child))]
@@ -94,20 +91,3 @@ def _tidies_up(process: psutil.Process) -> bool:
         return any("resource_tracker" in part for part in process.cmdline())
     except psutil.NoSuchProcess:
         return True
-
-
-def processor_seconds(processes: Processes) -> float | None:
-    """Processor time that they have used, to the nanosecond; None where that is not known: on other nodes, of processes
-    that are gone, and where the kernel does not count (schedstat)."""
-    if not is_here(processes):
-        return None
-    counts = [count for pid, _ in processes.members for count in _nanoseconds(pid)]
-    return sum(counts) / 1e9 if counts else None
-
-
-def _nanoseconds(pid: int) -> Iterator[int]:
-    """Of each thread of a process."""
-    with suppress(OSError):  # it ends just now
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                yield int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0])

@@ -1,8 +1,7 @@
-"""Signs of life of workers that serve one call at a time, and so answer no question while they work.
+"""Learners that stand still: noticed by their signs of life (`cluster.beat`), whatever they are doing.
 
-A thread in each worker's process counts (`cluster.beat`). A count that stands still is a process that was stopped, or
-cut off with its node; of a process that is gone Ray tells at once. What hangs while its process lives is left to the
-deadline of the call.
+They are watched all the time, not only while a call of theirs is under way: a rank that waits for another one's answer
+looks as busy as that. Of a process that is gone Ray tells at once.
 """
 
 import asyncio
@@ -10,28 +9,18 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-import ray
-from ray.experimental.internal_kv import _internal_kv_get
-
 from rlhf_ray.cluster.beat import BEAT_S
 from rlhf_ray.cluster.group import WorkerGroup
 
 
 class Pulse:
-    """Watches the workers of some groups, each incarnation from `begin` on, and gives up those that stand still."""
+    """Watches the workers of some groups, each incarnation of them, and gives up those that stand still."""
 
     def __init__(self, groups: Sequence[WorkerGroup], lease_s: float) -> None:
         """`lease_s`: how long a count may stand still."""
         self._groups, self._lease_s = groups, lease_s
-        self._run = ray.get_runtime_context().namespace  # each run has its own
-        self._seen: dict[str, tuple[bytes | None, float]] = {}
-        """By key, the count seen last, and for how long it has been that, in seconds."""
-
-    async def begin(self) -> None:
-        """Let every worker count; to be called whenever they were started."""
-        calls = [group.call(rank, "begin_beating", self._key(group, rank))
-                 for group in self._groups for rank in range(len(group))]
-        await asyncio.gather(*(call.value() for call in calls))
+        self._seen: dict[tuple[str, int, int], tuple[int | None, float]] = {}
+        """By role, rank and incarnation the count seen last, and for how long it has been that, in seconds."""
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -56,13 +45,10 @@ class Pulse:
                         await self._look(group, rank, passed)
 
     async def _look(self, group: WorkerGroup, rank: int, passed: float) -> None:
-        key = self._key(group, rank)
-        count = await asyncio.to_thread(_internal_kv_get, key.encode())
-        last, still_s = self._seen.get(key, (None, 0.0))
+        who = group.role, rank, group.incarnation(rank)
+        count = await group.sign_of_life(rank)
+        last, still_s = self._seen.get(who, (None, 0.0))
         still_s = still_s + passed if last is not None and count == last else 0.0
-        self._seen[key] = count, still_s
+        self._seen[who] = count, still_s
         if still_s > self._lease_s:
             group.give_up(rank, f"its process has stood still for {still_s:.0f} s (cluster.lease_s)")
-
-    def _key(self, group: WorkerGroup, rank: int) -> str:
-        return f"rlhf-ray/beat/{self._run}/{group.role}/{rank}/{group.incarnation(rank)}"

@@ -1,8 +1,8 @@
 """Who hangs? A worker that has work and gives no sign of life for `cluster.lease_s` is taken for lost.
 
 A generator's sign of life is a token: a stopped engine may still be told healthy by those around it. While it takes new
-weights it makes none, and an answer is enough. Of other workers it is the processor time of their processes, which
-stand still only when stopped, frozen, or stuck in the kernel; what hangs otherwise is left to the deadline of its call.
+weights it makes none, and an answer is enough. Of other workers it is the count of `cluster.beat`, which stands still
+only with their process or their node; what hangs otherwise is left to the deadline of its call.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.cluster.processes import processor_seconds
 from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import RLHFError, WorkerLost
@@ -87,8 +86,7 @@ class Watch:
     async def _sign(self, group: WorkerGroup, rank: int, publishing: bool, now: float) -> float | None:
         """Something that changes while the worker lives; None where nothing can be seen."""
         if group is not self._team.generators:
-            processes = group.processes(rank)
-            return None if processes is None else await asyncio.to_thread(processor_seconds, processes)
+            return await group.sign_of_life(rank)
         try:
             tokens: int = await group.call(rank, "tokens_made", timeout_s=self._period_s).value()
         except RLHFError:

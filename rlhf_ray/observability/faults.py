@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import DataError, WorkerError, WorkerLost
+
+STARTED_AGAIN = "RLHF_RAY_STARTED_AGAIN"
+"""Variable of the environment that tells a run that it takes the place of one that died: its end, as JSON."""
 
 
 class FaultLog:
@@ -72,6 +76,20 @@ class FaultLog:
                  "faults/redispatched": float(self._redispatched)}
         self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
         return found
+
+
+def note_restart(path: Path, step: int) -> None:
+    """Keep in a run's faults.jsonl that it died and was started again, now that it goes on after `step`; nothing where
+    this process does not take the place of another one. Once a process."""
+    told = os.environ.pop(STARTED_AGAIN, None)
+    if told is None:
+        return
+    loss = json.loads(told)
+    FaultLog(path).write({
+        "role": "run", "rank": None, "incarnation": None, "method": None, "call_age_s": None, "detection_s": None,
+        **loss, "recovery_s": round(time.time() - loss["lost_at"], 3), "redispatched": 0,
+        "outcome": f"started again from the checkpoint of step {step}",
+    })
 
 
 def read_faults(path: Path) -> list[dict[str, Any]]:

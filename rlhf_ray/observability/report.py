@@ -112,9 +112,9 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _losses(run: RunDirectory) -> list[str]:
-    """Workers that were lost on the way."""
+    """Workers that were lost on the way, and the whole run, where it was started again by itself."""
     lost = in_one_line(read_faults(run.faults))
-    return [f"Lost workers: {lost}. faults.jsonl tells of each."] if lost else []
+    return [f"Lost on the way: {lost}. faults.jsonl tells of each."] if lost else []
 
 
 def _speed(rows: Rows, config: Mapping[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ def status_page(path: Path) -> RenderableType:
     shares = mean_shares(steps)
     parts: list[RenderableType] = [Text(_headline(path, live, rows, summary)), Text(_pace(steps, live))]
     if lost := in_one_line(read_faults(run.faults)):
-        parts.append(Text(f"lost workers: {lost} (faults.jsonl)"))
+        parts.append(Text(f"lost on the way: {lost} (faults.jsonl)"))
     if shares:
         said = diagnosis(steps, live.get("max_staleness", 0))
         parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(said.limit), Text(said.advice)]

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
@@ -112,15 +113,10 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                 weights = WeightSync(config.weights, team, config.cluster.lease_s)
                 team.keep_alive(weights.catch_up)
                 pulse = Pulse(team.learners(), config.cluster.lease_s)
-                await pulse.begin()
-
-                async def start_again() -> None:
-                    await restart_learners(config, place, team, progress)
-                    await pulse.begin()
-
                 course = Course(
                     config, directory, store, stop,
-                    Rebuilding(config.cluster, team, store, start_again, progress.warn),
+                    Rebuilding(config.cluster, team, store, partial(restart_learners, config, place, team, progress),
+                               progress.warn),
                     lambda metrics, evaluations, resume_at: wire(
                         config, team, weights, prompts, directory, store, metrics, progress, stop, evaluations,
                         resume_at),

@@ -14,6 +14,7 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, WorkerError
+from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.evaluation_log import EvaluationLog
@@ -66,6 +67,7 @@ class Course:
                 coordinator.team.healing.log.count_again(metrics.dropped)
             try:
                 await bring_back(coordinator, start, again)
+                note_restart(self._directory.faults, coordinator.state.step)
                 await self._timed(coordinator)
                 await export_run(coordinator, self.evaluations, self._directory)
             except WorkerError:

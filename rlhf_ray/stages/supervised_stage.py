@@ -13,6 +13,7 @@ from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.notice import heeding_notices
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -68,6 +69,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                     async with heeding_notices(stop, progress.warn, [learners]):
                         if start is not None:
                             await run.restore(start.path)
+                            note_restart(directory.faults, start.step)
                         evaluation = await run.train()
                         await run.export()
         finally:

@@ -10,7 +10,9 @@ import time
 import psutil
 import pytest
 
+from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.outside import free_port
 from tests.cluster.test_lost_learners import assert_equal_runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -52,6 +54,10 @@ def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_pa
     assert parent.wait(timeout=400) == 0, log.read_text()
     assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 2" in log.read_text()
     assert not driver.is_running()
+    (event,) = read_faults(directory / "faults.jsonl")
+    assert (event["role"], event["kind"], event["pid"], event["reason"]) == (
+        "run", "died", driver.pid, "the run died of SIGKILL")
+    assert "Lost on the way: run (died)" in (directory / "report.html").read_text()
     assert_equal_runs(finished.directory, directory)
 
 
@@ -78,3 +84,54 @@ def test_a_request_to_stop_ends_parent_and_run(configure, tmp_path):
     assert "stopped by SIGTERM after step" in log.read_text() and "started again" not in log.read_text()
     _, alive = psutil.wait_procs(family, timeout=15)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.fixture
+def cluster(shared_ray):
+    """A cluster of its own that takes jobs: its address, and a client."""
+    from ray.cluster_utils import Cluster
+    from ray.job_submission import JobSubmissionClient
+
+    shared_ray.close()
+    port = free_port()
+    made = Cluster(initialize_head=True, head_node_args={
+        "num_cpus": 8, "object_store_memory": 128 * 2**20, "include_dashboard": True, "dashboard_host": "127.0.0.1",
+        "dashboard_port": port})
+    try:
+        yield made.address, JobSubmissionClient(f"http://127.0.0.1:{port}")
+    finally:
+        made.shutdown()
+
+
+def driver_of(directory):
+    """The process that drives the run in a directory: the child of the one that looks after it."""
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        command = process.info["cmdline"] or []
+        if "rlhf_ray.cli.main" in command and str(directory.parent / f"{directory.name}.yaml") in command:
+            parent = psutil.Process(process.info["ppid"]).cmdline()
+            if "rlhf_ray.cli.main" in parent and parent[0] == command[0]:
+                return process
+    return None
+
+
+def test_a_job_on_a_cluster_whose_driver_is_killed_goes_on_by_itself(finished, configure, tmp_path, cluster):
+    address, jobs = cluster
+    directory = tmp_path / "run"
+    file = configure(directory, cluster={"address": address, "allow_open": True},
+                     run={"steps": 4, "auto_resume": True, "dir": str(directory), "seed": 5})
+    job = jobs.submit_job(entrypoint=f"{sys.executable} -m rlhf_ray.cli.main ppo {file}",
+                          runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd())}})
+    until = time.monotonic() + 300
+    while not (directory / "checkpoints/step_2").is_dir():
+        assert not jobs.get_job_status(job).is_terminal() and time.monotonic() < until, jobs.get_job_logs(job)
+        time.sleep(0.05)
+    driver = driver_of(directory)
+    driver.kill()
+    while not jobs.get_job_status(job).is_terminal():
+        assert time.monotonic() < until + 300, jobs.get_job_logs(job)
+        time.sleep(0.5)
+    logs = jobs.get_job_logs(job)
+    assert jobs.get_job_status(job) == "SUCCEEDED", logs
+    assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 2" in logs
+    assert [event["pid"] for event in read_faults(directory / "faults.jsonl")] == [driver.pid]
+    assert_equal_runs(finished.directory, directory)

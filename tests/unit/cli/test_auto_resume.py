@@ -13,6 +13,7 @@ import pytest
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cli import auto_resume
 from rlhf_ray.cli.auto_resume import Child, run_and_resume
+from rlhf_ray.observability.faults import in_one_line, read_faults
 
 KILLED, LOST_A_WORKER, STOPPED = -signal.SIGKILL, 69, 75
 
@@ -31,16 +32,18 @@ class Runs:
 
     def __init__(self, tmp_path, patch, *lives):
         self.store, self.lives, self.started, self.step = CheckpointStore(tmp_path, 9), list(lives), [], 0
+        self.told = []
         patch.setattr(auto_resume, "_run", self.run)
 
-    def run(self, arguments):
+    def run(self, arguments, loss):
         self.started.append(arguments)
+        self.told.append(loss and (loss["kind"], loss["reason"]))
         commits, code = self.lives.pop(0)
         for _ in range(commits):
             self.step += 1
             with self.store.writing(self.step) as directory:
                 (directory / "x").write_text("x")
-        return Child(code, False)
+        return Child(code, False, 7)
 
 
 def test_it_goes_on_with_resume_while_checkpoints_are_made(tmp_path, monkeypatch, capsys):
@@ -50,6 +53,20 @@ def test_it_goes_on_with_resume_while_checkpoints_are_made(tmp_path, monkeypatch
     told = capsys.readouterr().err
     assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 1" in told
     assert "ended with exit code 69; it is started again and goes on from the checkpoint of step 3" in told
+    assert runs.told == [None, ("died", "the run died of SIGKILL"), ("failed", "the run ended with exit code 69")]
+
+
+def test_a_start_after_a_loss_keeps_it_where_report_and_status_find_it(tmp_path, monkeypatch):
+    """Once, when it goes on; the one that was lost passes nothing on."""
+    code = ("import sys; from pathlib import Path; from rlhf_ray.observability.faults import note_restart; "
+            "[note_restart(Path(sys.argv[1]), 4) for _ in range(2)]")
+    monkeypatch.setattr(auto_resume, "MAIN", (sys.executable, "-c", code))
+    auto_resume._run([str(tmp_path / "faults.jsonl")])
+    assert not (tmp_path / "faults.jsonl").exists()
+    auto_resume._run([str(tmp_path / "faults.jsonl")], Child(KILLED, False, 7).loss())
+    (event,) = read_faults(tmp_path / "faults.jsonl")
+    assert (event["role"], event["kind"], event["pid"]) == ("run", "died", 7) and event["recovery_s"] > 0
+    assert event["outcome"] == "started again from the checkpoint of step 4" and in_one_line([event]) == "run (died)"
 
 
 @pytest.mark.parametrize("first", [0, 1])

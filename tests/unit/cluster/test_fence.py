@@ -10,9 +10,8 @@ import time
 import psutil
 import pytest
 
-from rlhf_ray.cluster import processes
 from rlhf_ray.cluster.calls import Call, Fence
-from rlhf_ray.cluster.processes import Processes, kill, processor_seconds
+from rlhf_ray.cluster.processes import kill
 from rlhf_ray.errors import WorkerLost
 
 
@@ -79,22 +78,3 @@ def test_a_pid_that_another_process_has_now_is_left_alone():
     finally:
         kill([(process.pid, found.create_time())], patience_s=0)
         process.wait(10)
-
-
-def test_processor_time_stands_still_for_a_stopped_process_and_moves_for_a_busy_one(monkeypatch):
-    monkeypatch.setattr(processes, "is_here", lambda _: True)
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    named = Processes("here", ((busy.pid, psutil.Process(busy.pid).create_time()),))
-    try:
-        before = processor_seconds(named)
-        time.sleep(0.3)
-        assert processor_seconds(named) > before
-        os.kill(busy.pid, signal.SIGSTOP)
-        time.sleep(0.2)
-        before = processor_seconds(named)
-        time.sleep(0.3)
-        assert processor_seconds(named) == before
-    finally:
-        busy.kill()
-        busy.wait(10)
-    assert processor_seconds(named) is None, "of a process that is gone nothing is known"

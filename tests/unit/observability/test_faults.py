@@ -41,8 +41,8 @@ def test_status_and_report_name_who_was_lost(faults):
     console = Console(width=140, color_system=None)
     with console.capture() as captured:
         console.print(status_page(faults.parent))
-    assert f"lost workers: {TOLD} (faults.jsonl)" in captured.get()
-    assert f"Lost workers: {TOLD}." in write_report(faults.parent).read_text()
+    assert f"lost on the way: {TOLD} (faults.jsonl)" in captured.get()
+    assert f"Lost on the way: {TOLD}." in write_report(faults.parent).read_text()
 
 
 def test_a_line_that_a_crash_tore_is_passed_over(faults):
