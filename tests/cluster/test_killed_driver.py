@@ -1,17 +1,24 @@
 """The driver of a run killed at once (`kill -9`): started again, by its parent or by hand, the run ends as the
-undisturbed one, bit for bit, with two ranks of each learner and two generators."""
+undisturbed one, bit for bit, with one worker of each role and with two."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import psutil
 import pytest
 
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.replay.audit import audit
+from rlhf_ray.replay.ledger import open_for_reading
+from tests.cluster.conftest import SMALL
 from tests.cluster.outside import free_port
 from tests.cluster.test_lost_learners import assert_equal_runs
 
@@ -38,12 +45,12 @@ def rows_of(directory):
     return read_metrics(directory) if directory.is_dir() else []
 
 
-@pytest.mark.parametrize("after", [2, 3])
-def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_path, after):
-    """Killed when it is about to save, or has saved, the checkpoint of step 2; and in the next but one update."""
-    directory, log = tmp_path / "run", tmp_path / "log"
-    file = configure(directory, run={"steps": 4, "auto_resume": True, "dir": str(directory), "seed": 5})
-    parent = start(file, log)
+def killed(configure, directory, after, **sections):
+    """A run of four steps in `directory`, saved every two, that starts again by itself, and whose driver is killed when
+    step `after` is made and the checkpoint of step 2 is in place."""
+    log = directory.with_name("log")
+    run = {"steps": 4, "auto_resume": True, "dir": str(directory), "seed": 5}
+    parent = start(configure(directory, run=run, **sections), log)
     wait_for_step(directory, after, parent, log)
     until = time.monotonic() + 60
     while not (directory / "checkpoints/step_2").is_dir():
@@ -54,11 +61,38 @@ def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_pa
     assert parent.wait(timeout=400) == 0, log.read_text()
     assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 2" in log.read_text()
     assert not driver.is_running()
+    return driver.pid
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_path, after):
+    """Killed when it is about to save, or has saved, the checkpoint of step 2; and in the next but one update."""
+    directory = tmp_path / "run"
+    pid = killed(configure, directory, after)
     (event,) = read_faults(directory / "faults.jsonl")
     assert (event["role"], event["kind"], event["pid"], event["reason"]) == (
-        "run", "died", driver.pid, "the run died of SIGKILL")
+        "run", "died", pid, "the run died of SIGKILL")
     assert "Lost on the way: run (died)" in (directory / "report.html").read_text()
     assert_equal_runs(finished.directory, directory)
+
+
+def test_so_is_one_with_a_single_worker_of_each_role(configure, tmp_path):
+    from rlhf_ray.stages import ppo
+
+    ppo.run(load(PPOConfig, configure(tmp_path / "undisturbed", **SMALL), []))
+    killed(configure, tmp_path / "run", 3, **SMALL)
+    assert_equal_runs(tmp_path / "undisturbed", tmp_path / "run")
+
+
+def test_a_killed_run_whose_rollouts_run_ahead_accounts_for_every_sample(configure, tmp_path):
+    directory = tmp_path / "run"
+    killed(configure, directory, 3, coordinator={"max_staleness": 2, "concurrency": 24})
+    told = json.loads((directory / "summary.json").read_text())["ledger"]
+    assert told["committed"] == 4 * 16 and told["attempts given up"] > 0
+    with closing(open_for_reading(directory / "ledger.sqlite")) as db:
+        assert audit(db, ended=True) == []
+    trained = [row for row in rows_of(directory) if "reward/mean" in row]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4] and max(row["staleness/max"] for row in trained) <= 2
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_when_resumed(finished, configure, tmp_path):
