@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from contextlib import closing
 
 import pytest
@@ -13,7 +14,7 @@ from rlhf_ray.errors import CheckpointError
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.replay.audit import counts
 from rlhf_ray.replay.ledger import open_for_reading
-from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, without
+from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
 pytestmark = pytest.mark.cluster
 
@@ -21,8 +22,6 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def resumed(finished, configure, tmp_path_factory):
     """(directory of the resumed run, the warnings it gave)."""
-    import shutil
-
     from rlhf_ray.stages import ppo
 
     directory = tmp_path_factory.mktemp("resumed") / "run"
@@ -111,3 +110,22 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(copy_of_t
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints .* is intact"):
         ppo.run(load(PPOConfig, configure(copy_of_the_run), []), resume=True)
     assert (copy_of_the_run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_goes_on_with_one_and_then_with_two_again(finished, configure, tmp_path):
+    """At other ZeRO stages: the same run but for the order of sums."""
+    from rlhf_ray.stages import ppo
+
+    directory = shutil.copytree(finished.directory, tmp_path / "run")
+    shutil.rmtree(directory / "checkpoints/step_4")
+    one = {"policy": {"workers": 1, "zero_stage": 3}, "critic": {"workers": 1, "zero_stage": 0}, "run": {"steps": 3}}
+    ppo.run(load(PPOConfig, configure(directory, **one), []), resume=True)
+    two = {"policy": {"workers": 2, "zero_stage": 2}, "critic": {"workers": 2, "zero_stage": 3}}
+    ppo.run(load(PPOConfig, configure(directory, **two), []), resume=True)
+    rows, undisturbed = (steps(d) for d in (directory, finished.directory))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row, other in zip(rows, undisturbed, strict=True):
+        for name in ("reward/mean", "kl/sequence", "policy/loss", "critic/loss", "policy/grad_norm", "response/length"):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
+    assert samples(directory) == samples(finished.directory)
