@@ -18,6 +18,8 @@ from tests.models import make_tiny_llama, make_tiny_reward_model
 
 pytestmark = pytest.mark.cluster
 REFUSED, FAILED = 2, 1
+LEAN = {**SMALL, "algorithm": {"estimator": "reinforce", "kl": {"coef": 0.1}}}
+"""A run of few workers: without a critic."""
 FIRST_SIGN_S = 20
 """Refusals come before Ray starts: well within this even on a busy machine."""
 
@@ -128,7 +130,7 @@ def test_a_malformed_row_is_named_by_its_line(command_line, configure, files, tm
     lines = files.prompts.read_text().splitlines()
     lines[6] = '{"prompt": "w5 w6"'
     (tmp_path / "torn.jsonl").write_text("\n".join(lines))
-    outcome = command_line("ppo", configure(tmp_path / "run", **SMALL, prompts={"path": str(tmp_path / "torn.jsonl")}))
+    outcome = command_line("ppo", configure(tmp_path / "run", **LEAN, prompts={"path": str(tmp_path / "torn.jsonl")}))
     assert outcome.code == REFUSED
     assert "torn.jsonl" in outcome.err and "line 7" in outcome.err and "Traceback" not in outcome.err
     assert descendants() == []
@@ -150,7 +152,7 @@ def make_nan_reward_model(files, directory):
 def test_a_reward_that_is_nan_stops_the_run_and_is_never_made_up(command_line, configure, files, tmp_path):
     broken = make_nan_reward_model(files, tmp_path / "nan")
     rewards = {"main": {"type": "model", "path": str(broken)}}
-    outcome = command_line("ppo", configure(tmp_path / "run", **SMALL, rewards=rewards))
+    outcome = command_line("ppo", configure(tmp_path / "run", **LEAN, rewards=rewards))
     assert outcome.code == FAILED
     assert f"the reward model {str(broken)!r} (rewards.main) gave nan" in outcome.err and "Traceback" not in outcome.err
     assert "epoch 0 row" in outcome.err and "No score is made up" in outcome.err
@@ -193,7 +195,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(
     command_line, configure, small_disk, monkeypatch, tmp_path
 ):
     fill_the_disk_after_the_first_checkpoint(monkeypatch, small_disk)
-    file = configure(tmp_path / "run", **SMALL, run={"dir": str(small_disk / "run")}, checkpoint={"every": 1})
+    file = configure(tmp_path / "run", **LEAN, run={"dir": str(small_disk / "run")}, checkpoint={"every": 1})
     outcome = command_line("ppo", file)
     assert outcome.code == FAILED, outcome.err
     assert "ran full" in outcome.err and "checkpoint of step 2" in outcome.err and "step_1 is intact" in outcome.err
