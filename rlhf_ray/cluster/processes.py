@@ -13,6 +13,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlhf_ray.cluster.segments import mapped_by, remove_unused
+
 GONE_S = 5.0
 """How long the system gets to take away a killed process; one in the middle of a write to a disk needs a moment."""
 ELSEWHERE_S = 60.0
@@ -42,7 +44,8 @@ def own_processes() -> Processes:
 
 
 def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[int]:
-    """Kill processes of this host, stopped ones too, with all that they have started since.
+    """Kill processes of this host, stopped ones too, with all that they have started since, and remove the shared
+    memory that they alone used.
 
     Args:
         patience_s: what they get to end by themselves, having been asked before.
@@ -59,11 +62,13 @@ def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[
                 doomed |= {child.pid: child for child in process.children(recursive=True) if not _tidies_up(child)}
         except psutil.NoSuchProcess:
             continue
+    segments = mapped_by(doomed)
     _, alive = psutil.wait_procs(doomed.values(), timeout=patience_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     _, alive = psutil.wait_procs(alive, timeout=GONE_S)
+    remove_unused(segments)
     return [process.pid for process in alive]
 
 

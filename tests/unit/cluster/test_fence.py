@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -78,3 +79,35 @@ def test_a_pid_that_another_process_has_now_is_left_alone():
     finally:
         kill([(process.pid, found.create_time())], patience_s=0)
         process.wait(10)
+
+
+HOLDER = """
+import mmap, os, sys, time
+path = "/dev/shm/" + sys.argv[1]
+with open(path, "w+b") as file:
+    file.truncate(4096)
+    kept = mmap.mmap(file.fileno(), 4096)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def holder(name):
+    """A process that has a shared-memory segment in use."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, name], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"up\n"
+    return process, (process.pid, psutil.Process(process.pid).create_time())
+
+
+def test_shared_memory_goes_with_the_last_killed_process_that_used_it():
+    name = f"rlhf-ray-test-{os.getpid()}"
+    segment = Path("/dev/shm") / name
+    (first, one), (second, other) = holder(name), holder(name)
+    try:
+        asyncio.run(reaping(first, lambda: kill([one])))
+        assert segment.exists(), "another process uses it"
+        asyncio.run(reaping(second, lambda: kill([other])))
+        assert not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
+        kill([one, other])
