@@ -18,6 +18,7 @@ RAY_S_OWN = ("/gcs/gcs_server", "/raylet/raylet", "autoscaler/_private/monitor.p
              "_private/log_monitor.py", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "dashboard/agent.py",
              "runtime_env/agent/main.py")
 """Marks of the processes of a cluster without any worker."""
+_open: list[ExitStack] = []
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +31,11 @@ def shared_ray() -> Iterator[ExitStack]:
         cluster.enter_context(ray_session(config, {"default": PoolConfig(cpus=CPUS)}, f"tests-{os.getpid()}"))
         spared.update(RAY_S_OWN)
         cluster.callback(spared.clear)
+        _open.append(cluster)
         yield cluster
+
+
+def close_shared_ray() -> None:
+    """End the cluster, if there is one: tests elsewhere begin with none."""
+    for cluster in _open:
+        cluster.close()

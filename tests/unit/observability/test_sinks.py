@@ -77,6 +77,7 @@ def test_without_ray_nothing_is_created_and_ray_is_not_imported():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
 
+@pytest.mark.slow  # tests/cluster/test_interrupt.py looks at the endpoint of a whole run
 @pytest.mark.cluster
 def test_gauges_appear_on_rays_prometheus_endpoint(wait_for):
     import urllib.request
