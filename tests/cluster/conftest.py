@@ -19,7 +19,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from tests.cluster.outside import interrupted, resumed_outside
 from tests.cluster.processes import abandoned, descendants, shared_memory
-from tests.cluster.shared_ray import close_shared_ray, shared_ray
+from tests.cluster.shared_ray import after, before, own_ray, shared_ray
 from tests.cluster.tiny import (
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
@@ -31,15 +31,20 @@ from tests.cluster.tiny import (
     write_prompts,
 )
 
-__all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "interrupted", "resumed_outside",
+__all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "interrupted", "own_ray", "resumed_outside",
            "shared_ray", "write_prompts"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """See `shared_ray.before`."""
+    before(item)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The last test of this folder ends the cluster that they share."""
-    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
-        close_shared_ray()
+    """See `shared_ray.after`."""
+    after(nextitem)
 
 
 @dataclass

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -18,24 +19,56 @@ RAY_S_OWN = ("/gcs/gcs_server", "/raylet/raylet", "autoscaler/_private/monitor.p
              "_private/log_monitor.py", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "dashboard/agent.py",
              "runtime_env/agent/main.py")
 """Marks of the processes of a cluster without any worker."""
-_open: list[ExitStack] = []
+
+
+class SharedRay:
+    """The cluster, open or not."""
+
+    def __init__(self) -> None:
+        self._stack: ExitStack | None = None
+
+    def open(self) -> None:
+        """Start it, unless it is there."""
+        from rlhf_ray.cluster.session import ray_session
+
+        if self._stack is None:
+            self._stack = ExitStack()
+            config = ClusterConfig(dashboard=False, object_store_mb=256)
+            self._stack.enter_context(ray_session(config, {"default": PoolConfig(cpus=CPUS)}, f"tests-{os.getpid()}"))
+            spared.update(RAY_S_OWN)
+
+    def close(self) -> None:
+        """End it, unless it is not there."""
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+            spared.clear()
+
+
+_cluster = SharedRay()
 
 
 @pytest.fixture(scope="session")
-def shared_ray() -> Iterator[ExitStack]:
-    """The cluster; `close()` ends it early, and runs of this process start their own from then on."""
-    from rlhf_ray.cluster.session import ray_session
-
-    config = ClusterConfig(dashboard=False, object_store_mb=256)
-    with ExitStack() as cluster:
-        cluster.enter_context(ray_session(config, {"default": PoolConfig(cpus=CPUS)}, f"tests-{os.getpid()}"))
-        spared.update(RAY_S_OWN)
-        cluster.callback(spared.clear)
-        _open.append(cluster)
-        yield cluster
+def shared_ray() -> Iterator[SharedRay]:
+    """The cluster. Tests that ask for it, directly or not, find it open."""
+    _cluster.open()
+    yield _cluster
+    _cluster.close()
 
 
-def close_shared_ray() -> None:
-    """End the cluster, if there is one: tests elsewhere begin with none."""
-    for cluster in _open:
-        cluster.close()
+@pytest.fixture(scope="module")
+def own_ray(shared_ray: SharedRay) -> None:
+    """For tests that start or join another cluster in this process: the shared one is not open meanwhile."""
+    shared_ray.close()
+
+
+def before(item: pytest.Item) -> None:
+    """Open the cluster again for a test that asks for it, where another one has closed it."""
+    if "shared_ray" in item.fixturenames and "own_ray" not in item.fixturenames:  # type: ignore[attr-defined]
+        _cluster.open()
+
+
+def after(nextitem: pytest.Item | None) -> None:
+    """End the cluster with the last test of this folder: tests elsewhere begin with none."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _cluster.close()

@@ -121,12 +121,11 @@ def test_a_request_to_stop_ends_parent_and_run(configure, tmp_path):
 
 
 @pytest.fixture
-def cluster(shared_ray):
+def cluster(own_ray):
     """A cluster of its own that takes jobs: its address, and a client."""
     from ray.cluster_utils import Cluster
     from ray.job_submission import JobSubmissionClient
 
-    shared_ray.close()
     port = free_port()
     made = Cluster(initialize_head=True, head_node_args={
         "num_cpus": 8, "object_store_memory": 128 * 2**20, "include_dashboard": True, "dashboard_host": "127.0.0.1",

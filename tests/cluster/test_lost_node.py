@@ -33,9 +33,8 @@ HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
 
 
 @pytest.fixture
-def nodes(shared_ray):
+def nodes(own_ray):
     """A head node, two small ones, and what can be done to those."""
-    shared_ray.close()
     cluster = Cluster(initialize_head=True, head_node_args={
         "num_cpus": 4, "object_store_memory": 128 * 2**20, "include_dashboard": False, "labels": {"where": "head"},
         "_system_config": HEALTH})
