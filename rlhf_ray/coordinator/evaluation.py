@@ -82,7 +82,7 @@ class Evaluator:
 
     def _tell(self, left_out: dict[int, str]) -> None:
         for row, reason in sorted(left_out.items()):
-            self._warn(f"the held-out prompt of row {row} is left out of this evaluation, for a response to it has no "
+            self._warn(f"the held-out prompt of row {row} is left out of the evaluation, for a response to it has no "
                        f"score: {reason}")
         if len(left_out) == self.rows:
             raise RewardError(f"none of the {self.rows} held-out prompts has a score, the first for this reason: "

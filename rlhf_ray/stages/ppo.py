@@ -162,7 +162,7 @@ def wire(
                         _quarantine(config, ledger, directory, training, progress))
     evaluator = None
     if config.evaluation and held_out:
-        evaluator = Evaluator(config.evaluation, pipeline, held_out, progress.warn)
+        evaluator = Evaluator(config.evaluation, pipeline, held_out, progress.warn_once)
 
     def note_evaluation(step: int, evaluation: Evaluation) -> None:
         metrics.write(step, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
