@@ -29,6 +29,9 @@ class StubGroup:
     def processes(self, rank: int) -> None:
         """As `WorkerGroup.processes`: ranks have none of their own."""
 
+    async def sign_of_life(self, rank: int) -> None:
+        """As `WorkerGroup.sign_of_life`: nothing is known of ranks without a process."""
+
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
         """As `WorkerGroup.call_all`."""
         return [self.call(rank, method, *args, timeout_s=timeout_s) for rank in range(len(self))]

@@ -3,6 +3,7 @@ processes die in tests/cluster/test_healing.py."""
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -450,3 +451,36 @@ def test_an_idle_generator_may_be_silent():
 
     run_in_virtual_time(run())
     assert it.group.given_up == []
+
+
+def scorer_hangs_after(counts):
+    """Seconds until a busy scorer is taken for hung whose sign of life is `counts(seconds)`; None within a minute."""
+    lost = []
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        async def sign_of_life(_):
+            return counts(loop.time() - began)
+
+        crew = SimpleNamespace(finished=[0], group=SimpleNamespace(role="reward", incarnation=lambda _: 1,
+                                                                   sign_of_life=sign_of_life))
+        clock = SimpleNamespace(now=loop.time, under_way={Task("reward", 0, "reward", began)})
+        healing = SimpleNamespace(lost=lambda _, error, silent_s: lost.append((loop.time() - began, error)))
+        team = SimpleNamespace(clock=clock, crews={"reward": crew}, generators=None, healing=healing)
+        watching = asyncio.create_task(Watch(team, 10.0).keep_looking())
+        while not lost and loop.time() - began < 60:
+            await asyncio.sleep(1)
+        watching.cancel()
+
+    run_in_virtual_time(run())
+    return lost[0] if lost else None
+
+
+def test_a_scorer_whose_count_stands_still_for_a_lease_is_hung_wherever_it_is():
+    assert scorer_hangs_after(lambda seconds: int(seconds)) is None
+    assert scorer_hangs_after(lambda _: None) is None, "it has not begun to count"
+    seconds, error = scorer_hangs_after(lambda seconds: min(int(seconds), 20))
+    assert 30 < seconds < 36 and error.kind == "hung"
+    assert "reward/0 gave no sign of life for" in str(error)
