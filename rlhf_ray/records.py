@@ -366,3 +366,25 @@ class WeightsConfirmed:
     version: int
     pause_seconds: float
     """For how long no token could be made."""
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """One kind of operator in a profile."""
+
+    name: str
+    calls: int
+    own_ms: float
+    """Of all calls together, without what they called: milliseconds of the GPU where there is one, else of the CPU."""
+
+
+@dataclass(frozen=True)
+class WorkerProfile:
+    """What one worker computed while it was looked at."""
+
+    trace: str
+    """File name of the Chrome trace."""
+    seconds: float
+    """For how long it was looked at."""
+    operators: list[OperatorTime]
+    """The busiest, busiest first."""

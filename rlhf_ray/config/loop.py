@@ -120,5 +120,7 @@ class LoggingConfig(Section):
     """Weights & Biases project; off when empty."""
     samples_per_step: int = Field(4, ge=0)
     """Rollouts saved as text per step, in samples/."""
+    profile_step: int | None = Field(None, ge=1)
+    """Step to profile, as `rlhf-ray profile` does for a run that is going on; off when empty."""
     judge: Literal["vader"] | None = None
     """Independent judge that scores responses beside the reward model (the "gold" score); never trained on."""

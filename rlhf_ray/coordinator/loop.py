@@ -16,6 +16,7 @@ from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
+from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
@@ -47,6 +48,7 @@ class Coordinator:
     stop: StopRequest
     on_evaluation: Callable[[int, Evaluation], None]
     """Told of every evaluation and the step it belongs to."""
+    profiler: StepProfiler
     _saved_at: int | None = None
     """Step of the newest checkpoint of this process, which may still be written."""
     _pause_s: float | None = None
@@ -77,12 +79,14 @@ class Coordinator:
             raise
         finally:
             gc.unfreeze()
+            self.profiler.close()
             await self.pipeline.close()
             await self.recovery.close()
 
     async def _step_or_stop(self) -> None:
         """One step; when asked to stop, a checkpoint instead. Chunks under way are in it, and are made again."""
         await self.recovery.settled(wait=False)
+        await self.profiler.begin(self.state.step + 1)
         began, received = self.team.clock.now(), traffic.received
         # A batch that is ready would be given first, time and again.
         lease = None if self.stop.requested else await self.stop.unless_asked(self._next_batch())
@@ -124,6 +128,7 @@ class Coordinator:
                               traffic.received - received, self.team.healing.log.take(), began, self.team.clock.now(),
                               self._pause_s)
         self._pause_s = None
+        await self.profiler.end(self.state.step, began, outcome.ended)
         self._record(outcome, depth)
         give_back_freed()
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.

@@ -18,6 +18,7 @@ from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
+from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.run_directory import RunDirectory, sample_parts, write_atomically
 from rlhf_ray.observability.tables import changes
 
@@ -88,6 +89,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
         html.verdict(changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after")))),
         html.texts(evaluation.get("texts", ())),
         html.curves(charts),
+        profiles(run),
         "<h2>Details</h2>",
         html.rollouts(_rollouts(run.samples)),
         html.folded_text("Summary", json.dumps(summary, indent=2, ensure_ascii=False) if summary else ""),

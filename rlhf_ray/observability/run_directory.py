@@ -44,6 +44,7 @@ class RunDirectory:
         self.status = self.path / "status.json"
         self.faults = self.path / "faults.jsonl"
         self.control = self.path / "control"
+        self.profile = self.path / "profile"
         self.report = self.path / "report.html"
 
     @classmethod

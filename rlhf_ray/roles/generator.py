@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -20,7 +21,16 @@ from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.models.loading import load_tokenizer, pretrained_config
-from rlhf_ray.records import Prompts, Rollout, SampleKey, TokenScores, WeightBucket, WeightsConfirmed, offsets_of
+from rlhf_ray.records import (
+    Prompts,
+    Rollout,
+    SampleKey,
+    TokenScores,
+    WeightBucket,
+    WeightsConfirmed,
+    WorkerProfile,
+    offsets_of,
+)
 from rlhf_ray.roles.engines.continuing import AbortableEngine, ContinuingEngine
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.settings import engine_kind, fused_layers, generator_environment
@@ -178,6 +188,14 @@ class Generator:
     def tokens_made(self) -> int:
         """Tokens sampled since the start, unfinished responses included. Standing still while busy means it hangs."""
         return self._running()[0].tokens_made()
+
+    async def begin_profile(self) -> None:
+        """Record what the engine computes from now on."""
+        await self._running()[0].begin_profile()
+
+    async def end_profile(self, trace: str) -> WorkerProfile | None:
+        """Write what was recorded to the file `trace`, and sum it up; None if nothing was."""
+        return await self._running()[0].end_profile(Path(trace))
 
     async def stop(self) -> None:
         """Shut the engine down; call it before the process is killed, so that vLLM's processes go too."""

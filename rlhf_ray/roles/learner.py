@@ -24,9 +24,10 @@ from rlhf_ray.engine.train_engine import StepResult, TrainEngine
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
-from rlhf_ray.records import WeightBucket, WeightsPlan
+from rlhf_ray.records import WeightBucket, WeightsPlan, WorkerProfile
 from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, save_description
 from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.profiling import TorchProfile
 from rlhf_ray.roles.saving import Saving
 from rlhf_ray.weights.fused import with_companions
 from rlhf_ray.weights.publisher import Publisher
@@ -58,6 +59,7 @@ class Learner:
         self.total_steps = total_steps
         self.adapters: Adapters | None = None
         self._saving = Saving()
+        self._profile = TorchProfile()
 
     def rendezvous(self, host: str) -> str:
         """An address at which the ranks can meet; asked of rank 0, whose node others know as `host`."""
@@ -274,6 +276,14 @@ class Learner:
         trained = self.engine.gather(self.adapters.trained_names(self.engine.parameter_shapes()))
         if self.rank == 0:
             export_adapter(self.adapters.peft_config, self.adapters.peft_state(trained), Path(directory), card)
+
+    def begin_profile(self) -> None:
+        """Record what is computed from now on."""
+        self._profile.begin()
+
+    def end_profile(self, trace: str) -> WorkerProfile | None:
+        """Write what was recorded to the file `trace`, and sum it up; None if nothing was."""
+        return self._profile.end(Path(trace))
 
     def leave(self) -> None:
         """Leave the process group."""

@@ -2,14 +2,16 @@
 
 import os
 import time
+from pathlib import Path
 
 import torch
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
-from rlhf_ray.records import Rollout, TokenScores
+from rlhf_ray.records import Rollout, TokenScores, WorkerProfile
 from rlhf_ray.roles.micro_batch import in_line, inference_plan, score_tokens
+from rlhf_ray.roles.profiling import TorchProfile
 
 
 class ReferenceScorer:
@@ -19,6 +21,7 @@ class ReferenceScorer:
         self._config = model
         self._budget = micro_batch_tokens
         self._temperature = temperature
+        self._profile = TorchProfile()
 
     def start(self) -> dict[str, float]:
         """Load the model. Raises ModelError when there is none."""
@@ -37,3 +40,11 @@ class ReferenceScorer:
             whole, inference_plan(whole, self._budget), self._device,
             lambda micro: self._model(micro.tokens, micro.packing, micro.predicted)[0],
         )
+
+    def begin_profile(self) -> None:
+        """Record what is computed from now on."""
+        self._profile.begin()
+
+    def end_profile(self, trace: str) -> WorkerProfile | None:
+        """Write what was recorded to the file `trace`, and sum it up; None if nothing was."""
+        return self._profile.end(Path(trace))

@@ -23,6 +23,7 @@ from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.state import RunState, kl_controller
+from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.watch import Watch
@@ -126,7 +127,7 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                 async with (live_status(lambda: course.coordinator, directory), pulse.watched(),
                             heeding_notices(stop, progress.warn, team.learners(), frozen),
                             team.healing.at_work(watch.keep_looking()),
-                            answering(directory, {})):
+                            answering(directory, {"profile": course.profile})):
                     coordinator = await course.run(start, resume)
                 samples = close_books(coordinator.pipeline.ledger)
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
@@ -178,6 +179,7 @@ def wire(
         recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
         on_evaluation=note_evaluation,
+        profiler=StepProfiler(directory, team, config.logging.profile_step, progress.note),
     )
     return coordinator
 

@@ -6,14 +6,15 @@ lost learner is a resume without a restart, and cannot differ from one.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rlhf_ray.checkpoint.directory import Checkpoint, CheckpointStore
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import RunInterrupted, WorkerError
+from rlhf_ray.errors import ConfigError, RunInterrupted, WorkerError
 from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -56,6 +57,16 @@ class Course:
             except WorkerError as error:
                 start = await self._after(error)
                 again = True
+
+    async def profile(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Profile the next step; see `StepProfiler.requested`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.coordinator is None:
+            raise ConfigError("the run has not begun its steps yet; ask again when `rlhf-ray status` shows some")
+        return await self.coordinator.profiler.requested(arguments)
 
     async def _stretch(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
         kept = start.step if start else NOTHING if resume else None

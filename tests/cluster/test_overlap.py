@@ -1,5 +1,6 @@
 """Timing and results: without overlap none of the one in the other; with overlap nothing older than the bound."""
 
+import gzip
 import json
 from contextlib import nullcontext
 
@@ -29,13 +30,38 @@ def rows_of(directory):
     return without(read_metrics(directory), *CLOCKS, TRAFFIC)
 
 
-def test_without_overlap_late_answers_change_no_bit(finished, configure, tmp_path):
-    late = make_run(configure, tmp_path / "late", delayed=True)
+@pytest.fixture(scope="module")
+def late(configure, tmp_path_factory):
+    """The finished run once more, with late answers, and a profile of its second step."""
+    directory = tmp_path_factory.mktemp("late") / "run"
+    return make_run(configure, directory, delayed=True, logging={"profile_step": 2})
+
+
+def test_without_overlap_neither_late_answers_nor_a_profile_change_a_bit(finished, late):
     assert rows_of(late) == rows_of(finished.directory)
     for name in ("model/model.safetensors", "model_ema/model.safetensors"):
         assert (late / name).read_bytes() == (finished.directory / name).read_bytes()
     state = json.loads((late / "checkpoints/step_4/coordinator.json").read_text())
     assert state == json.loads((finished.directory / "checkpoints/step_4/coordinator.json").read_text())
+
+
+def test_a_profiled_step_leaves_traces_of_real_work_and_its_place_in_the_report(late):
+    [step] = (late / "profile").iterdir()
+    profile = json.loads((step / "profile.json").read_text())
+    assert (step.name, profile["step"]) == ("step_2", 2)
+    names = {f"{role}/{rank}" for role in ("generator", "policy_learner", "critic_learner") for rank in (0, 1)}
+    assert set(profile["workers"]) == {*names, "reference_scorer/0"}
+    for name, worker in profile["workers"].items():
+        events = json.loads(gzip.decompress((step / worker["trace"]).read_bytes()))["traceEvents"]
+        seen = {event["name"] for event in events}
+        assert {operator["name"] for operator in worker["operators"]} <= seen, name
+        assert any("linear" in each.lower() or "mm" in each for each in seen), name
+    backward = [o["name"] for o in profile["workers"]["policy_learner/0"]["operators"] if "Backward" in o["name"]]
+    assert backward, "the update is in it"
+    assert {worker for worker, _, _ in profile["spans"]} >= {*names, "assembler/0", "reward_scorer/0"}
+    report = (late / "report.html").read_text()
+    assert '<svg class="timeline"' in report
+    assert 'href="profile/step_2/policy_learner_1.trace.json.gz"' in report
 
 
 @pytest.fixture(scope="module")

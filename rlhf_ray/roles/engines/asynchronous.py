@@ -8,13 +8,15 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
-from rlhf_ray.records import TensorEntry
+from rlhf_ray.records import TensorEntry, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start, unfinished_tokens
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.messages import (
@@ -25,6 +27,7 @@ from rlhf_ray.roles.engines.messages import (
     scoring_parameters,
 )
 from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
+from rlhf_ray.roles.engines.traces import profiler_config, taken_over
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class AsynchronousEngine:
         """Requests in flight whose responses are drawn, not scored."""
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
+        self._traces = TemporaryDirectory(prefix="rlhf_ray-traces-")
 
     async def start(self) -> None:
         """See `SamplingEngine.start`."""
@@ -82,7 +86,9 @@ class AsynchronousEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             inspect_architectures(self._settings)
-            self._engine = AsyncLLM.from_engine_args(engine_arguments(self._settings))
+            arguments = engine_arguments(self._settings)
+            arguments.profiler_config = profiler_config(self._traces.name)
+            self._engine = AsyncLLM.from_engine_args(arguments)
         await self._engine.update_weight_version("0")
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
@@ -133,6 +139,15 @@ class AsynchronousEngine:
         """See `SamplingEngine.tokens_made`."""
         return self._finished_tokens + unfinished_tokens(self._engine)
 
+    async def begin_profile(self) -> None:
+        """See `SamplingEngine.begin_profile`: vLLM's own profile of its worker processes, `PROFILED_STEPS` at most."""
+        await self._living().start_profile()
+
+    async def end_profile(self, trace: Path) -> WorkerProfile | None:
+        """See `SamplingEngine.end_profile`. Of several tensor-parallel processes, the first one's."""
+        await self._living().stop_profile()
+        return await asyncio.to_thread(taken_over, Path(self._traces.name), trace)
+
     def pids(self) -> list[int]:
         """See `SamplingEngine.pids`."""
         import psutil
@@ -146,6 +161,7 @@ class AsynchronousEngine:
         """See `SamplingEngine.stop`."""
         engine, self._engine = self._engine, None
         self._dead = self._dead or WorkerError(f"{self._settings.name} was stopped")
+        self._traces.cleanup()
         if engine is not None:
             engine.shutdown()  # here and not on another thread: vLLM's output task would take the end for a crash
 

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
-from rlhf_ray.records import TensorEntry
+from rlhf_ray.records import TensorEntry, WorkerProfile
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.messages import (
     completion_of,
@@ -37,6 +38,7 @@ from rlhf_ray.roles.engines.messages import (
 )
 from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
 from rlhf_ray.roles.engines.together import Together
+from rlhf_ray.roles.profiling import TorchProfile
 
 if TYPE_CHECKING:
     from rlhf_ray.weights.routes import Routes
@@ -74,6 +76,7 @@ class InProcessEngine:
         self._dead: RLHFError | None = None
         self._model: Any = None
         self._routes: Routes | None = None
+        self._profile = TorchProfile()
         self._thread = threading.Thread(target=self._run, name=f"{settings.name} vLLM", daemon=True)
 
     async def start(self) -> None:
@@ -111,6 +114,14 @@ class InProcessEngine:
     def tokens_made(self) -> int:
         """See `SamplingEngine.tokens_made`."""
         return self._finished_tokens + unfinished_tokens(self._engine)
+
+    async def begin_profile(self) -> None:
+        """See `SamplingEngine.begin_profile`. The profiler sees the thread that it is begun on."""
+        await self._on_thread(self._profile.begin)
+
+    async def end_profile(self, trace: Path) -> WorkerProfile | None:
+        """See `SamplingEngine.end_profile`."""
+        return await self._on_thread(lambda: self._profile.end(trace))
 
     def pids(self) -> list[int]:
         """See `SamplingEngine.pids`."""

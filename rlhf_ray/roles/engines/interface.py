@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.records import WorkerProfile
 from rlhf_ray.weights.receiver import Stage
 
 
@@ -102,6 +104,14 @@ class SamplingEngine(Protocol):
 
     def pids(self) -> list[int]:
         """All processes of the engine."""
+        ...
+
+    async def begin_profile(self) -> None:
+        """Record what the engine computes from now on."""
+        ...
+
+    async def end_profile(self, trace: Path) -> WorkerProfile | None:
+        """Write what was recorded to `trace`, and sum it up; None if nothing was."""
         ...
 
     async def stop(self) -> None:

@@ -18,9 +18,11 @@ from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
 from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, team_of
@@ -54,7 +56,8 @@ class DelayedRun:
             config, team, self.state, self.buffer, self.pipeline,
             SimpleNamespace(publish=self._publish, changing=nullcontext),
             recovery=silent, evaluator=None, best=silent, metrics=silent, samples=silent, progress=silent,
-            stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None)
+            stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None,
+            profiler=StepProfiler(RunDirectory("nowhere"), team))
 
     def go(self):
         """Make all steps; returns (keys, oldest version) of the chunks of each update."""

@@ -10,9 +10,11 @@ import pytest
 from rlhf_ray.config.loop import EarlyStopConfig, EvaluationConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.errors import RunInterrupted, TrainingError, WorkerError
+from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.entries import Reservation
@@ -46,6 +48,7 @@ class Run:
             evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
             samples=SimpleNamespace(write=lambda step, texts: None), progress=progress, stop=self.stop,
             on_evaluation=lambda step, _: self.events.append(f"evaluate {step}"),
+            profiler=StepProfiler(RunDirectory("nowhere"), world.team),
         )
 
     def _learner(self, role):

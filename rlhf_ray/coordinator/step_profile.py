@@ -1,0 +1,106 @@
+"""A profile of one step, when somebody asks for it: what its models compute, and who worked when.
+
+A step is what its row of metrics is about: from the wait for its batch to the end of its publication. Everything goes
+into `profile/step_N/` of the run's directory. Profiling changes no number and ends no run: a worker that cannot be
+profiled is left out.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.errors import ConfigError, RLHFError
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.spans import Span
+from rlhf_ray.observability.step_timeline import chrome_trace
+from rlhf_ray.records import WorkerProfile
+
+MOST_RANKS = 4
+"""Workers of each role that are profiled, the first ones; the others of a role do the same."""
+
+
+class StepProfiler:
+    """Profiles a step that was named beforehand, and the next one whenever it is asked to."""
+
+    def __init__(self, directory: RunDirectory, team: Team, at_step: int | None = None,
+                 say: Callable[[str], None] = lambda _: None) -> None:
+        """`at_step` is to be profiled, whoever asks or not; `say` tells a person."""
+        self._directory, self._team, self._at_step, self._say = directory, team, at_step, say
+        self._asked: list[asyncio.Future[dict[str, Any]]] = []
+        self._workers: list[tuple[WorkerGroup, int]] | None = None
+        """Those that are being profiled; None while no step is."""
+
+    async def requested(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Profile the next step that begins; answers when it is over, with its number and the profile's directory.
+
+        Raises:
+            ConfigError: the run ends before.
+        """
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        return await answer
+
+    async def begin(self, step: int) -> None:
+        """A step begins."""
+        if not self._asked and step != self._at_step:
+            return
+        team = self._team
+        groups = [team.generators, *([team.reference] if team.reference else []), *team.learners()]
+        ranks = [(group, rank) for group in groups for rank in range(min(len(group), MOST_RANKS))]
+        begun = await asyncio.gather(*(group.call(rank, "begin_profile").done() for group, rank in ranks),
+                                     return_exceptions=True)
+        self._workers = [worker for worker, failed in zip(ranks, begun, strict=True) if _worked(failed)]
+
+    async def end(self, step: int, began: float, ended: float) -> None:
+        """A step is over, which lasted from `began` to `ended` by the step clock."""
+        if self._workers is None:
+            return
+        workers, self._workers = self._workers, None
+        directory = self._directory.profile / f"step_{step}"
+        await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+        found = await asyncio.gather(*(
+            group.call(rank, "end_profile", str(directory.resolve() / f"{group.role}_{rank}.trace.json.gz")).value()
+            for group, rank in workers), return_exceptions=True)
+        profiles = {f"{group.role}/{rank}": profile for (group, rank), profile in zip(workers, found, strict=True)
+                    if _worked(profile) and isinstance(profile, WorkerProfile)}
+        spans = [span for span in self._team.clock.work(began, ended) if not span.role.startswith("phase:")]
+        await asyncio.to_thread(self._write, step, profiles, spans, (began, ended))
+        self._say(f"profile of step {step} in {directory}")
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_result({"step": step, "directory": str(directory)})
+        self._asked.clear()
+
+    def close(self) -> None:
+        """No step will follow."""
+        self._workers = None
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_exception(ConfigError("the run went on to no other step: it has ended, or lost a learner"))
+        self._asked.clear()
+
+    def _write(self, step: int, profiles: Mapping[str, WorkerProfile], spans: list[Span],
+               window: tuple[float, float]) -> None:
+        """`workers.trace.json`, and what the report shows: `profile.json`, with times from the step's begin on."""
+        began, ended = window
+        where = self._directory.profile / f"step_{step}"
+        lanes = [[f"{s.role}/{s.worker}", round(max(s.start, began) - began, 6), round(min(s.end, ended) - began, 6)]
+                 for s in sorted(spans, key=lambda span: span.start)]
+        RunDirectory(where).write_json("workers.trace.json", chrome_trace(lanes))
+        RunDirectory(where).write_json("profile.json", {
+            "step": step, "seconds": ended - began, "spans": lanes,
+            "workers": {name: asdict(profile) for name, profile in profiles.items()}})
+
+
+def _worked(outcome: Any) -> bool:
+    """Whether a call came to its end; one that a worker refused or was lost in is nobody's business here.
+
+    Raises:
+        BaseException: it is not about the worker.
+    """
+    if isinstance(outcome, BaseException) and not isinstance(outcome, RLHFError):
+        raise outcome
+    return not isinstance(outcome, BaseException)

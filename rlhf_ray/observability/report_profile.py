@@ -1,0 +1,61 @@
+"""The report's part on profiles: who worked when in a profiled step, what each worker computed, where traces lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from rlhf_ray.errors import DataError
+from rlhf_ray.observability.report_page import folded
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.step_timeline import picture
+
+SHOWN = 8
+"""Operators of each worker in the report; profile.json has more."""
+
+
+def profiles(run: RunDirectory) -> str:
+    """All profiles of a run as HTML, newest step first and open; empty where none was made.
+
+    Raises:
+        DataError: a profile is damaged.
+    """
+    found = sorted(run.profile.glob("step_*/profile.json"), key=lambda path: -int(path.parent.name.split("_")[1]))
+    if not found:
+        return ""
+    parts = []
+    for path in found:
+        try:
+            parts.append(_profile(json.loads(path.read_text()), f"profile/{path.parent.name}"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} cannot be read: {error!r}. Remove its directory, then make the report again"
+                            ) from error
+    about = ('<p class="aside">Open a trace in <code>ui.perfetto.dev</code> or <code>chrome://tracing</code>. '
+             "Milliseconds are an operator's own, without what it called; a profiled step is slower than others.</p>")
+    return f'<h2>Profile</h2>{about}{parts[0]}' + "".join(
+        folded(f"Step {path.parent.name.split('_')[1]}", part) for path, part in zip(found[1:], parts[1:], strict=True))
+
+
+def _profile(profile: Mapping[str, Any], where: str) -> str:
+    drawn = picture(profile["spans"], profile["seconds"])
+    workers = "".join(_worker(name, worker, where) for name, worker in sorted(profile["workers"].items()))
+    return (f'<div class="profile card scroll"><h3>Step {int(profile["step"])}: {profile["seconds"]:.3g} s, '
+            f'<a href="{escape(where)}/workers.trace.json">who worked when</a></h3>{drawn}</div>'
+            f'<div class="sides">{workers}</div>')
+
+
+def _worker(name: str, worker: Mapping[str, Any], where: str) -> str:
+    trace = escape(f"{where}/{worker['trace']}")
+    most = max((operator["own_ms"] for operator in worker["operators"]), default=0.0)
+    lines = "".join(
+        f'<tr><td>{escape(operator["name"])}</td><td class="num">{operator["calls"]:,}</td>'
+        f'<td class="num">{operator["own_ms"]:,.1f}</td>'
+        f'<td><meter max="{most:.3f}" value="{operator["own_ms"]:.3f}"></meter></td></tr>'
+        for operator in worker["operators"][:SHOWN])
+    head = '<tr><th>Operator</th><th class="num">Calls</th><th class="num">ms</th><th></th></tr>'
+    table = (f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>" if lines else
+             "<p>Nothing was computed on it.</p>")
+    return (f'<div class="profile card scroll"><h3>{escape(name)}: <a href="{trace}">trace</a> of '
+            f'{worker["seconds"]:.3g} s</h3>{table}</div>')

@@ -1,0 +1,107 @@
+"""When a step is profiled, by whom, and what whoever asked is told. Workers are stand-ins; files are real."""
+
+import asyncio
+import json
+
+import pytest
+
+from rlhf_ray.coordinator.step_profile import MOST_RANKS, StepProfiler
+from rlhf_ray.errors import ConfigError, WorkerError
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.records import OperatorTime, WorkerProfile
+from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+
+
+async def profiled(rank, method, *args):
+    if method == "end_profile":
+        return WorkerProfile(args[0].rsplit("/", 1)[1], 0.5, [OperatorTime("aten::mm", 3, 1.5)])
+    return None
+
+
+async def broken(rank, method, *args):
+    if rank == 1:
+        raise WorkerError(f"{method} failed")
+    return await profiled(rank, method, *args)
+
+
+def profiler_of(directory, at_step=None, generators=profiled, workers=1):
+    silent = StandInGroup("reward", profiled)
+    team = team_of(generators=StandInGroup("generator", generators, workers), reference=None, reward=silent,
+                   policy=StandInGroup("policy_learner", profiled), critic=StandInGroup("critic_learner", profiled))
+    return StepProfiler(RunDirectory(directory), team, at_step), team
+
+
+async def make_step(profiler, team, step):
+    await profiler.begin(step)
+    began = 10.0 * step
+    team.clock.add("policy_learner", began, began + 0.25)
+    team.clock.add("phase:policy_update", began, began + 0.25)
+    await profiler.end(step, began, began + 1.0)
+
+
+def steps_of(directory):
+    return sorted(path.name for path in (directory / "profile").glob("*"))
+
+
+def test_the_named_step_is_profiled_and_no_other(tmp_path):
+    profiler, team = profiler_of(tmp_path, at_step=2)
+
+    async def work():
+        for step in (1, 2, 3):
+            await make_step(profiler, team, step)
+
+    asyncio.run(work())
+    assert steps_of(tmp_path) == ["step_2"]
+    assert team.policy.log == [("begin_profile", 0), ("end_profile", 0)]
+    assert team.reward.log == [], "calls of its sources are not what is looked at"
+    profile = json.loads((tmp_path / "profile/step_2/profile.json").read_text())
+    assert set(profile["workers"]) == {"generator/0", "policy_learner/0", "critic_learner/0"}
+    assert profile["workers"]["generator/0"] == {
+        "trace": "generator_0.trace.json.gz", "seconds": 0.5,
+        "operators": [{"name": "aten::mm", "calls": 3, "own_ms": 1.5}]}
+    assert profile["spans"] == [["policy_learner/0", 0.0, 0.25]]
+
+
+def test_whoever_asks_is_told_when_the_next_step_is_over(tmp_path):
+    profiler, team = profiler_of(tmp_path)
+
+    async def work():
+        await make_step(profiler, team, 6)
+        asked = [asyncio.create_task(profiler.requested({})) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in asked)
+        await make_step(profiler, team, 7)
+        await make_step(profiler, team, 8)
+        return await asyncio.gather(*asked)
+
+    said = {"step": 7, "directory": str(tmp_path / "profile/step_7")}
+    assert asyncio.run(work()) == [said, said]
+    assert steps_of(tmp_path) == ["step_7"]
+
+
+def test_a_worker_that_cannot_be_profiled_is_left_out_and_the_run_goes_on(tmp_path):
+    profiler, team = profiler_of(tmp_path, at_step=1, generators=broken, workers=3)
+    asyncio.run(make_step(profiler, team, 1))
+    profile = json.loads((tmp_path / "profile/step_1/profile.json").read_text())
+    assert {"generator/0", "generator/2"} <= set(profile["workers"]) and "generator/1" not in profile["workers"]
+
+
+def test_of_many_workers_of_a_role_the_first_ones_are_profiled(tmp_path):
+    profiler, team = profiler_of(tmp_path, at_step=1, workers=9)
+    asyncio.run(make_step(profiler, team, 1))
+    assert len([each for each in team.generators.log if each[0] == "end_profile"]) == MOST_RANKS
+
+
+def test_a_run_that_ends_before_the_step_refuses(tmp_path):
+    profiler, _ = profiler_of(tmp_path)
+
+    async def work():
+        asked = asyncio.create_task(profiler.requested({}))
+        await asyncio.sleep(0)
+        await profiler.begin(4)
+        profiler.close()
+        await asked
+
+    with pytest.raises(ConfigError, match="went on to no other step"):
+        asyncio.run(work())
+    assert steps_of(tmp_path) == []
