@@ -34,6 +34,7 @@ class WorkerGroup:
         arguments: Callable[[int], Mapping[str, Any]],
         environment: Mapping[str, str],
         call_timeout_s: float,
+        task_events: bool = False,
     ) -> None:
         """Spawn the workers. Returns at once; `start` is the first thing that waits for them.
 
@@ -42,11 +43,14 @@ class WorkerGroup:
             cls: the role's class.
             arguments: keyword arguments of the class for each rank.
             environment: variables of the worker processes, set before they import anything.
+            task_events: let Ray keep a record of every call: a quarter of the driver's bytes. The step clock's
+                `under_way` says as much of the present.
         """
         self.role = role
         self.call_timeout_s = call_timeout_s
         self._class, self._placement, self._pools = _actor_class(cls), placement, pools
         self._concurrency = 1000 if _is_async(cls) else 1
+        self._task_events = task_events
         self._arguments, self._environment = arguments, _environment(placement, environment)
         self._workers = [self._spawned(rank, 1) for rank in range(placement.workers)]
 
@@ -138,7 +142,7 @@ class WorkerGroup:
             num_cpus=self._placement.cpus,
             num_gpus=self._placement.gpus,
             max_concurrency=self._concurrency,
-            enable_task_events=False,  # a quarter of the driver's bytes; `under_way` of the step clock says as much
+            enable_task_events=self._task_events,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._pools.group(self._placement.pool)),
             runtime_env={"env_vars": self._environment},
         )

@@ -3,12 +3,13 @@
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import uuid4
 
 import ray
+from ray.job_config import JobConfig
 
 from rlhf_ray.cluster.authentication import require_token
 from rlhf_ray.cluster.shield import deaths_told_once, process_group_of_their_own
@@ -33,10 +34,15 @@ class Session:
 
 
 @contextmanager
-def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) -> Iterator[Session]:
+def ray_session(
+    config: ClusterConfig, pools: dict[str, PoolConfig], name: str, metadata: Mapping[str, str] | None = None
+) -> Iterator[Session]:
     """Connect (starting a local cluster when no address is configured), and leave again whatever happens.
 
     A session inside a session joins it, so several stages can share one cluster.
+
+    Args:
+        metadata: what Ray's dashboard says of this job.
 
     Raises:
         ClusterError: the cluster cannot be reached or started, or is open to whoever asks.
@@ -48,11 +54,13 @@ def ray_session(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) 
     if config.address:
         _require_listener(config.address)
     namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster: their workers share names too
+    job = JobConfig(metadata={"run": name, **(metadata or {})})
     try:
         if config.address:
-            ray.init(address=config.address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=config.address, namespace=namespace, job_config=job, log_to_driver=False,
+                     logging_level=logging.ERROR)
         else:
-            _start_local(config, pools, namespace)
+            _start_local(config, pools, namespace, job)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
         raise ClusterError(f"cannot {where}: {error}") from error
@@ -77,7 +85,7 @@ def _require_listener(address: str) -> None:
                            "(`ray start --head` prints its address), or correct host and port") from error
 
 
-def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str) -> None:
+def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:
     # Logical CPUs are what the pools ask for: on a laptop many light workers share few cores.
     cpus = max(1, int(sum(p.cpus * p.bundles for p in pools.values()) + 0.999))
     with process_group_of_their_own():
@@ -88,6 +96,7 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str)
             include_dashboard=config.dashboard,
             dashboard_host="127.0.0.1",
             namespace=name,
+            job_config=job,
             log_to_driver=False,
             logging_level=logging.ERROR,
             _metrics_export_port=config.metrics_port,

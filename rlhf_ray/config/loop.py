@@ -115,9 +115,13 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard event files to tensorboard/."""
     ray_metrics: bool = True
-    """Export gauges to Ray's Prometheus endpoint."""
+    """Export gauges to Ray's Prometheus endpoint: every row's numbers, and who is busy every two seconds."""
+    task_events: bool = False
+    """Let Ray keep a record of every call, for its dashboard's task view and `ray timeline`."""
     wandb_project: str | None = None
     """Weights & Biases project; off when empty."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment, at MLFLOW_TRACKING_URI or in a file of the run's directory; off when empty."""
     samples_per_step: int = Field(4, ge=0)
     """Rollouts saved as text per step, in samples/."""
     profile_step: int | None = Field(None, ge=1)

@@ -19,14 +19,18 @@ EVERY_S = 2.0
 
 
 @asynccontextmanager
-async def live_status(present: Callable[[], Coordinator | None], directory: RunDirectory) -> AsyncIterator[None]:
+async def live_status(
+    present: Callable[[], Coordinator | None], directory: RunDirectory,
+    show: Callable[[Coordinator], None] = lambda _: None,
+) -> AsyncIterator[None]:
     """Write status.json every two seconds while the enclosed work goes on, and how it ended at last.
 
     Args:
         present: gives the run's coordinator, once there is one.
+        show: shows it elsewhere, too.
     """
     over = asyncio.Event()
-    task = asyncio.create_task(_keep_writing(present, directory, over))
+    task = asyncio.create_task(_keep_writing(present, directory, show, over))
     ended = "failed"
     try:
         yield
@@ -53,10 +57,12 @@ def how_it_ended(error: BaseException) -> str:
 
 
 async def _keep_writing(
-    present: Callable[[], Coordinator | None], directory: RunDirectory, over: asyncio.Event
+    present: Callable[[], Coordinator | None], directory: RunDirectory, show: Callable[[Coordinator], None],
+    over: asyncio.Event,
 ) -> None:
     while not over.is_set():
         if (coordinator := present()) is not None:
+            show(coordinator)
             # A slow disk must not hold up the loop.
             await asyncio.to_thread(directory.write_json, directory.status.name, snapshot(coordinator))
         with suppress(TimeoutError):

@@ -48,8 +48,9 @@ class StepProfiler:
         if not self._asked and step != self._at_step:
             return
         team = self._team
-        groups = [team.generators, *([team.reference] if team.reference else []), *team.learners()]
-        ranks = [(group, rank) for group in groups for rank in range(min(len(group), MOST_RANKS))]
+        groups = [*([team.reference] if team.reference else []), *team.learners()]
+        ranks = [(team.generators, rank) for rank in sorted(team.crew(team.generators).rotation.up)[:MOST_RANKS]]
+        ranks += [(group, rank) for group in groups for rank in range(min(len(group), MOST_RANKS))]
         begun = await asyncio.gather(*(group.call(rank, "begin_profile").done() for group, rank in ranks),
                                      return_exceptions=True)
         self._workers = [worker for worker, failed in zip(ranks, begun, strict=True) if _worked(failed)]

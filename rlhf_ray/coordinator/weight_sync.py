@@ -50,6 +50,8 @@ class WeightSync:
         self.config, self.team = config, team
         self.version = 0
         """The newest version that was published; 0 is what generators load when they start."""
+        self.confirmed: dict[int, int] = {}
+        """Version that each generator confirmed last, by rank; none for those that hold what they loaded."""
         self._finish_timeout_s = finish_timeout_s
         self._crew = team.crew(team.generators)
         self._steady, self._settled = asyncio.Lock(), True
@@ -125,6 +127,7 @@ class WeightSync:
         if {answer.version for answer in confirmed} - {self.version}:
             raise WeightsError(f"published version {self.version}, but the generators confirmed "
                                f"{[answer.version for answer in confirmed]}")
+        self.confirmed.update(dict.fromkeys(audience.ranks, self.version))
         seconds = time.perf_counter() - began
         if plan.changing != plan.whole:
             self._lasting = lasting if size is plan.changing else self.team.policy.call(0, "lasting_weights").ref

@@ -29,16 +29,18 @@ class FaultLog:
                  note: Callable[[str], None] | None = None) -> None:
         self._path, self._warn, self._note = path, warn or _silent, note or _silent
         self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
+        self.lost_so_far = 0
+        """Workers lost since the log was opened."""
 
     def lost(self, text: str) -> None:
         """A worker is lost."""
-        self._lost += 1
+        self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
         self._warn(text)
 
     def rebuilt(self, error: WorkerError, seconds: float) -> None:
         """A learner was lost, and all of them were built again, which took so long."""
         lost = error if isinstance(error, WorkerLost) else None
-        self._lost += 1
+        self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
         self.write({
             "role": error.role, "rank": lost and lost.rank, "incarnation": lost and lost.incarnation, "pid": None,
             "kind": lost.kind if lost else "failed", "method": lost and lost.method, "reason": str(error),

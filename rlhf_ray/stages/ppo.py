@@ -1,6 +1,7 @@
 """`rlhf-ray ppo`: proximal policy optimisation for rewards."""
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from rlhf_ray.coordinator.best import BestKeeper
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.healing import Healing
+from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.notice import heeding_notices
@@ -32,6 +34,7 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.failpoints import armed
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog
+from rlhf_ray.observability.gauges import Gauges
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
@@ -124,7 +127,8 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                 )
                 watch = Watch(team, config.cluster.lease_s)
                 frozen = [group for group in team.groups() if not team.trains(group.role)]
-                async with (live_status(lambda: course.coordinator, directory), pulse.watched(),
+                async with (live_status(lambda: course.coordinator, directory, show_live(config, directory)),
+                            pulse.watched(),
                             heeding_notices(stop, progress.warn, team.learners(), frozen),
                             team.healing.at_work(watch.keep_looking()),
                             answering(directory, {"profile": course.profile})):
@@ -140,6 +144,16 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
         **coordinator.best.summary(), "checkpoint_pause_seconds": coordinator.recovery.longest_pause_s,
         "ledger": samples,
     }
+
+
+def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinator], None]:
+    """What puts a run's live metrics on Ray's Prometheus endpoint, if that is wanted."""
+    live, gauges = LiveGauges(pools_of(config)), Gauges(directory.path.name)
+    return (lambda coordinator: gauges.set_live(live.read(coordinator))) if config.logging.ray_metrics else _show_nobody
+
+
+def _show_nobody(_: Coordinator) -> None:
+    return
 
 
 def wire(

@@ -44,7 +44,7 @@ class Workplace:
         """Workers of one role. `goodbye` is the method that lets them end in good order."""
         group = WorkerGroup(role, cls, placement, self._pools, arguments,
                             {**accelerator_environment(placement.gpus), **(environment or {})},
-                            self._config.cluster.call_timeout_s)
+                            self._config.cluster.call_timeout_s, self._config.logging.task_events)
         self._groups.append((group, goodbye))
         return group
 
@@ -117,8 +117,10 @@ def run_stage(
     directory = RunDirectory.create(config.run.dir, resume)
     with directory.alone():
         save_config(config, directory.config)
+        metadata = {"directory": str(directory.path.resolve()), "steps": str(config.run.steps),
+                    "stage": type(config).__name__.removesuffix("Config")}
         try:
-            with ray_session(config.cluster, config.pools, directory.path.name) as session:
+            with ray_session(config.cluster, config.pools, directory.path.name, metadata) as session:
                 summary = run_async(main(directory, session))
         finally:  # workers may write to a checkpoint that was given up until they are gone
             with suppress(OSError):

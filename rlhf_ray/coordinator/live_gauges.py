@@ -1,0 +1,84 @@
+"""The live metrics of a run: who has work, how far it is, what is held. Read from the coordinator every few seconds."""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.observability.gauges import LiveValue
+
+SECTIONS = {"generator": "generator", "reference_scorer": "reference", "reward_scorer": "reward",
+            "assembler": "assembler", "policy_learner": "policy", "critic_learner": "critic"}
+"""Section of the configuration that says where a role runs."""
+WINDOW_S = 60.0
+"""What `live/pool_busy` is a mean over: longer than the pauses in which a healthy pool waits for another one."""
+
+
+def pools_of(config: PPOConfig) -> dict[str, str]:
+    """Each role's pool."""
+    return {role: getattr(config, section).pool for role, section in SECTIONS.items()}
+
+
+class LiveGauges:
+    """Remembers just enough of the last minute."""
+
+    def __init__(self, pools: Mapping[str, str], now: Callable[[], float] = time.monotonic) -> None:
+        """`pools` gives each role's pool."""
+        self._pool, self._now = pools, now
+        self._seen: deque[tuple[float, dict[str, float]]] = deque()
+        """When, and which share of each pool's workers had work then."""
+        self._step, self._since = -1, now()
+
+    def read(self, coordinator: Coordinator) -> list[LiveValue]:
+        """The present values. Call it at regular intervals."""
+        return [*self._progress(coordinator), *self._workers(coordinator), *_held(coordinator)]
+
+    def _progress(self, coordinator: Coordinator) -> Iterator[LiveValue]:
+        state, now = coordinator.state, self._now()
+        if state.step != self._step:
+            self._step, self._since = state.step, now
+        yield LiveValue("live/step", state.step, {})
+        yield LiveValue("live/steps", coordinator.config.run.steps, {})
+        yield LiveValue("live/samples", state.samples, {})
+        yield LiveValue("live/step_age", now - self._since, {})
+
+    def _workers(self, coordinator: Coordinator) -> Iterator[LiveValue]:
+        team = coordinator.team
+        under_way, down = team.clock.under_way, {f"{role}/{rank}" for role, rank in team.healing.down}
+        busy_of = {f"{task.role}/{task.worker}" for task in under_way} - down
+        numbers: dict[str, Counter[str]] = defaultdict(Counter)
+        for role, count in team.workers().items():
+            busy, lost = (sum(name.startswith(f"{role}/") for name in names) for names in (busy_of, down))
+            pool = self._pool[role]
+            for state, number in (("busy", busy), ("idle", count - busy - lost), ("down", lost)):
+                numbers[pool][state] += number
+                yield LiveValue("live/workers", number, {"role": role, "pool": pool, "state": state})
+            ages = [team.clock.now() - task.since for task in under_way if task.role == role]
+            yield LiveValue("live/oldest_call", max(ages, default=0.0), {"role": role})
+        yield from self._pools({pool: its["busy"] / its.total() for pool, its in numbers.items()})
+
+    def _pools(self, busy: dict[str, float]) -> Iterator[LiveValue]:
+        now = self._now()
+        self._seen.append((now, busy))
+        while self._seen[0][0] < now - WINDOW_S:
+            self._seen.popleft()
+        for pool in busy:
+            shares = [shares.get(pool, 0.0) for _, shares in self._seen]
+            yield LiveValue("live/pool_busy", sum(shares) / len(shares), {"pool": pool})
+
+
+def _held(coordinator: Coordinator) -> Iterator[LiveValue]:
+    buffer, quarantine = coordinator.buffer.stats(), coordinator.pipeline.quarantine
+    for state, samples in (("ready", buffer.samples_ready), ("under_way", buffer.samples_reserved),
+                           ("training", buffer.samples_leased)):
+        yield LiveValue("live/buffer", samples, {"state": state})
+    yield LiveValue("live/buffer_mb", buffer.bytes / 2**20, {})
+    yield LiveValue("live/quarantined", quarantine.samples if quarantine else 0, {})
+    yield LiveValue("live/lost_workers", coordinator.team.healing.log.lost_so_far, {})
+    version, team = coordinator.state.step, coordinator.team
+    yield LiveValue("live/policy_version", version, {})
+    down = [rank for role, rank in team.healing.down if role == team.generators.role]
+    for rank in sorted({*team.crew(team.generators).rotation.up, *down}):
+        behind = version - coordinator.weights.confirmed.get(rank, 0)
+        yield LiveValue("live/versions_behind", behind, {"worker": f"generator/{rank}"})

@@ -1,0 +1,52 @@
+"""What metrics are called in Prometheus, and that all of them have help with a unit."""
+
+import re
+
+import pytest
+
+from rlhf_ray.observability.catalogue import METRICS
+from rlhf_ray.observability.series import LIVE, exported, gauge_name, help_of, labels_of, series_of
+
+
+@pytest.mark.parametrize("metric, name, labels", [
+    ("reward/mean", "rlhf_reward_mean", {}),
+    ("time/step", "rlhf_time_step", {}),
+    ("time/policy_update", "rlhf_time", {"phase": "policy_update"}),
+    ("share/generator/policy_learner", "rlhf_share", {"role": "generator", "cause": "policy_learner"}),
+    ("reward/component/length", "rlhf_reward_component", {"component": "length"}),
+    ("reward/component/length/std", "rlhf_reward_component_std", {"component": "length"}),
+    ("reward/failures/service", "rlhf_reward_failures", {"component": "service"}),
+    ("reward/failed_tries/service/timeout", "rlhf_reward_failed_tries", {"component": "service", "kind": "timeout"}),
+    ("eval/pass@4", "rlhf_eval_pass", {"k": "4"}),
+    ("eval/reward", "rlhf_eval_reward", {}),
+    ("idle/a-b.c", "rlhf_idle_a_b_c", {}),
+])
+def test_a_metric_is_a_name_and_labels(metric, name, labels):
+    series = series_of(metric)
+    assert series == (name, labels)
+    assert labels_of(series) == ("run", *labels)
+
+
+def test_metrics_of_one_name_have_the_same_labels():
+    seen = {}
+    for metric in [*METRICS, "share/a/b", "reward/component/a", "reward/failures/a", "eval/reward/a", "eval/pass@1"]:
+        series = series_of(metric)
+        assert seen.setdefault(series.name, tuple(series.labels)) == tuple(series.labels), metric
+
+
+def test_names_are_what_prometheus_accepts_and_help_is_what_ray_takes():
+    for metric in [*METRICS, *LIVE]:
+        assert re.fullmatch(r"rlhf_[a-zA-Z0-9_]+", gauge_name(metric))
+        assert help_of(metric).isascii() and len(help_of(metric)) > 8, metric
+
+
+def test_quantities_name_their_unit():
+    assert help_of("weights/publish_seconds") == "Weight publication (seconds)"
+    assert help_of("share/generator/busy").endswith("(share of time)")
+    assert all(live.help.unit for live in LIVE.values())
+
+
+def test_every_name_that_is_known_beforehand_is_listed():
+    known = exported()
+    assert known["ray_rlhf_reward_mean"] == () and known["ray_rlhf_time"] == ("phase",)
+    assert known["ray_rlhf_live_workers"] == ("role", "pool", "state")
