@@ -40,7 +40,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.ppo import close_books, wire
+from rlhf_ray.stages.ppo import close_books, show_live, wire
 from rlhf_ray.stages.workplace import workplace
 
 BATCH, STALENESS = 10_000, 4
@@ -150,7 +150,8 @@ async def looked_at(coordinator: Coordinator, directory: RunDirectory) -> AsyncI
     """What goes on beside a run: its status is written, and its workers are watched."""
     team = coordinator.team
     watch = Watch(team, coordinator.config.cluster.lease_s)
-    async with live_status(lambda: coordinator, directory), team.healing.at_work(watch.keep_looking()):
+    show = show_live(coordinator.config, directory)
+    async with live_status(lambda: coordinator, directory, show), team.healing.at_work(watch.keep_looking()):
         yield
 
 

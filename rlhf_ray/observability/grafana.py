@@ -152,7 +152,7 @@ def _variables() -> list[dict[str, Any]]:
     runs = "label_values(ray_rlhf_live_step, run)"
     return [
         {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus", "refresh": 1},
-        {"name": "run", "label": "Run", "type": "query", "datasource": SOURCE, "definition": runs,
+        {"name": "run", "label": "Run", "type": "query", "datasource": SOURCE,
          "query": {"query": runs, "refId": "run"}, "refresh": 2, "multi": True, "includeAll": True, "allValue": ".+",
          "current": {"text": "All", "value": "$__all"}, "sort": 1},
     ]

@@ -148,12 +148,10 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
 
 def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinator], None]:
     """What puts a run's live metrics on Ray's Prometheus endpoint, if that is wanted."""
+    if not config.logging.ray_metrics:
+        return lambda _: None
     live, gauges = LiveGauges(pools_of(config)), Gauges(directory.path.name)
-    return (lambda coordinator: gauges.set_live(live.read(coordinator))) if config.logging.ray_metrics else _show_nobody
-
-
-def _show_nobody(_: Coordinator) -> None:
-    return
+    return lambda coordinator: gauges.set_live(live.read(coordinator))
 
 
 def wire(

@@ -1,5 +1,6 @@
 """The dashboard, alerts and scrape configuration that are checked in: of this code's metrics, and sound."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -77,6 +78,24 @@ def test_prometheus_keeps_our_metrics():
     [keep] = job["metric_relabel_configs"]
     assert all(re.fullmatch(keep["regex"], name) for name in exported())
     assert not re.fullmatch(keep["regex"], "ray_grpc_server_req_new_total")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("grafana_foundation_sdk") is None, reason="Grafana's SDK is not installed")
+def test_grafanas_own_models_read_the_dashboard_and_lose_nothing():
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    assert missing(dashboard(), json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard())))) == []
+
+
+def missing(ours, theirs, path=""):
+    """Where `theirs` lacks something of ours."""
+    if isinstance(ours, dict):
+        return [place for key, value in ours.items()
+                for place in (missing(value, theirs[key], f"{path}/{key}") if key in theirs else [f"{path}/{key}"])]
+    if isinstance(ours, list) and len(ours) == len(theirs):
+        return [place for i, value in enumerate(ours) for place in missing(value, theirs[i], f"{path}/{i}")]
+    return [] if ours == theirs else [path]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
