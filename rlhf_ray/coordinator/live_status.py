@@ -62,9 +62,9 @@ async def _keep_writing(
 ) -> None:
     while not over.is_set():
         if (coordinator := present()) is not None:
-            show(coordinator)
             # A slow disk must not hold up the loop.
             await asyncio.to_thread(directory.write_json, directory.status.name, snapshot(coordinator))
+            show(coordinator)
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), EVERY_S)
 
