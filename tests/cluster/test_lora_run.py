@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("tied", marks=pytest.mark.slow), "policy"])
 def whole(request, configure, files, tmp_path_factory):
     """Directory of a run of 3 steps, saved after the second, and the sections it was configured with."""
     from rlhf_ray.stages import ppo
