@@ -57,9 +57,9 @@ def shared_ray() -> Iterator[SharedRay]:
 
 
 @pytest.fixture(scope="module")
-def own_ray(shared_ray: SharedRay) -> None:
+def own_ray() -> None:
     """For tests that start or join another cluster in this process: the shared one is not open meanwhile."""
-    shared_ray.close()
+    _cluster.close()
 
 
 def before(item: pytest.Item) -> None:
