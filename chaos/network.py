@@ -21,10 +21,8 @@ CALL = "CoreWorkerService.grpc_client.PushTask"
 """Ray's name for the message by which a method of an actor is called."""
 CHANCE_PERCENT = 1
 """Of each call until one is lost: most are lost in the first updates, some while workers start."""
-SAID = "is unavailable"
-"""In Ray's words for a worker that is not known to be dead, whose call came to nothing."""
-LATE_S = 15.0
-"""By so much later the run may have noticed that a learner was struck."""
+SAID = "RpcError: Unavailable"
+"""In Ray's words for a message that it lost itself; those lost by a death name the connection's error."""
 
 
 def lossy(faults: Sequence[Fault]) -> Fault | None:
@@ -62,17 +60,8 @@ def note_loss(course: Course, start: Start, faults: Sequence[Fault]) -> None:
 
 
 def _loss(course: Course, start: Start) -> dict[str, Any] | None:
-    """The run's line about a worker that nobody struck."""
-    struck = course.strikes.read("struck")
+    """The run's line about the worker that the message was for, or came from."""
     for event in read_faults(RunDirectory(course.directory).faults):
-        if start.began <= event["lost_at"] <= start.ended and SAID in event["reason"] and not _explained(event, struck):
+        if start.began <= event["lost_at"] <= start.ended and SAID in event["reason"]:
             return event
     return None
-
-
-def _explained(event: dict[str, Any], struck: Sequence[dict[str, Any]]) -> bool:
-    """Whether a worker was struck whose loss this is; any learner's is told of as that of all."""
-    if event["role"].endswith("_learner"):
-        return any(told.get("role", "").endswith("_learner") and 0 <= event["lost_at"] - told["time"] < LATE_S
-                   for told in struck)
-    return event["pid"] in {told.get("pid") for told in struck}

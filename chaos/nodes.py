@@ -36,10 +36,10 @@ class Nodes:
 
 
 def sections(generators: int) -> Mapping[str, Mapping[str, Any]]:
-    """What the configuration of a run on such a cluster says otherwise: each generator is on a node of its own."""
+    """What the configuration of a run on such a cluster says otherwise: each generator fills a node of its own."""
     return {"pools": {"default": {"cpus": 4}, "away": {
                 "bundles": generators, "cpus": 1, "strategy": "STRICT_SPREAD", "labels": AWAY}},
-            "generator": {"pool": "away"}, "cluster": {"allow_open": True}}
+            "generator": {"pool": "away", "cpus": 1}, "cluster": {"allow_open": True}}
 
 
 @contextmanager
