@@ -40,9 +40,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Make the runs; after each the results are written, and when one is interrupted those that there are."""
+    from chaos.own_memory import own_shared_memory
+
     asked = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: tidy up, then end
     print(f"chaos: seed {asked.seed}", file=sys.stderr, flush=True)
+    own_shared_memory()
     root = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a short name: Ray's sockets lie below it
     _own_places(root)
     try:

@@ -48,7 +48,12 @@ class Injector:
 
     def install(self) -> None:
         """Let every loop of this process meet the faults that are left."""
-        run = Coordinator.run
+        run, step = Coordinator.run, Coordinator._step_or_stop
+
+        async def step_not_ahead_of_faults(coordinator: Coordinator) -> None:
+            while self._must_wait(coordinator):
+                await asyncio.sleep(LOOK_S)
+            await step(coordinator)
 
         async def run_among_faults(coordinator: Coordinator) -> None:
             self._learners_lost = False
@@ -62,6 +67,14 @@ class Injector:
                     await injecting
 
         Coordinator.run = run_among_faults  # type: ignore[method-assign, assignment]
+        Coordinator._step_or_stop = step_not_ahead_of_faults  # type: ignore[method-assign, assignment]
+
+    def _must_wait(self, coordinator: Coordinator) -> bool:
+        """Whether the next fault is due and its victim still down from an earlier one. Training would go on without it,
+        and perhaps end before it is back."""
+        fault = next(iter(self._left), None)
+        return fault is not None and coordinator.state.step >= fault.step and (
+            fault.what.role, fault.rank) in coordinator.team.healing.down
 
     async def _inject(self, coordinator: Coordinator) -> None:
         while self._left:
