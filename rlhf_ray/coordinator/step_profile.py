@@ -8,6 +8,7 @@ profiled is left out.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
@@ -22,13 +23,24 @@ MOST_RANKS = 4
 """Workers of each role that are profiled, the first ones; the others of a role do the same."""
 
 
+RAY_TRACE = "ray.trace.json"
+
+
 class StepProfiler:
     """Profiles a step that was named beforehand, and the next one whenever it is asked to."""
 
     def __init__(self, directory: RunDirectory, team: Team, at_step: int | None = None,
-                 say: Callable[[str], None] = lambda _: None) -> None:
-        """`at_step` is to be profiled, whoever asks or not; `say` tells a person."""
+                 say: Callable[[str], None] = lambda _: None,
+                 write_timeline: Callable[[Path], None] | None = None) -> None:
+        """Nothing is profiled unless it is asked for.
+
+        Args:
+            at_step: a step to profile whoever asks or not.
+            say: tells a person.
+            write_timeline: writes the cluster's own record of calls to a file, where it keeps one.
+        """
         self._directory, self._team, self._at_step, self._say = directory, team, at_step, say
+        self._write_timeline = write_timeline
         self._asked: list[asyncio.Future[dict[str, Any]]] = []
         self._workers: list[tuple[WorkerGroup, int]] | None = None
         """Those that are being profiled; None while no step is."""
@@ -69,6 +81,8 @@ class StepProfiler:
                     if _worked(profile) and isinstance(profile, WorkerProfile)}
         spans = [span for span in self._team.clock.work(began, ended) if not span.role.startswith("phase:")]
         await asyncio.to_thread(self._write, step, profiles, spans, (began, ended))
+        if self._write_timeline is not None:
+            await asyncio.to_thread(self._write_timeline, directory / RAY_TRACE)
         self._say(f"profile of step {step} in {directory}")
         for answer in self._asked:
             if not answer.done():

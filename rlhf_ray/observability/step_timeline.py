@@ -33,22 +33,29 @@ def chrome_trace(lanes: Sequence[Lane]) -> dict[str, Any]:
 
 def picture(lanes: Sequence[Lane], seconds: float) -> str:
     """The lanes as an SVG that stands alone: a row a worker, a bar a call; empty without lanes."""
-    workers = list(dict.fromkeys(lane[0] for lane in lanes))
+    workers = _in_order(lanes)
     if not workers or seconds <= 0:
         return ""
     height = ROW * len(workers) + 26
     parts = [f'<svg class="timeline" viewBox="0 0 {LEFT + WIDTH + 20} {height}" role="img" '
              'aria-label="Who worked when in the step">']
+    for tick in range(5):
+        x = LEFT + WIDTH * tick / 4
+        parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - 22}"/>'
+                     f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{seconds * tick / 4:.3g} s</text>')
     for row, worker in enumerate(workers):
         role, rank = worker.split("/")
         parts.append(f'<text x="{LEFT - 8}" y="{row * ROW + 15}" text-anchor="end">'
                      f"{escape(readable(role))} {escape(rank)}</text>")
         parts += [_bar(row, role, start, end, seconds) for name, start, end in lanes if name == worker]
-    for tick in range(5):
-        x = LEFT + WIDTH * tick / 4
-        parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - 22}"/>'
-                     f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{seconds * tick / 4:.3g} s</text>')
     return "".join(parts) + "</svg>"
+
+
+def _in_order(lanes: Sequence[Lane]) -> list[str]:
+    """The workers: roles as they begin to work, ranks of a role together."""
+    roles = list(dict.fromkeys(lane[0].split("/")[0] for lane in lanes))
+    return sorted({lane[0] for lane in lanes},
+                  key=lambda worker: (roles.index(worker.split("/")[0]), int(worker.split("/")[1])))
 
 
 def _bar(row: int, role: str, start: float, end: float, seconds: float) -> str:

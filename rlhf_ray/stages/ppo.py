@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cluster.pulse import Pulse
 from rlhf_ray.cluster.session import Session
+from rlhf_ray.cluster.timeline import write_timeline
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best import BestKeeper
@@ -191,7 +192,8 @@ def wire(
         recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
         on_evaluation=note_evaluation,
-        profiler=StepProfiler(directory, team, config.logging.profile_step, progress.note),
+        profiler=StepProfiler(directory, team, config.logging.profile_step, progress.note,
+                              write_timeline if config.logging.task_events else None),
     )
     return coordinator
 

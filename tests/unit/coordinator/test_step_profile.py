@@ -86,6 +86,13 @@ def test_a_worker_that_cannot_be_profiled_is_left_out_and_the_run_goes_on(tmp_pa
     assert {"generator/0", "generator/2"} <= set(profile["workers"]) and "generator/1" not in profile["workers"]
 
 
+def test_the_clusters_own_record_of_calls_is_kept_where_there_is_one(tmp_path):
+    _, team = profiler_of(tmp_path)
+    profiler = StepProfiler(RunDirectory(tmp_path), team, 1, write_timeline=lambda path: path.write_text("[]"))
+    asyncio.run(make_step(profiler, team, 1))
+    assert (tmp_path / "profile/step_1/ray.trace.json").read_text() == "[]"
+
+
 def test_of_many_workers_of_a_role_the_first_ones_are_profiled(tmp_path):
     profiler, team = profiler_of(tmp_path, at_step=1, workers=9)
     asyncio.run(make_step(profiler, team, 1))

@@ -55,4 +55,6 @@ def test_the_picture_has_a_row_for_each_worker_and_a_bar_for_each_call():
     drawn = picture([*LANES, ["generator/0", 1.2, 1.4]], 2.0)
     assert drawn.count("<rect") == 4
     assert [drawn.count(f">{name}</text>") for name in ("Generator 0", "Generator 1", "Policy learner 0")] == [1, 1, 1]
+    late = picture([["a/1", 0.0, 1.0], ["b/0", 0.1, 1.0], ["a/0", 0.2, 1.0]], 2.0)
+    assert late.index(">A 0<") < late.index(">A 1<") < late.index(">B 0<"), "ranks of a role stand together"
     assert picture([], 2.0) == ""
