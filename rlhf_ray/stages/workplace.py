@@ -43,10 +43,14 @@ class Workplace:
     ) -> WorkerGroup:
         """Workers of one role. `goodbye` is the method that lets them end in good order."""
         group = WorkerGroup(role, cls, placement, self._pools, arguments,
-                            {**accelerator_environment(placement.gpus), **(environment or {})},
+                            {**accelerator_environment(placement.gpus), **self._recording(), **(environment or {})},
                             self._config.cluster.call_timeout_s, self._config.logging.task_events)
         self._groups.append((group, goodbye))
         return group
+
+    def _recording(self) -> Mapping[str, str]:
+        """What makes Ray's record of calls complete: without it its timeline has no times."""
+        return {"RAY_PROFILING": "1"} if self._config.logging.task_events else {}
 
     async def dismiss(self, patience_s: float) -> None:
         """End all workers: politely where that is possible in time, then for certain."""
