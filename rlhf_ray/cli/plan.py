@@ -93,7 +93,7 @@ def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list
     Raises:
         ConfigError, ClusterError: the description cannot be read, the cluster not reached.
     """
-    from rlhf_ray.planning.nodes import parse_nodes, this_machine
+    from rlhf_ray.planning.nodes import parse_nodes
 
     if spec:
         return parse_nodes(spec)
@@ -104,10 +104,9 @@ def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list
         return nodes_of_cluster(config.cluster.model_copy(update={"address": address}))
     import psutil
 
-    from rlhf_ray.cli.gpus import gpus_here
+    from rlhf_ray.planning.machine import this_machine
 
-    pooled = sum(pool.cpus * pool.bundles for pool in config.pools.values())
-    return [this_machine([gpu.name for gpu in gpus_here()], psutil.virtual_memory().available, pooled)]
+    return [this_machine(list(config.pools.values()), float(psutil.virtual_memory().available))]
 
 
 def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_disk: bool = False) -> Plan:

@@ -33,6 +33,8 @@ class Training:
     """Tokens of its longest row."""
     answers: float
     """Share of a micro-batch's tokens whose log-probability is asked for; 0 with a scalar head."""
+    rows: int
+    """Of one optimizer step, over all ranks: a micro-batch holds no more than a rank's share of them."""
     average: bool = False
     """Whether an average of the weights is kept (`policy.ema_decay`)."""
     bucket_bytes: float = 0.0
@@ -50,7 +52,8 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
 def learner_memory(config: LearnerConfig, model: Training) -> Memory:
     """One rank's at the moment when it holds most: in a backward pass or, on the CPU, while a checkpoint is copied."""
     on_gpu, world = config.gpus > 0, config.workers
-    a_pass = Pass(config.micro_batch_tokens, model.longest, on_gpu, half=config.autocast == "bfloat16",
+    most = -(-model.rows // world) * model.longest
+    a_pass = Pass(min(config.micro_batch_tokens, most), model.longest, on_gpu, half=config.autocast == "bfloat16",
                   checkpointing=config.gradient_checkpointing)
     state = _state(config, model.shape)
     working = {

@@ -1,6 +1,5 @@
 """Machines to plan for: written down as a person would say them, or this one."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -107,16 +106,3 @@ def _colon(text: str, spec: str) -> tuple[str, str]:
     if not colon:
         raise ConfigError(f"--nodes {spec!r}: {text!r} needs a colon: label=key:value, resource=name:amount")
     return key, value
-
-
-def this_machine(gpu_names: list[str], memory_bytes: float, pooled_cpus: float = 0.0) -> Node:
-    """The machine at hand.
-
-    Args:
-        gpu_names: one for each GPU, as nvidia-smi writes them.
-        memory_bytes: free for use.
-        pooled_cpus: what the pools ask for: a local Ray counts at least that many logical CPUs.
-    """
-    gpu = gpu_of(gpu_names[0]) if gpu_names else None
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return Node("this machine", max(pooled_cpus, cores), memory_bytes, len(gpu_names), gpu, real_cores=cores)

@@ -58,28 +58,35 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     shape, named = shapes(config.model, "model"), config.model.path
     longest, bucket = config.prompts.max_tokens + config.longest_response[0], config.weights.bucket_mb * float(MIB)
     answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
+    rows = config.samples_per_step // config.algorithm.mini_batches
     roles = [_generator(config.generator, shape, named, longest, bucket)]
     if config.starts_reference:
         reference = config.reference
         roles.append(Role("reference", reference, (shape,), named, lambda _: scorer_memory(
-            reference.gpus, shape, reference.micro_batch_tokens, longest, answers)))
+            reference.gpus, shape, min(reference.micro_batch_tokens, _in_a_call(config) * longest), longest, answers)))
     roles.append(_reward(config, shapes, longest))
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]
     roles.append(_learner("policy", config.policy, Training(
-        shape, longest, answers, config.policy.ema_decay is not None, bucket), named))
+        shape, longest, answers, rows, config.policy.ema_decay is not None, bucket), named))
     if config.starts_critic:
         critic = shapes(config.critic_model, "critic").headless()
-        roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0), config.critic_model.path))
+        roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0, rows), config.critic_model.path))
     return roles
+
+
+def _in_a_call(config: PPOConfig) -> int:
+    """Samples that a scorer is given at a time: a chunk, or where chunks go on in company all that may be under way."""
+    return config.concurrency if config.coordinator.max_staleness else config.generator.chunk
 
 
 def _supervised(config: SFTConfig | RewardModelConfig | ProcessRewardConfig, shapes: Shapes) -> Role:
     shape = shapes(config.model, "model")
     named = config.model.path if isinstance(config.model, ModelConfig) else "a new model"
     scalar = isinstance(config, RewardModelConfig)
+    rows = config.training.batch_size * (2 if scalar else 1)  # both sides of a pair
     return _learner("learner", config.learner, Training(
-        shape.headless() if scalar else shape, config.data.max_tokens, 0.0 if scalar else 1.0), named)
+        shape.headless() if scalar else shape, config.data.max_tokens, 0.0 if scalar else 1.0, rows), named)
 
 
 def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest: int, bucket: float) -> Role:
@@ -106,7 +113,8 @@ def _reward(config: PPOConfig, shapes: Shapes, longest: int) -> Role:
     functions = sum(isinstance(reward, FunctionReward) for reward in config.rewards.values())
 
     def memory(_: Hardware = CORE) -> Memory:
-        parts = [scorer_memory(config.reward.gpus, shape, config.reward.micro_batch_tokens, longest, 0.0)
+        parts = [scorer_memory(config.reward.gpus, shape, min(
+            config.reward.micro_batch_tokens, _in_a_call(config) * longest), longest, 0.0)
                  for shape in found] or [Memory(host={RUNTIME: float(SMALL)})]
         whole = together(parts)
         host = {**whole.host, RUNTIME: whole.host.get(RUNTIME, 0.0) + functions * SMALL}

@@ -45,6 +45,7 @@ from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.engines.settings import refuse_open_serialization
 from rlhf_ray.stages.evaluation_log import EvaluationLog
+from rlhf_ray.stages.fit_preflight import check_fit
 from rlhf_ray.stages.ppo_course import Course
 from rlhf_ray.stages.ppo_export import export_policy
 from rlhf_ray.stages.ppo_team import restart_learners, spawn_team, start_team
@@ -98,6 +99,7 @@ def preflight(config: PPOConfig) -> None:
     longest, field = config.longest_response
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
     check_window(config.model, config.prompts.max_tokens + longest, f"prompts.max_tokens + {field}")
+    check_fit(config)
     for section in (config.prompts, held_out) if held_out else (config.prompts,):
         check_first_rows(section, config.model)
 

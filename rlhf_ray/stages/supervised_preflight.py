@@ -4,6 +4,7 @@ from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.step_format import StepTokens
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.stages.fit_preflight import check_fit
 from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model, check_row_length
 from rlhf_ray.stages.supervised import SupervisedConfig
 
@@ -25,6 +26,7 @@ def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: St
     if steps is not None:
         StepTokens.of(steps, load_tokenizer(config.model))
     _check_budget(config, pairs)
+    check_fit(config)
     check_first_rows(config.data, config.model, steps)
 
 

@@ -60,7 +60,7 @@ class TestLearner:
 
     def parts(self, **changes):
         config = LearnerConfig(gpus=1, micro_batch_tokens=64, **changes)
-        return learner_memory(config, Training(SMALL, 32, 1.0)).device
+        return learner_memory(config, Training(SMALL, 32, 1.0, 64)).device
 
     @pytest.mark.parametrize(("stage", "workers", "weights", "gradients", "optimizer"), [
         (1, 1, 4, 4, 8), (0, 2, 4, 4, 8), (1, 2, 6, 4, 4), (2, 2, 6, 2, 4), (3, 2, 2, 2, 4), (3, 4, 1, 1, 2)])
@@ -78,7 +78,7 @@ class TestLearner:
 
     def test_offloaded_moments_lie_in_main_memory(self):
         config = LearnerConfig(gpus=1, workers=2, zero_stage=2, offload_optimizer=True, micro_batch_tokens=64)
-        memory = learner_memory(config, Training(SMALL, 32, 1.0))
+        memory = learner_memory(config, Training(SMALL, 32, 1.0, 64))
         assert "optimizer" not in memory.device
         assert memory.host["optimizer"] == 8 * SMALL.parameters / 2
 
@@ -87,9 +87,14 @@ class TestLearner:
         assert again["activations"] < whole["activations"]
         assert self.parts(autocast="bfloat16")["logits"] < whole["logits"]
 
+    def test_a_batch_of_few_rows_is_no_full_micro_batch(self):
+        config = LearnerConfig(micro_batch_tokens=4096, workers=2)
+        few, full = (learner_memory(config, Training(SMALL, 32, 1.0, rows)).host for rows in (64, 256))
+        assert full["activations"] == 4 * few["activations"]
+
     def test_twice_the_tokens_take_twice_the_activations(self):
-        one = learner_memory(LearnerConfig(micro_batch_tokens=4096), Training(SMALL, 256, 1.0)).host
-        two = learner_memory(LearnerConfig(micro_batch_tokens=8192), Training(SMALL, 256, 1.0)).host
+        one = learner_memory(LearnerConfig(micro_batch_tokens=4096), Training(SMALL, 256, 1.0, 64)).host
+        two = learner_memory(LearnerConfig(micro_batch_tokens=8192), Training(SMALL, 256, 1.0, 64)).host
         assert two["activations"] == pytest.approx(2 * one["activations"])
 
 

@@ -1,0 +1,58 @@
+"""What is certain not to fit is refused before anything starts; all else is tried."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.planning.machine import read_gpu
+from rlhf_ray.stages.fit_preflight import check_fit
+
+
+def config(path, **more):
+    return PPOConfig(model={"path": str(path)}, rewards={"r": {"type": "exact_match"}},
+                     prompts={"path": "p.jsonl", "max_tokens": 32}, generator={"sampling": {"max_tokens": 32}}, **more)
+
+
+@pytest.fixture
+def model(tmp_path):
+    shape = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+             "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return tmp_path
+
+
+def with_memory(monkeypatch, gib):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=gib * 2**30))
+
+
+def test_memory_that_is_not_there_is_refused_with_what_takes_it(model, monkeypatch):
+    with_memory(monkeypatch, 8)
+    with pytest.raises(ConfigError, match=r"this machine memory .* would have to hold .* most of it policy/0"):
+        check_fit(config(model))
+    with_memory(monkeypatch, 64)
+    check_fit(config(model))
+
+
+def test_a_joined_cluster_and_an_unknown_model_are_left_alone(model, monkeypatch):
+    with_memory(monkeypatch, 1)
+    check_fit(config(model, cluster={"address": "auto"}))
+    check_fit(config("somebody/unknown"))
+
+
+def test_it_takes_no_time(model, monkeypatch):
+    with_memory(monkeypatch, 64)
+    checked = config(model)
+    check_fit(checked)
+    began = time.process_time()
+    check_fit(checked)
+    assert time.process_time() - began < 0.1
+
+
+def test_a_gpu_of_an_unknown_kind_has_the_memory_that_it_tells():
+    gpu = read_gpu("Quadro Z9, 10240")
+    assert (gpu.name, gpu.memory_bytes) == ("Quadro Z9", 10 * 2**30)
+    assert read_gpu("NVIDIA H100 80GB HBM3, 81559").name == "H100 SXM"
