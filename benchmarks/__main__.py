@@ -25,6 +25,7 @@ NAMES = (
     "coordinator_scale",
     "vs_trl",
     "first_token",
+    "plan_memory",
 )
 """Modules of this package, in the order in which they run; most are named like the figure they give."""
 RESULTS = Path(__file__).parent / "results"

@@ -15,6 +15,7 @@ TITLES = {
     "coordinator_ms_per_sample": "The coordinator's CPU time a sample",
     "coordinator_bytes_per_sample": "Bytes through the coordinator a sample",
     "first_token_seconds": "From the command to the first token",
+    "plan_memory_error": "Memory planned beside memory held",
 }
 """The figures that the project promises."""
 

@@ -19,6 +19,7 @@ from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.engine.portions import MOMENTS, Portion, adamw, portions
 from rlhf_ray.engine.saved import WEIGHTS, Saved, Snapshot, snapshot
 from rlhf_ray.engine.schedule import learning_rate
+from rlhf_ray.engine.sharding import shard
 from rlhf_ray.errors import CheckpointError, TrainingError
 
 
@@ -51,10 +52,11 @@ class TrainEngine:
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
-        self.engine, *_ = deepspeed.initialize(
-            model=module, optimizer=_adamw(module, config), config=_deepspeed_config(config, stage),
-            dist_init_required=False,
-        )
+        optimizer, settings = _adamw(module, config), _deepspeed_config(config, stage)
+        if stage == 3:
+            shard(module, settings)
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings,
+                                               dist_init_required=False)
         self._norm: float | None = None
         if stage == 0:
             self.engine.optimizer.register_step_pre_hook(self._clip)
@@ -190,8 +192,9 @@ class TrainEngine:
             self._training = mode
 
     def _autocast(self) -> torch.autocast:
+        # What autocast casts it keeps to the end of the pass: under ZeRO-3 that would be the whole model on every rank.
         return torch.autocast(self.device.type if hasattr(self.device, "type") else "cpu", dtype=torch.bfloat16,
-                              enabled=self.config.autocast == "bfloat16")
+                              enabled=self.config.autocast == "bfloat16", cache_enabled=self._stage < 3)
 
 
 def _seen_in_gradient(loss: Tensor, weight: float) -> Tensor:

@@ -60,10 +60,10 @@ def layer_bytes(shape: ModelShape, a_pass: Pass) -> float:
 
 
 def passing_bytes(shape: ModelShape, a_pass: Pass) -> float:
-    """Held by the layer that a pass is in, for each token, beyond what it keeps: the feed-forward layer's factors and
-    their gradients, and the stream's."""
-    widths = (3 if shape.gated else 2) * shape.intermediate
-    return widths * a_pass.product_bytes + 2 * shape.hidden * a_pass.stream_bytes
+    """Held by the layer that a pass is in, for each token, beyond what it keeps: the feed-forward layer's factors,
+    going back their gradients, and the stream's."""
+    factors = (3 if shape.gated else 2) * shape.intermediate
+    return factors * a_pass.product_bytes + 2 * shape.hidden * a_pass.stream_bytes
 
 
 def training_bytes(shape: ModelShape, a_pass: Pass) -> float:
@@ -77,6 +77,12 @@ def training_bytes(shape: ModelShape, a_pass: Pass) -> float:
 def scoring_bytes(shape: ModelShape, a_pass: Pass) -> float:
     """Activations of a micro-batch without gradients: those of the layer that it is in."""
     return a_pass.tokens * (passing_bytes(shape, a_pass) + 2 * shape.hidden * a_pass.stream_bytes)
+
+
+def head_bytes(shape: ModelShape, a_pass: Pass) -> float:
+    """The output head's gradient as it is made, and a copy of it in the order of the weights: both are there beside
+    all activations, since the head is the first that a backward pass comes to."""
+    return 2.0 * shape.vocabulary * shape.hidden * a_pass.product_bytes
 
 
 def logits_bytes(shape: ModelShape, a_pass: Pass, answers: int, training: bool) -> float:

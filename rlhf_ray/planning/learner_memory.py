@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.planning.activations import FLOAT, Pass, logits_bytes, scoring_bytes, training_bytes
+from rlhf_ray.planning.activations import (
+    FLOAT,
+    Pass,
+    head_bytes,
+    logits_bytes,
+    passing_bytes,
+    scoring_bytes,
+    training_bytes,
+)
 from rlhf_ray.planning.memory import (
     ACTIVATIONS,
     BUFFERS,
@@ -17,7 +25,14 @@ from rlhf_ray.planning.memory import (
     at_the_peak,
 )
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.runtime import GPU_CONTEXT, GPU_HOST, LEARNER, REDUCE_BUCKET
+from rlhf_ray.planning.runtime import (
+    COPIES_ON_CPU,
+    GATHERED,
+    GPU_CONTEXT,
+    GPU_HOST,
+    LEARNER,
+    REDUCE_BUCKET,
+)
 
 MOMENTS = 2
 """Numbers that AdamW keeps of a weight."""
@@ -51,27 +66,37 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 def learner_memory(config: LearnerConfig, model: Training) -> Memory:
     """One rank's at the moment when it holds most: in a backward pass or, on the CPU, while a checkpoint is copied."""
-    on_gpu, world = config.gpus > 0, config.workers
-    most = -(-model.rows // world) * model.longest
-    a_pass = Pass(min(config.micro_batch_tokens, most), model.longest, on_gpu, half=config.autocast == "bfloat16",
-                  checkpointing=config.gradient_checkpointing)
+    on_gpu, world, number = config.gpus > 0, config.workers, trained(config, model.shape)
     state = _state(config, model.shape)
-    working = {
-        ACTIVATIONS: max(training_bytes(model.shape, a_pass), scoring_bytes(model.shape, a_pass))
-        + _cast_weights(config, model.shape),
-        LOGITS: logits_bytes(model.shape, a_pass, round(model.answers * a_pass.tokens), training=True),
-    }
-    copies = {COPIES: (1 + MOMENTS + model.average) * FLOAT * trained(config, model.shape) / world}
-    average = FLOAT * trained(config, model.shape) / world if model.average else 0.0
-    buffers = {BUFFERS: _reduction_bytes(config, model.shape) + average}
-    sending = {BUFFERS: 3 * model.bucket_bytes + model.shape.weight_bytes * (model.bucket_bytes > 0)}
+    average = FLOAT * number / world if model.average else 0.0
+    buffers = {BUFFERS: _communication_bytes(config, model.shape) + average}
+    copies = {COPIES: (1 + MOMENTS + model.average) * FLOAT * number / world}
     if not on_gpu:
-        learning = {**state, **working, **buffers, RUNTIME: LEARNER}
-        saving = {**state, **buffers, **copies, RUNTIME: LEARNER}
-        return Memory(host=at_the_peak(learning, saving))
+        rest = {**buffers, RUNTIME: LEARNER}
+        learning = [{**moment, **rest} for moment in _update(config, model, state)]
+        return Memory(host=at_the_peak(*learning, {**state, GRADIENTS: 0.0, **copies, **rest}))
     moved = {OPTIMIZER: state.pop(OPTIMIZER)} if config.offload_optimizer else {}
-    return Memory(device={**state, **working, **buffers, RUNTIME: GPU_CONTEXT},
-                  host={**moved, **at_the_peak(copies, sending), RUNTIME: LEARNER + GPU_HOST})
+    sending = {BUFFERS: 3 * model.bucket_bytes + model.shape.weight_bytes * (model.bucket_bytes > 0)}
+    # Each rank reads the whole model into main memory before it is moved, or sharded layer by layer, to the devices.
+    starting = {WEIGHTS: float(model.shape.weight_bytes if config.lora else FLOAT * model.shape.parameters)}
+    host = at_the_peak({**moved, **copies}, {**moved, **sending}, starting)
+    learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
+    return Memory(device=at_the_peak(*learning), host={**host, RUNTIME: LEARNER + GPU_HOST})
+
+
+def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> list[dict[str, float]]:
+    """What an update holds when a backward pass begins, and when the last one is over. Gradients of micro-batches
+    before are there in the first case; of a single one there are none yet."""
+    share, shape = -(-model.rows // config.workers), model.shape
+    a_pass = Pass(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
+                  half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing)
+    logits = logits_bytes(shape, a_pass, round(model.answers * a_pass.tokens), training=True)
+    layer = a_pass.tokens * passing_bytes(shape, a_pass)
+    before = state[GRADIENTS] if share * model.longest > a_pass.tokens else 0.0
+    first = max(logits + (0.0 if config.lora else head_bytes(shape, a_pass)), layer)
+    activations = max(training_bytes(shape, a_pass), scoring_bytes(shape, a_pass)) + first - logits
+    return [{**state, GRADIENTS: before, LOGITS: logits, ACTIVATIONS: activations + _cast_weights(config, shape)},
+            {**state, ACTIVATIONS: layer}]
 
 
 def trained(config: LearnerConfig, shape: ModelShape) -> int:
@@ -98,15 +123,18 @@ def _state(config: LearnerConfig, shape: ModelShape) -> dict[str, float]:
     return {WEIGHTS: weights, GRADIENTS: gradients, OPTIMIZER: MOMENTS * FLOAT * number / (world if stage else 1)}
 
 
-def _reduction_bytes(config: LearnerConfig, shape: ModelShape) -> float:
-    """DeepSpeed's buffers for gradients on their way to other ranks, and at stage 3 gathered weights: two layers, one
-    in use and one under way. On CPUs, where memory that is not written to takes none, what gradients fill of them."""
+def _communication_bytes(config: LearnerConfig, shape: ModelShape) -> float:
+    """DeepSpeed's buffer for gradients on their way to other ranks, and at stage 3 the weights that it leaves gathered.
+    On CPUs what there are of copies in all (`runtime.COPIES_ON_CPU`)."""
     stage, number = stage_of(config), trained(config, shape)
+    if config.workers == 1 and stage < 3:
+        return 0.0
+    if not config.gpus:
+        return float(FLOAT * COPIES_ON_CPU[stage] * number)
     if stage == 0:
         return 0.0
-    bucket = REDUCE_BUCKET if config.gpus else min(REDUCE_BUCKET, number)
-    gathered = 2 * shape.layer_parameters + shape.vocabulary * shape.hidden if stage == 3 else 0
-    return FLOAT * (bucket + gathered)
+    each = shape.bytes_per_value if config.lora else FLOAT
+    return FLOAT * REDUCE_BUCKET + (min(GATHERED, shape.parameters) * each if stage == 3 else 0.0)
 
 
 def _cast_weights(config: LearnerConfig, shape: ModelShape) -> float:

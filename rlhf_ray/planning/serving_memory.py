@@ -19,8 +19,9 @@ def is_async(config: GenerationConfig) -> bool:
 def generator_memory(
     config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float
 ) -> Memory:
-    """One generator's. On the CPU it holds its weights twice while a publication arrives (weights/shadow.py); on a GPU
-    vLLM takes what `kv_cache_mb` and the weights need, or `gpu_memory_utilization` of the device.
+    """One generator's. On the CPU it holds its weights twice more while a publication arrives, as they came and as they
+    are packed for its kernels (weights/shadow.py); on a GPU vLLM takes what `kv_cache_mb` and the weights need, or
+    `gpu_memory_utilization` of the device.
 
     Args:
         longest: tokens of prompt and response.
@@ -44,7 +45,7 @@ def _on_cpu(config: GenerationConfig, shape: ModelShape, bucket_bytes: float) ->
     head = shape.vocabulary * shape.hidden * shape.bytes_per_value if shape.tied else 0
     return Memory(host={
         WEIGHTS: shape.weight_bytes + head,
-        BUFFERS: shape.weight_bytes + head,
+        BUFFERS: 2 * (shape.weight_bytes + head),
         CACHE: (config.kv_cache_mb or 64) * MIB,
         RUNTIME: GENERATOR + (ENGINE_CORE if is_async(config) else 0),
     })
