@@ -18,6 +18,7 @@ from rlhf_ray.planning.shapes import shape_of
 
 RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
 SMALL = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, vocabulary=320)
+LARGE = ModelShape(hidden=1024, layers=2, heads=8, kv_heads=8, intermediate=2048, vocabulary=320)
 NAMED_NODES = re.compile(r"rlhf-ray plan configs/recipes/(\S+) --nodes '?([^'\s]+)'?")
 
 
@@ -89,12 +90,22 @@ class TestLearner:
 
     def test_a_batch_of_few_rows_is_no_full_micro_batch(self):
         config = LearnerConfig(micro_batch_tokens=4096, workers=2)
-        few, full = (learner_memory(config, Training(SMALL, 32, 1.0, rows)).host for rows in (64, 256))
+        few, full = (learner_memory(config, Training(SMALL.headless(), 32, 0.0, rows)).host for rows in (64, 256))
         assert full["activations"] == 4 * few["activations"]
 
+    def test_gradients_lie_beside_activations_from_the_second_micro_batch_on(self):
+        config = LearnerConfig(micro_batch_tokens=16384)
+        one, two = (learner_memory(config, Training(SMALL, 256, 1.0, rows)).host for rows in (64, 128))
+        assert (one["gradients"], two["gradients"]) == (0, 4 * SMALL.parameters)
+
+    def test_main_memory_holds_a_copy_to_save_where_that_is_more_than_a_pass(self):
+        host = learner_memory(LearnerConfig(micro_batch_tokens=64), Training(LARGE, 32, 1.0, 64)).host
+        assert host["checkpoint copies"] == 12 * LARGE.parameters
+        assert "activations" not in host
+
     def test_twice_the_tokens_take_twice_the_activations(self):
-        one = learner_memory(LearnerConfig(micro_batch_tokens=4096), Training(SMALL, 256, 1.0, 64)).host
-        two = learner_memory(LearnerConfig(micro_batch_tokens=8192), Training(SMALL, 256, 1.0, 64)).host
+        one, two = (learner_memory(LearnerConfig(micro_batch_tokens=tokens), Training(SMALL.headless(), 256, 0.0, 64)
+                                   ).host for tokens in (4096, 8192))
         assert two["activations"] == pytest.approx(2 * one["activations"])
 
 
