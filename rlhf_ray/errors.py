@@ -79,6 +79,12 @@ class CheckpointError(RLHFError):
     """A checkpoint that cannot be written, or whose bytes are not what its manifest says."""
 
 
+class UploadError(RLHFError):
+    """Copies of a run (`run.upload`) are not complete, while the run itself ended well. Exit code 74 (EX_IOERR)."""
+
+    exit_code = 74
+
+
 class BufferError(RLHFError):  # the replay buffer's own error; the builtin is about memoryviews
     """A replay-buffer operation that breaks its contract (over capacity, unknown lease, stale experience)."""
 

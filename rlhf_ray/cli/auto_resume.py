@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.coordinator.stop import CHILD
 from rlhf_ray.errors import RunInterrupted, WorkerError
 from rlhf_ray.observability.faults import STARTED_AGAIN
 
-CHILD = "RLHF_RAY_STARTED_BY_AUTO_RESUME"
-"""Variable of the environment that tells a run that it has such a parent."""
 MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
 STOP = (signal.SIGINT, signal.SIGTERM)
 

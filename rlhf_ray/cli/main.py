@@ -13,6 +13,7 @@ from rlhf_ray.cli.data import app as data
 from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.example import example
 from rlhf_ray.cli.generate import generate
+from rlhf_ray.cli.jobs import jobs, logs, stop
 from rlhf_ray.cli.ledger import ledger
 from rlhf_ray.cli.plan import plan
 from rlhf_ray.cli.profile import profile
@@ -21,9 +22,10 @@ from rlhf_ray.cli.report import report
 from rlhf_ray.cli.serve_reward import serve_reward
 from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
 from rlhf_ray.cli.status import status
+from rlhf_ray.cli.submit import submit
 from rlhf_ray.errors import RLHFError, RunInterrupted, StoppedEarly
 
-TRAINING, MODELS, AROUND = "Stages", "With a model", "Around a run"
+TRAINING, CLUSTER, MODELS, AROUND = "Stages", "On a cluster", "With a model", "Around a run"
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 HELP = "PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
@@ -59,6 +61,9 @@ for beginning in (quickstart, example):
     app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(beginning)
 for stage in (sft, reward_model, process_reward, preferences, ppo):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
+app.command(rich_help_panel=CLUSTER, context_settings=STAGE_ARGUMENTS)(submit)
+for about_jobs in (jobs, logs, stop):
+    app.command(rich_help_panel=CLUSTER)(about_jobs)
 app.command(rich_help_panel=MODELS)(generate)
 app.command(rich_help_panel=MODELS)(compare)
 app.command(rich_help_panel=MODELS)(serve_reward)

@@ -27,7 +27,7 @@ from rlhf_ray.config.stages import (
 )
 from rlhf_ray.errors import ConfigError
 
-__all__ = ["STAGES", "FieldDescription", "describe_fields", "load", "resolve", "save"]
+__all__ = ["STAGES", "FieldDescription", "describe_fields", "load", "resolve", "plain", "save"]
 
 C = TypeVar("C", bound=StageConfig)
 
@@ -90,7 +90,7 @@ def save(config: StageConfig, path: Path | str) -> None:
         ConfigError: the file cannot be written.
     """
     path = Path(path)
-    text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,14 +100,14 @@ def save(config: StageConfig, path: Path | str) -> None:
         raise ConfigError(f"the configuration cannot be saved to {path}: {e}") from e
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A configuration as what YAML knows: mappings, lists and scalars, without secrets."""
     if isinstance(value, BaseModel):
-        return _plain({name: getattr(value, name) for name in type(value).model_fields})
+        return plain({name: getattr(value, name) for name in type(value).model_fields})
     if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items() if not isinstance(v, SecretStr)}
+        return {key: plain(v) for key, v in value.items() if not isinstance(v, SecretStr)}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value
 
 

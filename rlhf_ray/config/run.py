@@ -16,6 +16,10 @@ class RunConfig(Section):
     """Updates to make in all, counted from the beginning also after a resume."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of new weights, data order and sampling; `evaluation.seed` alone is set apart, so that runs compare."""
+    upload: str | None = None
+    """Where to copy checkpoints (each read back and verified), numbers, report and model while the run goes on: a
+    directory of this run's own that fsspec reaches, such as s3://bucket/runs/mine; --resume fetches from there what is
+    missing here. Credentials are the environment's."""
     auto_resume: bool = False
     """Start the run again with --resume when its process died (killed, out of memory) or lost a worker, as long as each
     start makes a new checkpoint; Ctrl-C and SIGTERM end it."""

@@ -1,8 +1,14 @@
 """Being asked to stop: the first Ctrl-C or SIGTERM ends the run as soon as it can be saved, the second ends it at once.
-While there is nothing to save yet (workers are starting), the first one ends it at once too."""
+While there is nothing to save yet (workers are starting), the first one ends it at once too.
+
+One request may come as two signals: a job that is to stop has all its processes told by Ray, and a parent that starts
+runs again (`run.auto_resume`) passes on to its child what it was told. So such a child takes what comes within a second
+for one request."""
 
 import asyncio
+import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,6 +16,9 @@ from typing import Any, TypeVar
 from rlhf_ray.errors import RunInterrupted
 
 T = TypeVar("T")
+CHILD = "RLHF_RAY_STARTED_BY_AUTO_RESUME"
+"""Variable of the environment that tells a run that a parent passes signals on to it (`run.auto_resume`)."""
+ONE_REQUEST_S = 1.0
 
 
 class StopRequest:
@@ -23,6 +32,8 @@ class StopRequest:
         self._say = say
         self._signalled = False
         """Whether a signal asked already; one that follows another's request asks for the same as that."""
+        self._deaf_s = ONE_REQUEST_S if CHILD in os.environ else 0.0
+        self._signalled_at = 0.0
         self._asked = asyncio.Event()
 
     def ask(self, name: str) -> None:
@@ -40,8 +51,10 @@ class StopRequest:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def asked(name: str) -> None:
+            if self._signalled and time.monotonic() - self._signalled_at < self._deaf_s:
+                return
             hurry = self._signalled or not self.can_save
-            self._signalled = True
+            self._signalled, self._signalled_at = True, time.monotonic()
             self.ask(name)
             if hurry and task is not None:
                 task.cancel()

@@ -56,7 +56,7 @@ class StageProgress:
 
     def __enter__(self) -> Self:
         if is_terminal(self._stream):
-            self._live = _live_progress(self._stream)
+            self._live = live_progress(self._stream)
             self._task = self._live.add_task(self.name, total=self.total, completed=self.step, left="", numbers="")
             self._live.start()
         else:
@@ -152,7 +152,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def _live_progress(stream: TextIO) -> Progress:
+def live_progress(stream: TextIO) -> Progress:
     """A bar that a narrow terminal cuts at the numbers, never at the step or the time left."""
     numbers = Column(no_wrap=True, overflow="ellipsis")
     columns = (

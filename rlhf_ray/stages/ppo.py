@@ -62,7 +62,7 @@ from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.reward_preflight import check_rewards
 from rlhf_ray.stages.supervised import newest_checkpoint
-from rlhf_ray.stages.workplace import run_stage, workplace
+from rlhf_ray.stages.workplace import fetch_uploaded, run_stage, workplace
 
 
 def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     config = resolve(config)
     preflight(config)
     if resume:
+        fetch_uploaded(config)
         check_resume(config, config.run.steps, _geometry(config))
     return run_stage(config, resume, lambda directory, session: _run(config, directory, session, resume))
 

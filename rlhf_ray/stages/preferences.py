@@ -29,17 +29,22 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
+    preflight(config)
+    summary = RunDirectory(config.run.dir).summary
+    if resume and summary.is_file():
+        finished: dict[str, Any] = json.loads(summary.read_text())
+        return finished
+    return run_stage(config, resume, lambda directory, _: _run(config, directory))
+
+
+def preflight(config: PreferencesStageConfig) -> None:
+    """Refuse what cannot work before anything is started; errors as in `run`."""
     refuse_open_serialization()
     check_data(config.prompts, "prompts")
     check_model(config.model, "model")
     check_first_rows(config.prompts, config.model)
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
-    summary = RunDirectory(config.run.dir).summary
-    if resume and summary.is_file():
-        finished: dict[str, Any] = json.loads(summary.read_text())
-        return finished
-    return run_stage(config, resume, lambda directory, _: _run(config, directory))
 
 
 async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[str, Any]:

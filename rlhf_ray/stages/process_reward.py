@@ -17,7 +17,7 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_supervised(config, steps=config.steps)
+    preflight(config)
     return run_supervised(SupervisedStage(
         config=config, name="process_reward", title="process reward model", learner=ProcessRewardLearner,
         reader=DataReader, method="process_rows", reading=(config.steps,), options={"steps": config.steps},
@@ -27,3 +27,8 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
             base_model="scratch" if isinstance(config.model, NewModelConfig) else config.model.path,
         ),
     ), resume)
+
+
+def preflight(config: ProcessRewardConfig) -> None:
+    """Refuse what cannot work before anything is started; errors as in `run`."""
+    check_supervised(config, steps=config.steps)

@@ -16,7 +16,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_supervised(config, pairs=True)
+    preflight(config)
     return run_supervised(SupervisedStage(
         config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
         method="preferences", options={"kind": config.training.loss},
@@ -25,3 +25,8 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
             trained_on=f"preference pairs in {config.data.title}", metrics=metrics,
         ),
     ), resume)
+
+
+def preflight(config: RewardModelConfig) -> None:
+    """Refuse what cannot work before anything is started; errors as in `run`."""
+    check_supervised(config, pairs=True)

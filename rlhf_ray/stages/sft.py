@@ -17,7 +17,7 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    check_supervised(config)
+    preflight(config)
     return run_supervised(SupervisedStage(
         config=config, name="sft", title="SFT", learner=SFTLearner, reader=DataReader, method="demonstrations",
         card=lambda step, metrics: ModelCardInfo(
@@ -25,3 +25,8 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
             base_model="scratch" if isinstance(config.model, NewModelConfig) else config.model.path,
         ),
     ), resume)
+
+
+def preflight(config: SFTConfig) -> None:
+    """Refuse what cannot work before anything is started; errors as in `run`."""
+    check_supervised(config)

@@ -21,7 +21,7 @@ from rlhf_ray.roles.data_reader import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_checkpoint
-from rlhf_ray.stages.workplace import Workplace, run_stage, sizes_note, start_learners, workplace
+from rlhf_ray.stages.workplace import Workplace, fetch_uploaded, run_stage, sizes_note, start_learners, workplace
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class SupervisedStage:
 def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     """Run a supervised stage to its end; returns its summary."""
     if resume:
+        fetch_uploaded(stage.config)
         check_resume(stage.config, stage.config.run.steps)
     return run_stage(stage.config, resume, lambda directory, session: _run(stage, directory, session, resume))
 

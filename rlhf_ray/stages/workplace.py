@@ -1,12 +1,14 @@
 """What every stage stands on: pools on a cluster, workers in them, and a clean floor when the stage is over."""
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.uploader import Uploader, bring_back
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session
@@ -14,7 +16,7 @@ from rlhf_ray.config.load import save as save_config
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.engine.distributed import accelerator_environment
-from rlhf_ray.errors import RLHFError, StoppedEarly
+from rlhf_ray.errors import RLHFError, StoppedEarly, UploadError
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 
@@ -119,7 +121,7 @@ def run_stage(
         StoppedEarly: the run ended itself before its last step; summary and report are written then, too.
     """
     directory = RunDirectory.create(config.run.dir, resume)
-    with directory.alone():
+    with directory.alone(), uploading(config, directory, resume):
         save_config(config, directory.config)
         metadata = {"directory": str(directory.path.resolve()), "steps": str(config.run.steps),
                     "stage": type(config).__name__.removesuffix("Config")}
@@ -137,6 +139,38 @@ def run_stage(
                            f"{summary['stopped_early']}. Checkpoint, model and report are in {directory.path}; with "
                            "another limit --resume goes on")
     return summary
+
+
+def fetch_uploaded(config: StageConfig) -> None:
+    """Before a resume: bring back from `run.upload` a run that is further there than here.
+
+    Raises:
+        ConfigError: the place cannot be used.
+    """
+    if config.run.upload:
+        bring_back(config.run.upload, RunDirectory(config.run.dir).path, logging.getLogger(__name__).warning)
+
+
+@contextmanager
+def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Iterator[None]:
+    """Copy what the enclosed run writes to `run.upload` meanwhile, and all of it at the end, however it ends.
+
+    Raises:
+        ConfigError: the place cannot be used.
+        UploadError: the run ended well, and its last files are not there.
+    """
+    if not config.run.upload:
+        yield
+        return
+    uploader = Uploader(config.run.upload, directory.path, config.cluster.call_timeout_s)
+    uploader.start(resume)
+    try:
+        yield
+    except BaseException:
+        with suppress(UploadError):  # said already; why the run ended is more to the point
+            uploader.finish()
+        raise
+    uploader.finish()
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

@@ -1,0 +1,176 @@
+"""A directory at any place that fsspec reaches (s3://, gs://, file://, ...), with a run's files in it.
+
+A checkpoint there has its manifest last, written when every byte of its files was read back and found to be what the
+manifest says. So one without a manifest is no checkpoint, whatever interrupted its upload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
+from rlhf_ray.errors import CheckpointError, ConfigError, first_line
+
+CHECKPOINTS = "checkpoints"
+PROBE = ".writable"
+BLOCK = 8 * 2**20
+"""Bytes read at once when a file is read back."""
+AT_ONCE = 4
+"""Files on their way at the same time."""
+_MANIFEST = re.compile(rf"{CHECKPOINTS}/step_(\d+)/{MANIFEST_NAME}")
+
+
+class RemoteDirectory:
+    """Files below one URL. Credentials are the environment's, as its library finds them; none are ever in the URL."""
+
+    def __init__(self, url: str, moved: Callable[[], None] = lambda: None) -> None:
+        """`moved` is told of every piece that went over.
+
+        Raises:
+            ConfigError: the URL holds a password, is of an unknown kind, or needs a library that is not installed.
+        """
+        if urlsplit(url).password:
+            raise ConfigError("run.upload holds a password, which would be saved with the run's configuration: leave "
+                              "it out, and give the credentials to the environment (AWS_PROFILE, "
+                              "GOOGLE_APPLICATION_CREDENTIALS, ...)")
+        import fsspec
+
+        options = {"auto_mkdir": True} if "://" not in url or url.startswith(("file:", "local:")) else {}
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"run.upload={url!r} cannot be used: {first_line(error)}") from error
+        self.url, self._root, self._moved = url.rstrip("/"), root.rstrip("/"), moved
+
+    def check(self, resume: bool) -> None:
+        """See that it can be written, and holds no other run.
+
+        Raises:
+            ConfigError: it cannot; or it holds checkpoints and the run is to begin.
+        """
+        try:
+            self._fs.pipe_file(self._at(PROBE), b"rlhf_ray\n")
+            self._fs.rm_file(self._at(PROBE))
+            steps = self.steps()
+        except Exception as error:  # whatever the library of this kind of place raises
+            raise ConfigError(
+                f"run.upload={self.url!r} cannot be written: {type(error).__name__}: {first_line(error)}; make the "
+                "bucket or directory, and see to its credentials") from error
+        if steps and not resume:
+            raise ConfigError(f"run.upload={self.url!r} already holds a run, whose newest checkpoint is of step "
+                              f"{steps[0]}: pass --resume to go on with it, or name another place")
+
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints, newest first."""
+        found = (_MANIFEST.fullmatch(name) for name in self.names(CHECKPOINTS))
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def names(self, below: str = "") -> list[str]:
+        """Names of all files below a directory of it."""
+        self._fs.invalidate_cache()
+        try:
+            paths = self._fs.find(self._at(below) if below else self._root)
+        except FileNotFoundError:
+            return []
+        return [path[len(self._root):].lstrip("/") for path in paths]
+
+    def holds_checkpoint(self, path: Path) -> bool:
+        """Whether the very checkpoint at the local `path` is there, whole."""
+        name = f"{CHECKPOINTS}/{path.name}/{MANIFEST_NAME}"
+        return name in self.names(f"{CHECKPOINTS}/{path.name}") and (
+            self._fs.cat_file(self._at(name)) == (path / MANIFEST_NAME).read_bytes())
+
+    def put(self, file: Path, name: str) -> None:
+        """Copy a file there, over what has its name."""
+        self._fs.put_file(str(file), self._at(name), callback=self._callback())
+        self._moved()
+
+    def get(self, name: str, file: Path) -> None:
+        """Copy a file from there; it has its name when it is whole."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.partial")
+        try:
+            self._fs.get_file(self._at(name), str(partial), callback=self._callback())
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._moved()
+
+    def read_back(self, name: str) -> FileRecord:
+        """Size and SHA-256 of a file as it lies there now."""
+        digest, size = hashlib.sha256(), 0
+        with self._fs.open(self._at(name), "rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                size += len(block)
+                self._moved()
+        return FileRecord(size, digest.hexdigest())
+
+    def remove(self, name: str) -> None:
+        """Remove a directory of it, its manifest first, so that at no moment it looks whole."""
+        names = sorted(self.names(name), key=lambda file: PurePosixPath(file).name != MANIFEST_NAME)
+        for file in names:
+            self._fs.rm_file(self._at(file))
+
+    def put_checkpoint(self, path: Path) -> None:
+        """Copy a whole local checkpoint there, and read back every byte of it.
+
+        Raises:
+            CheckpointError: what arrived is not what the manifest says.
+            FileNotFoundError: the local one was removed meanwhile.
+        """
+        manifest, place = read_manifest(path), f"{CHECKPOINTS}/{path.name}"
+        self.remove(place)
+
+        def send(name: str) -> str | None:
+            self.put(path / name, f"{place}/{name}")
+            return None if self.read_back(f"{place}/{name}") == manifest.files[name] else name
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            wrong = [name for name in pool.map(send, manifest.files) if name]
+        if wrong:
+            raise CheckpointError(f"{self.url}/{place}: {', '.join(wrong[:5])} did not arrive as sent")
+        self.put(path / MANIFEST_NAME, f"{place}/{MANIFEST_NAME}")
+
+    def get_checkpoint(self, step: int, root: Path) -> None:
+        """Copy the checkpoint of `step` from there into `root`, the directory of local ones; its manifest comes last.
+
+        Its bytes are not compared with the manifest here: who loads it does.
+        """
+        place = f"{CHECKPOINTS}/step_{step}"
+        names = [name for name in self.names(place) if not name.endswith(f"/{MANIFEST_NAME}")]
+        self.get_all([*names], root.parent)
+        self.get(f"{place}/{MANIFEST_NAME}", root / f"step_{step}" / MANIFEST_NAME)
+
+    def get_all(self, names: Iterable[str], root: Path) -> None:
+        """Copy files from there to the same names below `root`.
+
+        Raises:
+            CheckpointError: a name leads elsewhere.
+        """
+        names = list(names)
+        if strange := [name for name in names if ".." in PurePosixPath(name).parts or name.startswith("/")]:
+            raise CheckpointError(f"{self.url} has a file {strange[0]!r}, which leads out of the run's directory")
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(lambda name: self.get(name, root / name), names))
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _callback(self) -> Any:
+        from fsspec.callbacks import Callback
+
+        return Callback(hooks={"moved": lambda *_, **__: self._moved()})
+
+
+def quieten() -> None:
+    """Cloud libraries log every request at levels that a run shows nobody."""
+    for name in ("botocore", "aiobotocore", "s3fs", "gcsfs"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,111 @@
+"""`rlhf-ray jobs`, `logs`, `stop`: runs that were submitted to a cluster."""
+
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_ray.cli.submit import Address
+from rlhf_ray.errors import ClusterError
+
+if TYPE_CHECKING:
+    from rlhf_ray.cluster.jobs.job import Job
+    from rlhf_ray.cluster.jobs.server import JobServer
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a run's name: its newest job.")]
+AllowOpen = Annotated[bool, typer.Option(
+    "--allow-open", help="Use a cluster that others can reach and that asks nobody for a token; only where the network "
+    "is closed.")]
+KILL_S = 60.0
+"""For a killed job to be gone."""
+
+
+def jobs(
+    address: Address = None, allow_open: AllowOpen = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also jobs that rlhf-ray did not submit.")] = False,
+) -> None:
+    """List the runs that were submitted to a cluster, newest first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlhf_ray.cluster.jobs.server import connect
+
+    found = [job for job in connect(address, allow_open).jobs() if everything or job.ours]
+    if not found:
+        typer.echo("no jobs; `rlhf-ray submit CONFIG` submits one")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("job", "run", "stage", "standing", "began", "took", "commit"):
+        table.add_column(title, no_wrap=title == "job", overflow="fold")
+    for job in found:
+        about = job.about
+        table.add_row(job.id, about.get("run", ""), about.get("stage", ""), job.standing(), _when(job.began),
+                      _took(job), about.get("commit", "")[:12])
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+def logs(
+    job: JobName, address: Address = None, allow_open: AllowOpen = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends; Ctrl-C ends the following "
+                                         "alone. The exit code is the job's.")] = False,
+) -> None:
+    """Show what a submitted run printed."""
+    from rlhf_ray.cli.following import follow_job
+    from rlhf_ray.cluster.jobs.server import connect
+
+    server = connect(address, allow_open)
+    found = server.job(job)
+    if follow:
+        raise typer.Exit(follow_job(server, found.id, address))
+    typer.echo(server.logs(found.id), nl=False)
+
+
+def stop(
+    job: JobName, address: Address = None, allow_open: AllowOpen = False,
+    force: Annotated[bool, typer.Option("--force", help="Kill it at once; its last checkpoint is safe.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show what it does until it has ended.")] = True,
+) -> None:
+    """Have a submitted run save a checkpoint and end; it can be gone on with."""
+    from rlhf_ray.cli.following import follow_job
+    from rlhf_ray.cluster.jobs.server import connect
+
+    server = connect(address, allow_open)
+    found = server.job(job)
+    if found.over:
+        typer.echo(f"{found.id} is over: {found.standing()}")
+        return
+    seen = len(server.logs(found.id)) if found.state == "RUNNING" else 0
+    server.stop(found.id)
+    if force:
+        _kill(server, found)
+    else:
+        typer.echo(f"asked {found.id} to stop: it finishes an update under way, saves a checkpoint and ends. Ray kills "
+                   f"it after {found.about.get('stop_wait_s', '3')} s; --force does so now")
+    if wait:
+        follow_job(server, found.id, address, seen)
+
+
+def _kill(server: "JobServer", job: "Job") -> None:
+    """Kill a job's driver by another job on its node, which is forgotten afterwards."""
+    if job.node is None:
+        return  # it has no process yet; Ray's own stop is enough
+    helper = server.run_on(job.node, f"python -m rlhf_ray.cluster.jobs.ending {job.id}", job.environment)
+    until = time.monotonic() + KILL_S
+    while not (state := server.job(helper)).over:
+        if time.monotonic() > until:
+            raise ClusterError(f"nothing killed {job.id} within {KILL_S:g} s: the job {helper}, which was to do so, is "
+                               f"{state.standing()}")
+        time.sleep(0.5)
+    typer.echo(server.logs(helper).strip().splitlines()[-1])
+    server.forget(helper)
+
+
+def _when(seconds: float | None) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%d %b %H:%M") if seconds else ""
+
+
+def _took(job: "Job") -> str:
+    from rlhf_ray.observability.progress import duration
+
+    return duration((job.ended or time.time()) - job.began) if job.began else ""

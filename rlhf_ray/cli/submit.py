@@ -1,0 +1,114 @@
+"""`rlhf-ray submit`: a stage as a job of a remote Ray cluster, checked here, run there, followed in this terminal."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlhf_ray.cli.arguments import split_arguments
+from rlhf_ray.cli.stage import Arguments, Resume
+from rlhf_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_ray.cluster.jobs.package import Package
+    from rlhf_ray.config.stages import StageConfig
+
+Address = Annotated[str | None, typer.Option(
+    "--address", envvar="RAY_API_SERVER_ADDRESS", show_default="http://127.0.0.1:8265", help="Address of the cluster's "
+    "job server, which is its dashboard's: http://HOST:8265.")]
+Stage = Annotated[str, typer.Option("--stage", help="ppo, sft, reward-model, process-reward or preferences.")]
+Requirements = Annotated[Path | None, typer.Option(
+    "--requirements", help="Packages that the cluster's nodes lack, one a line as for pip; Ray installs them for this "
+    "job.")]
+Variables = Annotated[list[str] | None, typer.Option(
+    "--env", help="Name of an environment variable whose value here the job gets too; whoever has the cluster's token "
+    "can read it. Repeat for more.")]
+Follow = Annotated[bool, typer.Option("--follow/--no-follow", help="Show its progress until it ends.")]
+
+
+def submit(
+    arguments: Arguments = None, address: Address = None, stage: Stage = "ppo", resume: Resume = False,
+    requirements: Requirements = None, env: Variables = None, follow: Follow = True,
+) -> None:
+    """Run a stage as a job of a Ray cluster, and follow it. Ctrl-C leaves it running; the exit code is the job's.
+
+    The job takes the working directory along, without runs/ and what .gitignore and .rayignore name, and this package.
+    """
+    if not arguments:
+        raise ConfigError("give a configuration file: rlhf-ray submit CONFIG --address http://HOST:8265")
+    path, overrides = split_arguments(arguments)
+    config = _configuration(stage, path, overrides)
+    from rlhf_ray.cli.following import follow_job
+    from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, look_into
+    from rlhf_ray.cluster.jobs.server import connect
+    from rlhf_ray.stages.submission import about_run, check_before_submission, new_job_id, variables_of
+
+    package = look_into(Path())
+    check_paths(config, package)
+    said = check_before_submission(stage, config)
+    server = connect(address, config.cluster.allow_open)
+    typer.echo(f"packing {len(package.files)} files of {package.directory}, {package.nbytes / MIB:.3g} MiB"
+               + ("" if package.nbytes < 50 * MIB else f"; the largest: {package.largest()}"))
+    for line in said:
+        typer.echo(line)
+    about = about_run(stage, config, package.directory, [*arguments, *_kept(stage, requirements, env)])
+    job_id = server.submit(
+        _entrypoint(stage, path, package, overrides, resume), new_job_id(config),
+        environment_of(package, variables_of(config, _values(env or [])), _lines(requirements)), about)
+    typer.echo(f"submitted {job_id} to {server.url}")
+    if follow:
+        raise typer.Exit(follow_job(server, job_id, address))
+    typer.echo(f"follow it with: rlhf-ray logs {job_id} --follow")
+
+
+def _configuration(stage: str, path: Path | None, overrides: list[str]) -> "StageConfig":
+    """The stage's configuration, if a job of a cluster may have such a one."""
+    from rlhf_ray.config.load import STAGES, load
+
+    if stage not in STAGES:
+        raise ConfigError(f"--stage={stage}: there are the stages {', '.join(STAGES)}")
+    if taken := [text for text in overrides if text.startswith("--cluster.address")]:
+        raise ConfigError(f"{taken[0]}: a job runs on the cluster that it is submitted to; leave this out and name the "
+                          "cluster's job server with --address")
+    config = load(STAGES[stage], path, overrides)
+    if not Path(config.run.dir).is_absolute():
+        raise ConfigError(
+            f"run.dir={config.run.dir!r} is relative, so the job would write into its working directory on the "
+            "cluster, which is removed with it: give an absolute path that all nodes see, --run.dir=/shared/runs/NAME")
+    return config
+
+
+def _entrypoint(stage: str, path: Path | None, package: "Package", overrides: list[str], resume: bool) -> str:
+    """The command line that the cluster runs in the unpacked directory."""
+    words = ["python", "-m", "rlhf_ray.cli.main", stage]
+    if path is not None:
+        if not package.holds(path):
+            raise ConfigError(f"the configuration {path} is not among what is packed of the working directory "
+                              f"{package.directory}: move it there, or call this command from where it is")
+        words.append(path.resolve().relative_to(package.directory).as_posix())
+    return shlex.join([*words, *overrides, "--cluster.address=auto", *(["--resume"] if resume else [])])
+
+
+def _kept(stage: str, requirements: Path | None, env: list[str] | None) -> list[str]:
+    """The options that the same run needs again when it is resumed."""
+    options = [] if stage == "ppo" else [f"--stage={stage}"]
+    if requirements:
+        options.append(f"--requirements={requirements}")
+    return options + [f"--env={name}" for name in env or []]
+
+
+def _values(names: list[str]) -> dict[str, str]:
+    if missing := [name for name in names if name not in os.environ]:
+        raise ConfigError(f"--env={missing[0]}: this environment has no such variable")
+    return {name: os.environ[name] for name in names}
+
+
+def _lines(requirements: Path | None) -> list[str]:
+    if requirements is None:
+        return []
+    if not requirements.is_file():
+        raise ConfigError(f"--requirements={requirements}: there is no such file")
+    lines = [line.split(" #")[0].strip() for line in requirements.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]

@@ -1,0 +1,99 @@
+"""What goes with a run that is submitted to a cluster: checks beforehand, its name, what is said of it there."""
+
+import getpass
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import yaml
+
+from rlhf_ray.config.load import plain
+from rlhf_ray.config.stages import StageConfig
+
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Ray's variable for how long a job that is to stop gets before it is killed; Ray's own 3 s save no checkpoint."""
+
+
+def check_before_submission(stage: str, config: StageConfig) -> list[str]:
+    """Refuse here what would be refused there, as far as this machine can see what the run reads.
+
+    Returns:
+        what a person should know.
+
+    Raises:
+        RLHFError: as the stage's own check before a run.
+    """
+    module = importlib.import_module(f"rlhf_ray.stages.{stage.replace('-', '_')}")
+    unseen = sorted({text for text in _paths(plain(config)) if Path(text).is_absolute() and not Path(text).exists()}
+                    - {config.run.dir})
+    if unseen:
+        return [f"not to be seen from here, so the job checks it when it starts: {', '.join(unseen)}"]
+    module.preflight(config)
+    return []
+
+
+def _paths(value: object) -> list[str]:
+    """All texts of a plain configuration that begin like absolute paths."""
+    if isinstance(value, Mapping):
+        return [text for item in value.values() for text in _paths(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in _paths(item)]
+    return [value] if isinstance(value, str) and value.startswith("/") else []
+
+
+def about_run(stage: str, config: StageConfig, directory: Path, arguments: Sequence[str]) -> dict[str, str]:
+    """What the cluster keeps with the job, for its dashboard and for `rlhf-ray jobs`."""
+    return {
+        "run": Path(config.run.dir).name, "stage": stage, "dir": config.run.dir, "commit": git_commit(directory),
+        "config": digest(config), "by": _user(), "arguments": json.dumps(list(arguments)),
+        "stop_wait_s": str(stop_wait_s(config)),
+    }
+
+
+def digest(config: StageConfig) -> str:
+    """Twelve hexadecimal digits of the SHA-256 of the resolved configuration: equal ones have equal digests."""
+    return hashlib.sha256(yaml.safe_dump(plain(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def git_commit(directory: Path) -> str:
+    """The commit that a directory is at, "+" after it where files differ from it; "" outside of git."""
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(directory), *words], capture_output=True, text=True, timeout=20,
+                              check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit + "+" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def new_job_id(config: StageConfig) -> str:
+    """A name for the job that begins with the run's, and no other job has."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(config.run.dir).name)[:40] or 'run'}-{uuid4().hex[:8]}"
+
+
+def stop_wait_s(config: StageConfig) -> int:
+    """Seconds that a run which is to stop gets for the update under way and its checkpoint: the deadline of a call."""
+    return int(config.cluster.call_timeout_s)
+
+
+def variables_of(config: StageConfig, asked: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the job's environment: those here that are part of its configuration, those that were asked for."""
+    of_configuration = {name: value for name, value in os.environ.items()
+                        if name.startswith("RLHF_RAY_") and "__" in name}
+    return {**of_configuration, **asked, STOP_WAIT: str(stop_wait_s(config))}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""

@@ -1,0 +1,159 @@
+"""Copies of a run elsewhere: what arrives, what is verified, what an upload that fails leaves, and the way back."""
+
+import time
+
+import fsspec
+import pytest
+
+from rlhf_ray.checkpoint import uploader as module
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.remote import RemoteDirectory
+from rlhf_ray.checkpoint.uploader import Uploader, bring_back
+from rlhf_ray.errors import CheckpointError, ConfigError, UploadError
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's directory, as far as copies care."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text("{}\n")
+    (directory / "ledger.sqlite").write_bytes(b"half a transaction")
+    return directory
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/there"
+    fsspec.filesystem("memory").store.clear()
+    return "memory://bucket/there"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "AGAIN_S", 0.05)
+
+
+def save(run, step, keep=2):
+    with CheckpointStore(run / "checkpoints", keep).writing(step) as place:
+        (place / "policy").mkdir()
+        (place / "policy/rank_0.bin").write_bytes(bytes([step % 256]) * 100_000)
+        (place / "coordinator.json").write_text(str(step))
+
+
+def wait_until(what):
+    until = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_checkpoint_is_there_while_the_run_goes_on_and_the_rest_when_it_has_ended(run, url, quick):
+    uploader = Uploader(url, run, silence_s=10)
+    uploader.start(resume=False)
+    save(run, 1)
+    wait_until(lambda: uploader.remote.steps() == [1])
+    wait_until(lambda: "metrics.jsonl" in uploader.remote.names())
+    assert "ledger.sqlite" not in uploader.remote.names()
+    (run / "model").mkdir()
+    (run / "model/model.safetensors").write_bytes(b"weights")
+    uploader.finish()
+    assert {"ledger.sqlite", "model/model.safetensors"} <= set(uploader.remote.names())
+
+
+def test_what_is_no_longer_kept_here_goes_there_too(run, url, quick):
+    uploader = Uploader(url, run, silence_s=10)
+    uploader.start(resume=False)
+    for step in (1, 2, 3):
+        save(run, step)
+        wait_until(lambda: uploader.step == step)  # noqa: B023
+    uploader.finish()
+    assert uploader.remote.steps() == [3, 2]
+
+
+def test_a_run_comes_back_on_another_machine_byte_for_byte(run, url, quick, tmp_path):
+    save(run, 4)
+    uploader = Uploader(url, run, silence_s=10)
+    uploader.start(resume=False)
+    uploader.finish()
+    other = tmp_path / "elsewhere"
+    assert bring_back(url, other, lambda _: None) == 4
+    found = CheckpointStore(other / "checkpoints", 1).latest()
+    assert found.step == 4 and (found.path / "policy/rank_0.bin").read_bytes() == b"\x04" * 100_000
+    assert (other / "metrics.jsonl").read_text() == "{}\n" and not (other / "ledger.sqlite").exists()
+    assert bring_back(url, other, lambda _: None) is None, "what is here already is not copied again"
+
+
+def test_bytes_that_change_on_the_way_make_no_checkpoint(run, url, quick, monkeypatch):
+    def damaging(self, file, name):
+        text = file.read_bytes()
+        self._fs.pipe_file(self._at(name), text[:-1] + b"!" if name.endswith("rank_0.bin") else text)
+
+    monkeypatch.setattr(RemoteDirectory, "put", damaging)
+    save(run, 1)
+    with pytest.raises(CheckpointError, match="policy/rank_0.bin did not arrive as sent"):
+        RemoteDirectory(url).put_checkpoint(run / "checkpoints/step_1")
+    assert RemoteDirectory(url).steps() == []
+
+
+def test_a_failure_is_said_and_tried_again_and_the_run_does_not_notice(run, url, quick, monkeypatch):
+    broken, put, said = [True], RemoteDirectory.put, []
+
+    def sometimes(self, file, name):
+        if broken[0]:
+            raise OSError("the network is away")
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteDirectory, "put", sometimes)
+    uploader = Uploader(url, run, silence_s=10, warn=said.append)
+    uploader.start(resume=False)
+    save(run, 1)
+    wait_until(lambda: len(said) >= 2)
+    assert "the network is away" in said[0] and "tried again" in said[0]
+    broken[0] = False
+    wait_until(lambda: uploader.remote.steps() == [1])
+    uploader.finish()
+
+
+def test_a_run_whose_last_files_are_not_there_says_what_is(run, url, quick, monkeypatch):
+    uploader = Uploader(url, run, silence_s=10, warn=lambda _: None)
+    uploader.start(resume=False)
+    save(run, 1)
+    wait_until(lambda: uploader.step == 1)
+    monkeypatch.setattr(RemoteDirectory, "put", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+    save(run, 2)
+    with pytest.raises(UploadError, match=r"OSError: gone.*there is the checkpoint of step 1.*whole here") as caught:
+        uploader.finish()
+    assert caught.value.exit_code == 74
+
+
+def test_an_upload_that_hangs_does_not_hold_the_end_up_for_ever(run, url, quick, monkeypatch):
+    monkeypatch.setattr(RemoteDirectory, "put", lambda *_: time.sleep(5))
+    uploader = Uploader(url, run, silence_s=0.2, warn=lambda _: None)
+    uploader.start(resume=False)
+    began = time.monotonic()
+    with pytest.raises(UploadError, match=r"nothing went over for 0.2 s"):
+        uploader.finish()
+    assert time.monotonic() - began < 4
+
+
+def test_another_run_is_never_written_over(run, url, quick, tmp_path):
+    save(run, 7)
+    first = Uploader(url, run, silence_s=10)
+    first.start(resume=False)
+    first.finish()
+    with pytest.raises(ConfigError, match=r"already holds a run, whose newest checkpoint is of step 7: pass --resume"):
+        Uploader(url, tmp_path, silence_s=10).start(resume=False)
+
+
+@pytest.mark.parametrize(("url", "said"), [
+    ("s3://key:secret@bucket/run", "holds a password"),
+    ("nowhere://x", "cannot be used"),
+    ("file:///proc/nowhere/run", "cannot be written"),
+])
+def test_a_place_that_cannot_work_is_refused_before_the_run(url, said, tmp_path):
+    with pytest.raises(ConfigError, match=said) as caught:
+        Uploader(url, tmp_path, silence_s=1).start(resume=False)
+    assert "secret" not in str(caught.value)
