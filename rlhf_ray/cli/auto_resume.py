@@ -91,7 +91,7 @@ def _run(arguments: Sequence[str], loss: Mapping[str, Any] | None = None) -> Chi
     """Run the command line to its end; `loss` is that of the start before.
 
     Requests to stop are passed on, each once: the child is in a process group of its own, so that none reaches it by
-    two ways. It is asked to stop, too, when this process dies.
+    two ways (but where Ray stops a job: see `coordinator.stop`). It is asked to stop, too, when this process dies.
     """
     told = {} if loss is None else {STARTED_AGAIN: json.dumps(loss)}
     process = subprocess.Popen(

@@ -17,6 +17,8 @@ JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a ru
 AllowOpen = Annotated[bool, typer.Option(
     "--allow-open", help="Use a cluster that others can reach and that asks nobody for a token; only where the network "
     "is closed.")]
+WIDEST = 160
+"""Columns of the table; a narrower terminal wraps its lines, and a pipe gets them whole."""
 KILL_S = 60.0
 """For a killed job to be gone."""
 
@@ -37,12 +39,14 @@ def jobs(
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("job", "run", "stage", "standing", "began", "took", "commit"):
-        table.add_column(title, no_wrap=title == "job", overflow="fold")
+        table.add_column(title, no_wrap=True)
     for job in found:
         about = job.about
         table.add_row(job.id, about.get("run", ""), about.get("stage", ""), job.standing(), _when(job.began),
                       _took(job), about.get("commit", "")[:12])
-    Console(highlight=False, soft_wrap=True).print(table)
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDEST)
+    console.print(table, crop=False)
 
 
 def logs(

@@ -1,4 +1,4 @@
-"""A Ray cluster of one node with a job server, as `ray start --head` makes one, in a process of its own."""
+"""A Ray cluster of one node with a job server, as `launch/node.sh head` makes one, in a process of its own."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def ray_head(cpus: int = 8) -> Iterator[Head]:
                     "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
     with Path(root, "ray.log").open("w") as log:
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--temp-dir", root, "--port", "0",
-             "--dashboard-host", "127.0.0.1", "--dashboard-port", str(port), "--dashboard-agent-listen-port", "0",
+            [Path(__file__).parents[2] / "launch/node.sh", "head", "--temp-dir", root, "--port", "0",
+             "--dashboard-port", str(port), "--dashboard-agent-listen-port", "0",
              "--ray-client-server-port", str(free_port()), "--min-worker-port", "0", "--max-worker-port", "0",
              "--num-cpus", str(cpus), "--object-store-memory", str(128 * 2**20)],
             env=environment, stdout=log, stderr=log)
@@ -70,17 +70,13 @@ def ray_head(cpus: int = 8) -> Iterator[Head]:
         # RAY_AUTH_MODE is the cluster's: whoever asks it needs the token alone.
         yield Head(url, {k: v for k, v in environment.items() if k != "RAY_AUTH_MODE"})
     finally:
-        family = [process_of(process.pid), *process_of(process.pid).children(recursive=True)]
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         for member in family:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
         psutil.wait_procs(family, timeout=10)
         process.wait(timeout=10)
         shutil.rmtree(root, ignore_errors=True)
-
-
-def process_of(pid: int) -> psutil.Process:
-    return psutil.Process(pid)
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 90) -> None:

@@ -26,6 +26,8 @@ TIMEOUT_S = 20.0
 OVERRULING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 """Variables that Ray's client prefers to the address it is given."""
 REFUSED = (401, 403)
+TALKATIVE = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
+"""Loggers of Ray's client, which set their own level when they are imported."""
 
 
 class JobServer:
@@ -96,7 +98,8 @@ def connect(address: str | None, allow_open: bool = False) -> JobServer:
             others can reach it and it asks nobody for one.
     """
     url = url_of(address or os.environ.get("RAY_API_SERVER_ADDRESS") or USUAL)
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    for name in TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     headers: dict[str, str] = {}
     if _ask(url, headers) in REFUSED:
         token = find_token()

