@@ -186,8 +186,8 @@ RAY_JOB = {
                      "entrypointNumGpus": {"type": "number"}, "entrypointResources": {"type": "string"},
                      "rayClusterSpec": CLUSTER}}},
 }
-"""The part of KubeRay's API of ray.io/v1 that such a job may use (its reference, docs/reference/api.md); fields that are
-not known, which Kubernetes would drop in silence, are refused."""
+"""The part of KubeRay's API of ray.io/v1 that such a job may use (its reference, docs/reference/api.md); fields that
+are not known, which Kubernetes would drop in silence, are refused."""
 
 
 @pytest.fixture(scope="module")
