@@ -35,7 +35,7 @@ def problems(cls, path, overrides=()):
         ("--algorithm.kl.kind=adaptve", "algorithm.kl.kind='adaptve': must be one of fixed, adaptive"),
         ("--logging.tensorboard=maybe", "logging.tensorboard='maybe': must be true or false"),
         ("--run.dir=null", "run.dir=None: must be text"),
-        ("--run=5", "run='5': is a section; give it keys (dir, steps, seed, auto_resume)"),
+        ("--run=5", "run='5': is a section; give it keys (dir, steps, seed, upload, auto_resume)"),
         ("--pools=5", "pools='5': is a section; give it keys (names of your choice)"),
         ("--run.stepz=5", "run.stepz: unknown key; did you mean steps?"),
         ("--run.xyz=5", "run.xyz: unknown key; there are: dir, steps, seed, auto_resume"),
