@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,15 +21,11 @@ from chaos.poison import order_poison, poison_file
 from chaos.service import give_order, order_file
 from chaos.small_disk import fill
 from chaos.strikes import Strikes
+from chaos.victims import LOOK_S, at_work, is_up, note_effect
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.failpoints import VARIABLE
-from rlhf_ray.observability.spans import Task
 
-LOOK_S = 0.002
-"""Between two looks at who is at work."""
-EFFECT_S = 10.0
-"""How long the system gets to end or stop a process."""
 SAVED_S = 0.1
 """Between two looks at checkpoints."""
 
@@ -141,17 +136,21 @@ class Injector:
     async def _strike_worker(self, fault: Fault, coordinator: Coordinator) -> None:
         what, clock = fault.what, coordinator.team.clock
         (group,) = (group for group in coordinator.team.groups() if group.role == what.role)
-        task, process = await self._sighted(fault, coordinator, group)
-        in_state = task in clock.under_way and _state(process) not in ("gone", psutil.STATUS_STOPPED)
+        task, process = await at_work(fault, coordinator, group, self._is_spared)
+        in_state = task in clock.under_way and is_up(process)
         self._strikes.add(
             "struck", fault=fault.number, kind=fault.kind, role=what.role, rank=fault.rank, pid=process.pid,
             incarnation=group.incarnation(fault.rank), step=coordinator.state.step, in_state=in_state,
             state=f"{what.phase} under way for {clock.now() - task.since:.3f} s")
         await self._strike(fault, group, process)
         self._learners_lost |= what.target == "learner"
-        confirming = asyncio.create_task(asyncio.to_thread(self._confirm, fault, process))
+        confirming = asyncio.create_task(asyncio.to_thread(note_effect, self._strikes, fault, process))
         self._confirming.add(confirming)  # a task that nobody holds may be collected
         confirming.add_done_callback(self._confirming.discard)
+
+    def _is_spared(self, fault: Fault) -> bool:
+        """Whether its victim is about to be ended anyway: with a learner all of them are."""
+        return fault.what.target == "learner" and self._learners_lost
 
     async def _strike(self, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Send the signal, or take the node away."""
@@ -162,50 +161,3 @@ class Injector:
             return
         with suppress(psutil.NoSuchProcess):
             process.send_signal(fault.what.signal)
-
-    async def _sighted(self, fault: Fault, coordinator: Coordinator,
-                       group: WorkerGroup) -> tuple[Task, psutil.Process]:
-        """A call in the state that the fault asks for, and its worker's process, at the moment to strike. The call is
-        not over: the loop's thread, which would hear of it, is here."""
-        clock, what, seen = coordinator.team.clock, fault.what, set[Task]()
-        while True:
-            await asyncio.sleep(LOOK_S)
-            calls = {task for task in clock.under_way
-                     if (task.role, task.worker, task.phase) == (what.role, fault.rank, what.phase)}
-            if not calls or (process := self._victim(fault, coordinator, group)) is None:
-                continue
-            seen |= calls
-            oldest = min(calls, key=lambda task: task.since)
-            if len(seen) >= fault.sightings and clock.now() - oldest.since >= fault.delay_s:
-                return oldest, process
-
-    def _victim(self, fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psutil.Process | None:
-        """The worker's process; None while it is down, which is no state to be struck in."""
-        processes = group.processes(fault.rank)
-        if processes is None or (group.role, fault.rank) in coordinator.team.healing.down:
-            return None
-        if fault.what.target == "learner" and self._learners_lost:
-            return None
-        try:
-            process = psutil.Process(processes.pid)
-        except psutil.NoSuchProcess:
-            return None
-        return None if _state(process) in ("gone", psutil.STATUS_STOPPED) else process
-
-    def _confirm(self, fault: Fault, process: psutil.Process) -> None:
-        """Wait until the process is dead, or stopped, and note it."""
-        began = time.monotonic()
-        while (seconds := time.monotonic() - began) < EFFECT_S:
-            state = _state(process)
-            if state == "gone" or (state == psutil.STATUS_STOPPED and fault.what.stops):
-                self._strikes.add("confirmed", fault=fault.number, state=state, seconds=seconds)
-                return
-            time.sleep(LOOK_S)
-
-
-def _state(process: psutil.Process) -> str:
-    with suppress(psutil.NoSuchProcess):
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            return process.status()
-    return "gone"
-
