@@ -25,8 +25,9 @@ from rlhf_ray.failpoints import EXIT_CODE
 from rlhf_ray.observability.run_directory import RunDirectory
 from tests.cluster.processes import abandoned, shared_memory
 
-WEDGE_S = 180.0
-"""A run of which nothing is heard for so long is wedged: starts, leases and rebuilds take a fraction of it."""
+WEDGE_S = 240.0
+"""A run of which nothing is heard for so long is wedged: its own deadlines (`start_timeout_s`, `call_timeout_s` and
+`lease_s`) are shorter."""
 MOST_SURPRISES = 2
 """Ends of the driver that nobody planned, after which the run is resumed all the same."""
 DRIVER = "chaos.driver"
