@@ -87,6 +87,13 @@ def test_books_tell_of_samples_that_are_lost_or_trained_on_twice():
     assert (Books(100, 84, 0, 84, 0).lost, Books(100, 100, 0, 116, 0).duplicated) == (16, 16)
 
 
+@pytest.mark.parametrize("kind, sound", [("policy_stop", False), ("reply_lost", True)])
+def test_a_fault_that_was_never_injected_is_not_sound_but_for_a_message(chaos, made_up, kind, sound):
+    made_up.fault(kind)
+    missed = with_run(chaos, outcomes=outcomes(made_up.course))
+    assert missed.sound is sound and missed.plain()["not_injected"] == [f"run_1: {kind}"]
+
+
 def test_the_picture_has_a_dot_for_each_fault_hollow_where_it_was_not_survived(chaos, made_up):
     made_up.line("loop", 104, step=0)
     made_up.struck("policy_stop", 150, role="policy_learner", pid=9)
