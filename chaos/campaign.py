@@ -29,8 +29,8 @@ STEPS_A_FAULT, FEWEST_STEPS = 1.5, 12
 ALONE = 2
 """Faults of a kind that is asked for alone."""
 SYNCHRONOUS = {
-    "generator_kill": 3, "generator_stop": 2, "generator_kill_in_publication": 2, "reward_kill": 2, "reward_stop": 1,
-    "reference_kill": 1, "reference_stop": 1, "assembler_kill": 2, "policy_kill": 1, "policy_stop": 1,
+    "generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1, "reward_stop": 1,
+    "reference_kill": 1, "reference_stop": 1, "assembler_kill": 1, "policy_kill": 1, "policy_stop": 1,
     "policy_kill_in_forward": 1, "critic_kill": 1, "critic_stop": 1, "driver_kill": 1, "driver_term": 1,
     **{kind.name: 1 for kind in of_target("service", "failpoint", "disk", "network", "checkpoint")
        if not kind.changes_results},
