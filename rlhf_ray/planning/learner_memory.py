@@ -26,6 +26,7 @@ from rlhf_ray.planning.memory import (
 )
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.runtime import (
+    ADAPTERS,
     COPIES_ON_CPU,
     GATHERED,
     GPU_CONTEXT,
@@ -54,6 +55,8 @@ class Training:
     """Whether an average of the weights is kept (`policy.ema_decay`)."""
     bucket_bytes: float = 0.0
     """Of a publication; 0 for a model that is not published."""
+    direct: bool = False
+    """Whether publications go from GPU to GPU, and not through main memory (`weights.transport`)."""
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -72,11 +75,13 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
     buffers = {BUFFERS: _communication_bytes(config, model.shape) + average}
     copies = {COPIES: (1 + MOMENTS + model.average) * FLOAT * number / world}
     if not on_gpu:
-        rest = {**buffers, RUNTIME: LEARNER}
+        rest = {**buffers, RUNTIME: float(LEARNER + (ADAPTERS if config.lora else 0))}
         learning = [{**moment, **rest} for moment in _update(config, model, state)]
         return Memory(host=at_the_peak(*learning, {**state, GRADIENTS: 0.0, **copies, **rest}))
     moved = {OPTIMIZER: state.pop(OPTIMIZER)} if config.offload_optimizer else {}
+    # A publication's buckets under way, and the whole model when it is exported in Hugging Face format.
     sending = {BUFFERS: 3 * model.bucket_bytes + model.shape.weight_bytes * (model.bucket_bytes > 0)}
+    buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
     # Each rank reads the whole model into main memory before it is moved, or sharded layer by layer, to the devices.
     starting = {WEIGHTS: float(model.shape.weight_bytes if config.lora else FLOAT * model.shape.parameters)}
     host = at_the_peak({**moved, **copies}, {**moved, **sending}, starting)

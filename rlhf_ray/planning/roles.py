@@ -56,10 +56,12 @@ def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
 
 def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     shape, named = shapes(config.model, "model"), config.model.path
-    longest, bucket = config.prompts.max_tokens + config.longest_response[0], config.weights.bucket_mb * float(MIB)
+    longest = config.prompts.max_tokens + config.longest_response[0]
+    bucket = max(config.weights.bucket_mb * float(MIB), shape.vocabulary * shape.hidden * shape.bytes_per_value)
     answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
     rows = config.samples_per_step // config.algorithm.mini_batches
-    roles = [_generator(config.generator, shape, named, longest, bucket)]
+    through_memory = shape.weight_bytes if config.weights.transport == "object_store" else 0.0
+    roles = [_generator(config.generator, shape, named, longest, bucket, through_memory)]
     if config.starts_reference:
         reference = config.reference
         roles.append(Role("reference", reference, (shape,), named, lambda _: scorer_memory(
@@ -68,7 +70,8 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]
     roles.append(_learner("policy", config.policy, Training(
-        shape, longest, answers, rows, config.policy.ema_decay is not None, bucket), named))
+        shape, longest, answers, rows, config.policy.ema_decay is not None, bucket,
+        direct=config.weights.transport != "object_store"), named))
     if config.starts_critic:
         critic = shapes(config.critic_model, "critic").headless()
         roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0, rows), config.critic_model.path))
@@ -89,9 +92,10 @@ def _supervised(config: SFTConfig | RewardModelConfig | ProcessRewardConfig, sha
         shape.headless() if scalar else shape, config.data.max_tokens, 0.0 if scalar else 1.0, rows), named)
 
 
-def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest: int, bucket: float) -> Role:
+def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest: int, bucket: float,
+               through_memory: float = 0.0) -> Role:
     return Role("generator", config, (shape,), named,
-                lambda device: generator_memory(config, shape, longest, device, bucket))
+                lambda device: generator_memory(config, shape, longest, device, bucket, through_memory))
 
 
 def _reader(name: str, pool: str) -> Role:

@@ -7,6 +7,8 @@ from rlhf_ray.planning.memory import GIB, MIB
 
 LEARNER = 680 * MIB
 """A learner's process: Python, torch, transformers, DeepSpeed and its optimizer, Ray."""
+ADAPTERS = 50 * MIB
+"""More of a learner's with adapters: peft and what it imports."""
 SCORER = 555 * MIB
 """A scorer's: Python, torch, transformers, Ray."""
 GENERATOR = 740 * MIB

@@ -17,7 +17,8 @@ def is_async(config: GenerationConfig) -> bool:
 
 
 def generator_memory(
-    config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float
+    config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float,
+    through_memory: float = 0.0,
 ) -> Memory:
     """One generator's. On the CPU it holds its weights twice more while a publication arrives, as they came and as they
     are packed for its kernels (weights/shadow.py); on a GPU vLLM takes what `kv_cache_mb` and the weights need, or
@@ -25,23 +26,24 @@ def generator_memory(
 
     Args:
         longest: tokens of prompt and response.
-        bucket_bytes: of a publication.
+        bucket_bytes: of a publication; its largest.
+        through_memory: bytes of a publication that a GPU's engine maps in main memory before it loads them.
     """
     if not config.gpus:
-        return _on_cpu(config, shape, bucket_bytes)
+        return _on_cpu(config, shape)
     spans = config.devices
     weights = shape.weight_bytes / spans
     a_pass = Pass(max(PREFILL_TOKENS, longest), longest, on_gpu=True, half_model=shape.bytes_per_value == 2)
     parts = {WEIGHTS: weights, ACTIVATIONS: scoring_bytes(shape, a_pass) / spans,
              LOGITS: 2 * config.max_sequences * shape.vocabulary * 4.0, BUFFERS: bucket_bytes, RUNTIME: GPU_CONTEXT}
     room = device.memory_bytes * config.gpu_memory_utilization - sum(parts.values())
-    parts[CACHE] = max(0.0, room) if config.kv_cache_mb is None else config.kv_cache_mb * MIB / 1.0
+    parts[CACHE] = max(0.0, room) if config.kv_cache_mb is None else config.kv_cache_mb * float(MIB)
     fixed = device.memory_bytes * config.gpu_memory_utilization if config.kv_cache_mb is None else 0.0
-    host = {BUFFERS: shape.weight_bytes, RUNTIME: GENERATOR + spans * (ENGINE_CORE + GPU_HOST)}
+    host = {BUFFERS: through_memory, RUNTIME: GENERATOR + spans * (ENGINE_CORE + GPU_HOST)}
     return Memory(device=parts, host=host, fixed=fixed)
 
 
-def _on_cpu(config: GenerationConfig, shape: ModelShape, bucket_bytes: float) -> Memory:
+def _on_cpu(config: GenerationConfig, shape: ModelShape) -> Memory:
     head = shape.vocabulary * shape.hidden * shape.bytes_per_value if shape.tied else 0
     return Memory(host={
         WEIGHTS: shape.weight_bytes + head,

@@ -70,7 +70,7 @@ def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory
 
 def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:
     """Three buckets of a publication are in the object store at a time, and a tensor is never cut: the embedding."""
-    if not isinstance(config, PPOConfig):
+    if not isinstance(config, PPOConfig) or config.weights.transport != "object_store":
         return
     shape = roles[0].models[0]
     bucket = max(config.weights.bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value)

@@ -158,6 +158,23 @@ class TestVerdict:
         assert any("checkpoint.keep" in text for text in plan.refused)
 
 
+    def test_an_object_store_below_three_buckets_is_tight_unless_weights_go_from_gpu_to_gpu(self):
+        arguments = ("one_gpu_8b_lora.yaml", "1x1xH100", "--cluster.object_store_mb=512")
+        assert any("cluster.object_store_mb" in finding.text for finding in planned(*arguments).findings)
+        direct = planned(*arguments, "--weights.transport=ipc")
+        assert not direct.findings
+        assert direct.memory["generator"].host_bytes < planned(*arguments).memory["generator"].host_bytes
+
+    def test_roles_that_take_turns_need_the_larger_of_the_two(self):
+        together = planned("one_gpu_8b_lora.yaml", "1x1xH100")
+        turns = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.sleep_level=1",
+                        "--policy.offload_between_phases=true")
+        gpu, in_turns = (next(load for load in plan.loads if load.device == 0) for plan in (together, turns))
+        parts = {name: sum(held.values()) for name, held in gpu.holders.items()}
+        assert in_turns.bytes < gpu.bytes
+        assert in_turns.bytes >= max(parts.values())
+
+
 class TestRest:
     """Disk, time, geometry, JSON."""
 
