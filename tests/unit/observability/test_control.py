@@ -40,6 +40,18 @@ def test_a_request_is_done_and_answered_and_leaves_no_files(run):
     assert list(run.control.iterdir()) == []
 
 
+def test_a_request_is_done_once_however_long_it_takes(run):
+    times = []
+
+    async def slow(_):
+        times.append(1)
+        await asyncio.sleep(0.3)
+        return {}
+
+    asked(run, {"slow": slow}, ("slow", {}))
+    assert len(times) == 1
+
+
 def test_requests_do_not_wait_for_each_other(run):
     there = asyncio.Event()
 
