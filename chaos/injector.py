@@ -36,7 +36,7 @@ class Injector:
     def __init__(self, faults: Sequence[Fault], strikes: Strikes, nodes: Nodes | None = None) -> None:
         """`nodes`: those that may be lost, where the run is on several."""
         self._left = [fault for fault in faults if fault.what.target != "network"]  # that is Ray's to inject
-        self._strikes, self._nodes = strikes, nodes
+        self._planned, self._strikes, self._nodes = bool(self._left), strikes, nodes
         self._confirming: set[asyncio.Task[None]] = set()
         self._learners_lost = False
         """Whether a learner was struck in this loop: another one begins when all were built again."""
@@ -65,11 +65,15 @@ class Injector:
         Coordinator._step_or_stop = step_not_ahead_of_faults  # type: ignore[method-assign, assignment]
 
     def _must_wait(self, coordinator: Coordinator) -> bool:
-        """Whether the next fault is due and its victim still down from an earlier one. Training would go on without it,
-        and perhaps end before it is back."""
-        fault = next(iter(self._left), None)
-        return fault is not None and coordinator.state.step >= fault.step and (
-            fault.what.role, fault.rank) in coordinator.team.healing.down
+        """Whether the next fault is due and its victim still down from an earlier one, or none is left and somebody is
+        down. Training would go on without them, and perhaps end before they are back."""
+        if not self._planned:
+            return False
+        down = {worker for worker, loss in coordinator.team.healing.down.items() if not loss.told}
+        if not self._left:
+            return bool(down)
+        fault = self._left[0]
+        return coordinator.state.step >= fault.step and (fault.what.role, fault.rank) in down
 
     async def _inject(self, coordinator: Coordinator) -> None:
         while self._left:

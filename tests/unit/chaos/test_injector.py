@@ -9,15 +9,33 @@ from chaos.plan import Fault
 from chaos.strikes import Strikes
 
 
+def coordinator(step, *down, told=False):
+    """One after so many updates, with workers that are down."""
+    lost = {worker: SimpleNamespace(told=told) for worker in down}
+    return SimpleNamespace(state=SimpleNamespace(step=step), team=SimpleNamespace(healing=SimpleNamespace(down=lost)))
+
+
+@pytest.fixture
+def injector(tmp_path):
+    """Of one fault."""
+    return Injector([Fault(1, "generator_kill", step=5, rank=1)], Strikes(tmp_path / "strikes.jsonl"))
+
+
 @pytest.mark.parametrize("step, down, waits", [
-    (5, ("generator", 1), True), (4, ("generator", 1), False), (5, ("generator", 0), False), (5, None, False)])
-def test_training_waits_while_the_victim_of_a_fault_that_is_due_is_down(tmp_path, step, down, waits):
-    injector = Injector([Fault(1, "generator_kill", step=5, rank=1)], Strikes(tmp_path / "strikes.jsonl"))
-    coordinator = SimpleNamespace(state=SimpleNamespace(step=step), team=SimpleNamespace(
-        healing=SimpleNamespace(down={down: None} if down else {})))
-    assert injector._must_wait(coordinator) is waits
+    (5, [("generator", 1)], True), (4, [("generator", 1)], False), (5, [("generator", 0)], False), (5, [], False)])
+def test_training_waits_while_the_victim_of_a_fault_that_is_due_is_down(injector, step, down, waits):
+    assert injector._must_wait(coordinator(step, *down)) is waits
 
 
-def test_training_waits_for_nobody_when_no_fault_is_left(tmp_path):
+def test_it_waits_for_nobody_who_cannot_come_back(injector):
+    assert not injector._must_wait(coordinator(5, ("generator", 1), told=True))
+
+
+def test_when_no_fault_is_left_it_waits_for_all_who_are_down(injector):
+    injector._left.clear()
+    assert injector._must_wait(coordinator(2, ("reward_scorer", 0))) and not injector._must_wait(coordinator(2))
+
+
+def test_a_run_without_faults_goes_as_ever(tmp_path):
     injector = Injector([Fault(1, "request_lost", step=1)], Strikes(tmp_path / "strikes.jsonl"))
-    assert not injector._must_wait(SimpleNamespace())
+    assert not injector._must_wait(coordinator(2, ("generator", 1)))
