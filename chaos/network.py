@@ -62,6 +62,6 @@ def note_loss(course: Course, start: Start, faults: Sequence[Fault]) -> None:
 def _loss(course: Course, start: Start) -> dict[str, Any] | None:
     """The run's line about the worker that the message was for, or came from."""
     for event in read_faults(RunDirectory(course.directory).faults):
-        if start.began <= event["lost_at"] <= start.ended and SAID in event["reason"]:
+        if start.began <= event["lost_at"] <= start.ended and SAID in event.get("reason", ""):
             return event
     return None
