@@ -343,6 +343,37 @@ class WeightBucket:
 
 
 @dataclass(frozen=True)
+class WeightOffer:
+    """A bucket whose bytes do not travel with its description, but from GPU to GPU."""
+
+    version: int
+    index: int
+    count: int
+    """Buckets in this publication."""
+    entries: list[TensorEntry]
+    digests: list[str]
+    """Hex digest of each tensor (see weights.fingerprint)."""
+    checksum: str
+    """As `WeightBucket.checksum`."""
+    handles: list[dict[str, list[Any]]] = field(default_factory=list)
+    """Of each tensor, by the GPU's name: where to find it in the sender's memory (see weights.handles). Empty for a
+    broadcast."""
+
+
+@dataclass(frozen=True)
+class WeightRoute:
+    """How learner and generators meet to hand weights over from GPU to GPU."""
+
+    transport: str
+    """"nccl" or "ipc"."""
+    host: str = ""
+    """Of the learner's first rank, for a broadcast."""
+    port: int = 0
+    world: int = 0
+    """Processes of the broadcast: the learner's first rank, and all of every generator."""
+
+
+@dataclass(frozen=True)
 class PublicationSize:
     """What one publication sends."""
 

@@ -12,6 +12,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best import BestKeeper
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.learning import Learning
+from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState
@@ -49,6 +50,8 @@ class Coordinator:
     on_evaluation: Callable[[int, Evaluation], None]
     """Told of every evaluation and the step it belongs to."""
     profiler: StepProfiler
+    phases: Phases | None = None
+    """Turns on GPUs that generators and learners share; `weights` takes those around a publication."""
     _saved_at: int | None = None
     """Step of the newest checkpoint of this process, which may still be written."""
     _pause_s: float | None = None
@@ -115,6 +118,8 @@ class Coordinator:
         depth = self.buffer.stats()
         async with self.weights.changing():
             with self.pipeline.route.forward_passes_held():
+                if self.phases is not None:
+                    await self.phases.learning()
                 learned, summaries = await self._learning.learn(lease)
                 reached("update_consumed")
                 too_old = self.buffer.evict(self.state.step)

@@ -11,6 +11,8 @@ from typing import Any
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.audience import Audience
+from rlhf_ray.coordinator.direct_sync import DIRECT, DirectSync
+from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.failpoints import reached
@@ -45,8 +47,15 @@ class WeightSync:
     update.
     """
 
-    def __init__(self, config: WeightsConfig, team: Team, finish_timeout_s: float | None = None) -> None:
-        """`finish_timeout_s`: longest wait for a generator to put weights in service."""
+    def __init__(self, config: WeightsConfig, team: Team, finish_timeout_s: float | None = None,
+                 phases: Phases | None = None) -> None:
+        """
+        Args:
+            finish_timeout_s: longest wait for a generator to put weights in service.
+            phases: turns on GPUs that generators share with learners.
+        """
+        self.phases = phases
+        """Whoever runs the loop takes the turn before an update; those around a publication are taken here."""
         self.config, self.team = config, team
         self.version = 0
         """The newest version that was published; 0 is what generators load when they start."""
@@ -55,6 +64,7 @@ class WeightSync:
         self._finish_timeout_s = finish_timeout_s
         self._crew = team.crew(team.generators)
         self._steady, self._settled = asyncio.Lock(), True
+        self._direct = DirectSync(config.transport, team) if config.transport in DIRECT else None
         self._plan: WeightsPlan | None = None
         self._lasting: Any = None
         """Digests of what may stay out, in the object store; None before a whole publication was confirmed."""
@@ -72,6 +82,8 @@ class WeightSync:
         """The learners are being replaced: what these knew of publications is gone, and nobody catches up before the
         next one, which must be a `resend`."""
         self._settled, self._plan, self._lasting = False, None, None
+        if self._direct:
+            self._direct.forget()
 
     async def publish(self, version: int, resend: bool = False) -> Published:
         """Send the policy's present weights as `version`; from within `changing`.
@@ -86,7 +98,14 @@ class WeightSync:
         self.version = version
         if resend:
             self._plan = self._lasting = None
-        return await self._publish_to(Audience(self._crew, self._crew.rotation.up), resend)
+        if self.phases is None:
+            return await self._publish_to(Audience(self._crew, self._crew.rotation.up), resend)
+        if self.phases.drops_weights:
+            self._lasting = None
+        await self.phases.publishing()
+        published = await self._publish_to(Audience(self._crew, self._crew.rotation.up), resend)
+        await self.phases.generation()
+        return published
 
     async def catch_up(self, rank: int, readmit: Callable[[], None]) -> str:
         """Bring a generator that has just started to the present version, then let it work. See `healing.Ready`.
@@ -120,6 +139,8 @@ class WeightSync:
         if plan is None or not audience.ranks:
             return Published(0.0, 0.0, 0)
         lasting, self._lasting = self._lasting, None
+        if self._direct:
+            await self._direct.connect(audience)
         size = await self._begin(audience, plan, lasting, resend)
         await self._send(audience, size, whole=size is plan.whole)
         confirmed: list[WeightsConfirmed] = await audience.each(
@@ -128,6 +149,8 @@ class WeightSync:
             raise WeightsError(f"published version {self.version}, but the generators confirmed "
                                f"{[answer.version for answer in confirmed]}")
         self.confirmed.update(dict.fromkeys(audience.ranks, self.version))
+        if self._direct:
+            await self._direct.finished()
         seconds = time.perf_counter() - began
         if plan.changing != plan.whole:
             self._lasting = lasting if size is plan.changing else self.team.policy.call(0, "lasting_weights").ref
@@ -155,6 +178,9 @@ class WeightSync:
         return plan.whole
 
     async def _send(self, audience: Audience, size: PublicationSize, whole: bool) -> None:
+        if self._direct:
+            await self._direct.send(audience, self.version, size, whole)
+            return
         under_way: deque[tuple[int, list[Call], list[Call]]] = deque()
         for index in range(size.buckets):
             bucket = self._gathered(index, whole)

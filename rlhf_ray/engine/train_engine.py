@@ -169,21 +169,44 @@ class TrainEngine:
             state["step"] = step if self.config.offload_optimizer else torch.tensor(
                 float(step), device=portion.owner.device)  # as each of the two optimizers keeps it
 
+    def offload_state(self) -> None:
+        """Move the optimizer's state to the CPU's memory, and give back what that frees of the GPU's."""
+        from deepspeed.runtime.zero.offload_states import offload_optimizer_states
+
+        offload_optimizer_states(adamw(self.engine, self._stage), "cpu", pin_memory=self._on_gpu)
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+    def reload_state(self) -> None:
+        """Take the optimizer's state back; without it no `step` may be made."""
+        from deepspeed.runtime.zero.offload_states import reload_optimizer_states
+
+        reload_optimizer_states(adamw(self.engine, self._stage), self.device)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
     def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and full shape of every parameter of the inner model, tied ones once, in a fixed order."""
         return [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in self.module.model.named_parameters()]
 
     @torch.no_grad()
-    def gather(self, names: list[str]) -> dict[str, Tensor]:
-        """Whole parameters by name, on the CPU; under ZeRO-3 collected from all ranks for this call only."""
+    def gather(self, names: list[str], in_place: bool = False) -> dict[str, Tensor]:
+        """Whole parameters by name, on the CPU; under ZeRO-3 collected from all ranks for this call only.
+
+        Args:
+            in_place: where they are instead, and copied only under ZeRO-3.
+        """
         parameters = dict(self.module.model.named_parameters())
         chosen = [parameters[name] for name in names]
         if self.config.zero_stage < 3:
-            return {name: p.detach().cpu() for name, p in zip(names, chosen, strict=True)}
+            return {name: p.detach() if in_place else p.detach().cpu() for name, p in zip(names, chosen, strict=True)}
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(chosen):
-            return {name: p.detach().to("cpu", copy=True) for name, p in zip(names, chosen, strict=True)}
+            return {name: p.detach().to(p.device if in_place else "cpu", copy=True)
+                    for name, p in zip(names, chosen, strict=True)}
 
     def _train(self, mode: bool) -> None:
         """Tell all layers whether they are being trained; there are many, and mostly they know."""

@@ -27,10 +27,13 @@ from rlhf_ray.records import (
     SampleKey,
     TokenScores,
     WeightBucket,
+    WeightOffer,
+    WeightRoute,
     WeightsConfirmed,
     WorkerProfile,
     offsets_of,
 )
+from rlhf_ray.roles.engines.asynchronous import AsynchronousEngine
 from rlhf_ray.roles.engines.continuing import AbortableEngine, ContinuingEngine
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.settings import engine_kind, fused_layers, generator_environment
@@ -49,17 +52,18 @@ class Generator:
         seed: seed of the engine itself. Samples do not depend on it: each has its own, from the run's seed and its key.
         max_context: longest prompt and response together, in tokens.
         in_flight: what happens to responses that new weights meet, see `WeightsConfig`.
+        transport: how new weights come, see `WeightsConfig`.
     """
 
     def __init__(
         self, model: ModelConfig, generation: GenerationConfig, seed: int, max_context: int, name: str = "generator/0",
-        in_flight: Literal["keep", "abort"] = "keep",
+        in_flight: Literal["keep", "abort"] = "keep", transport: str = "object_store",
     ) -> None:
         self._model = model
         self._generation = generation
         self._seed = seed
         self._max_context = max_context
-        self.name, self._in_flight = name, in_flight
+        self.name, self._in_flight, self._transport = name, in_flight, transport
         self._engine: SamplingEngine | None = None
         self._receiver: Receiver[Any] | None = None
         self._publishing = asyncio.Lock()
@@ -83,7 +87,8 @@ class Generator:
         self._stop_tokens = stop_tokens(tokenizer.eos_token_id, config.eos_token_id, self._model)
         shapes = parameter_shapes(config, self._model.trust_remote_code)
         self._engine = build_engine(EngineSettings(
-            self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or [], shapes
+            self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or [], shapes,
+            self._transport,
         ), self._in_flight)
         await self._engine.start()
         await self._try_out(self._engine)
@@ -153,11 +158,39 @@ class Generator:
         async with self._publishing:
             await asyncio.to_thread(receiver.begin, version, count, resend, unchanged)
 
-    async def load_weights(self, bucket: WeightBucket) -> None:
-        """Verify and keep one bucket; see `Receiver.load`."""
-        _, receiver = self._running()
+    async def load_weights(self, bucket: WeightBucket | WeightOffer) -> None:
+        """Verify and keep one bucket, see `Receiver.load`; or take it from GPU to GPU, see `Receiver.expect`."""
+        engine, receiver = self._running()
         async with self._publishing:
-            await asyncio.to_thread(receiver.load, bucket)
+            if isinstance(bucket, WeightBucket):
+                await asyncio.to_thread(receiver.load, bucket)
+            else:
+                receiver.expect(bucket)
+                await cast(AsynchronousEngine, engine).receive(bucket)
+
+    async def connect_weights(self, route: WeightRoute, offset: int) -> None:
+        """Get ready to take weights from GPU to GPU.
+
+        Args:
+            offset: number of this generator's first process in a broadcast; the learner is 0.
+        """
+        engine, _ = self._running()
+        async with self._publishing:
+            await cast(AsynchronousEngine, engine).connect(transfer_info(route, offset))
+
+    def devices(self) -> int:
+        """Processes that hold a part of the model each."""
+        return self._generation.devices
+
+    async def sleep(self) -> None:
+        """Give GPU memory back while others work on the GPU, as `generator.sleep_level` says. Nothing is in flight."""
+        engine, _ = self._running()
+        await cast(AsynchronousEngine, engine).sleep(self._generation.sleep_level)
+
+    async def wake(self, parts: list[str]) -> None:
+        """Take memory back, for "weights" before a publication, for the "kv_cache" after it."""
+        engine, _ = self._running()
+        await cast(AsynchronousEngine, engine).wake(parts)
 
     async def finish_weights(self, version: int) -> WeightsConfirmed:
         """Put the publication in service between two tokens, and confirm its version by returning it.
@@ -223,14 +256,20 @@ def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] =
     """The engine that the configuration asks for; vLLM is imported when it starts."""
     engine: AbortableEngine
     if engine_kind(settings.generation) == "async":
-        from rlhf_ray.roles.engines.asynchronous import AsynchronousEngine
-
         engine = AsynchronousEngine(settings)
     else:
         from rlhf_ray.roles.engines.in_process import InProcessEngine
 
         engine = InProcessEngine(settings)
     return engine if in_flight == "keep" else cast(SamplingEngine, ContinuingEngine(engine))
+
+
+def transfer_info(route: WeightRoute, offset: int) -> dict[str, Any]:
+    """What vLLM's back-end of a transport wants to know; `packed` as the learner's trainer engine has it."""
+    if route.transport == "ipc":
+        return {"packed": False}
+    return {"master_address": route.host, "master_port": route.port, "rank_offset": offset, "world_size": route.world,
+            "packed": True}
 
 
 def stop_tokens(tokenizer_eos: int, config_eos: int | list[int] | None, model: ModelConfig) -> list[int]:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from rlhf_ray.engine.train_engine import StepResult, TrainEngine
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
-from rlhf_ray.records import WeightBucket, WeightsPlan, WorkerProfile
+from rlhf_ray.records import WeightBucket, WeightOffer, WeightRoute, WeightsPlan, WorkerProfile
 from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, save_description
 from rlhf_ray.roles.meter import Meter
 from rlhf_ray.roles.profiling import TorchProfile
@@ -34,6 +35,8 @@ from rlhf_ray.weights.publisher import Publisher
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from rlhf_ray.weights.sender import Sender
 
 Gather = Callable[[list[str]], dict[str, Tensor]]
 """Whole parameters of the module under training, by name."""
@@ -60,6 +63,7 @@ class Learner:
         self.adapters: Adapters | None = None
         self._saving = Saving()
         self._profile = TorchProfile()
+        self._sender: Sender | None = None
 
     def rendezvous(self, host: str) -> str:
         """An address at which the ranks can meet; asked of rank 0, whose node others know as `host`."""
@@ -210,6 +214,43 @@ class Learner:
             whole: of a publication that leaves nothing out.
         """
         return self._publisher.bucket(version, index, whole)
+
+    def offload_state(self) -> None:
+        """Nothing is learned for a while: leave the GPU to others. See `TrainEngine.offload_state`."""
+        self.engine.offload_state()
+
+    def reload_state(self) -> None:
+        """An update comes."""
+        self.engine.reload_state()
+
+    def connect_weights(self, route: WeightRoute) -> None:
+        """Get ready to hand weights over from GPU to GPU; waits for the generators of a broadcast."""
+        from rlhf_ray.weights.sender import open_sender
+
+        self._sender = open_sender(route, self.rank, self.engine.device)
+
+    def offer_bucket(self, version: int, index: int, whole: bool = True) -> WeightOffer | None:
+        """As `weight_bucket`, of which the bytes stay where they are until generators fetch them or `send_bucket`
+        sends them. A collective call under ZeRO-3, and where each rank gives a handle."""
+        if self._sender is None and not self.lockstep:
+            return None
+        offer, tensors = self._publisher.offer(version, index, whole, self._gather_in_place)
+        handles = self._sender.offered(tensors) if self._sender else []
+        return None if self.rank else replace(offer, handles=handles)
+
+    def send_bucket(self) -> None:
+        """Broadcast the bucket that was offered."""
+        if self._sender is not None:
+            self._sender.send()
+
+    def release_weights(self) -> None:
+        """The publication is over, and nobody reads what was offered."""
+        if self._sender is not None:
+            self._sender.release()
+
+    def _gather_in_place(self, names: list[str]) -> dict[str, Tensor]:
+        tensors = self.engine.gather(self.adapters.sources(names) if self.adapters else names, in_place=True)
+        return self.adapters.merged(names, tensors) if self.adapters else tensors
 
     def lasting_weights(self) -> dict[str, str] | None:
         """Digests of the tensors that training leaves as they are, from rank 0; errors as `Publisher.lasting`."""

@@ -20,6 +20,7 @@ from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.notice import heeding_notices
+from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
@@ -118,7 +119,7 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                 team = spawn_team(config, place, Healing(
                     config.cluster, FaultLog(directory.faults, progress.warn, progress.note)))
                 prompts = await start_team(config, place, team, progress)
-                weights = WeightSync(config.weights, team, config.cluster.lease_s)
+                weights = WeightSync(config.weights, team, config.cluster.lease_s, Phases(config, team))
                 team.keep_alive(weights.catch_up)
                 pulse = Pulse(team.learners(), config.cluster.lease_s)
                 course = Course(
@@ -194,7 +195,7 @@ def wire(
         weights=weights, evaluator=evaluator, best=best,
         recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
-        on_evaluation=note_evaluation,
+        on_evaluation=note_evaluation, phases=weights.phases,
         profiler=StepProfiler(directory, team, config.logging.profile_step, progress.note,
                               write_timeline if config.logging.task_events else None),
     )

@@ -33,7 +33,8 @@ def spawn_team(config: PPOConfig, place: Workplace, healing: Healing | None = No
             "generator", Generator, generation,
             lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
                           "max_context": config.prompts.max_tokens + config.longest_response[0],
-                          "name": f"generator/{rank}", "in_flight": config.weights.in_flight},
+                          "name": f"generator/{rank}", "in_flight": config.weights.in_flight,
+                          "transport": config.weights.transport},
             {**generator_environment(generation), **place.scratch}, goodbye="stop",
         ),
         reference=place.spawn(
@@ -81,6 +82,9 @@ async def start_team(
 ) -> tuple[PromptSource, PromptSource | None]:
     """Load all models and read the prompts, everything at the same time.
 
+    But generators that share their GPU come first: vLLM measures what is free there while it starts, and refuses to
+    start when others take some meanwhile.
+
     Returns:
         training prompts, and evaluation prompts if configured.
     """
@@ -91,6 +95,9 @@ async def start_team(
     limit = config.cluster.start_timeout_s
     learners = team.learners()
     frozen = [group for group in team.groups() if group not in learners]
+    if 0 < config.generator.gpus < 1:
+        await team.generators.start(timeout_s=limit)
+        frozen.remove(team.generators)
     sources, started, *_ = await asyncio.gather(
         _read_prompts(config, reader, team, progress),
         asyncio.gather(*(start_learners(group, limit) for group in learners)),

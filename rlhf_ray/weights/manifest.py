@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.records import TensorEntry, WeightBucket
+from rlhf_ray.records import TensorEntry, WeightBucket, WeightOffer
 
 TensorSpec = tuple[str, tuple[int, ...], str]
 """Name, shape and torch dtype name ("float32") of one tensor."""
@@ -71,16 +71,28 @@ def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) ->
     Raises:
         WeightsError: a tensor is missing or has another shape than its entry says.
     """
-    arrays = []
+    ready = as_announced(entries, tensors, "cpu")
+    return [ready[entry.name].view(-1).view(torch.uint8).numpy() for entry in entries]
+
+
+def as_announced(
+    entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor], device: str | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of one bucket in order in memory and in the dtypes that their entries say, on `device` or where they
+    are. None is copied that is so already.
+
+    Raises:
+        WeightsError: as `pack`.
+    """
+    ready = {}
     for entry in entries:
         tensor = tensors.get(entry.name)
         if tensor is None:
             raise WeightsError(f"tensor {entry.name!r} was not gathered; got {len(tensors)} of {len(entries)} tensors")
         if tuple(tensor.shape) != entry.shape:
             raise WeightsError(f"tensor {entry.name!r} has shape {tuple(tensor.shape)}, the plan says {entry.shape}")
-        ready = tensor.detach().to("cpu", torch_dtype(entry.dtype)).contiguous()
-        arrays.append(ready.view(-1).view(torch.uint8).numpy())
-    return arrays
+        ready[entry.name] = tensor.detach().to(device or tensor.device, torch_dtype(entry.dtype)).contiguous()
+    return ready
 
 
 def unpack(tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,16 +133,29 @@ def seal(version: int, index: int, count: int, entries: list[TensorEntry],
                         checksum(entries, digests, version, index, count))
 
 
+def require_checksum(bucket: WeightBucket | WeightOffer) -> str:
+    """Raise unless a bucket's description is as it was sealed; returns what to call it in messages.
+
+    Raises:
+        WeightsError: version, place, entries or digests were changed on the way.
+    """
+    label = f"bucket {bucket.index} of {bucket.count}, weights version {bucket.version}"
+    found = checksum(bucket.entries, bucket.digests, bucket.version, bucket.index, bucket.count)
+    if found != bucket.checksum or len(bucket.entries) != len(bucket.digests):
+        raise WeightsError(f"{label}: expected checksum {bucket.checksum}, found {found}; publish this version again")
+    return label
+
+
 def verified(bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
     """A bucket's tensors, each once its digest is found to be right: who copies it at once finds it in the caches.
 
     Raises:
         WeightsError: a digest differs from the one sent along, or a tensor has more or fewer bytes than its entry says.
     """
-    label = f"bucket {bucket.index} of {bucket.count}, weights version {bucket.version}"
-    found = checksum(bucket.entries, bucket.digests, bucket.version, bucket.index, bucket.count)
-    if found != bucket.checksum or not len(bucket.entries) == len(bucket.arrays) == len(bucket.digests):
-        raise WeightsError(f"{label}: expected checksum {bucket.checksum}, found {found}; publish this version again")
+    label = require_checksum(bucket)
+    if len(bucket.entries) != len(bucket.arrays):
+        raise WeightsError(f"{label}: expected checksum and bytes of {len(bucket.entries)} tensors, found those of "
+                           f"{len(bucket.arrays)}; publish this version again")
     for entry, array, digest in zip(bucket.entries, bucket.arrays, bucket.digests, strict=True):
         if array.nbytes != entry.nbytes:
             raise WeightsError(f"{label}: tensor {entry.name!r} has {array.nbytes} bytes, not {entry.nbytes}")

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.records import PublicationSize, TensorEntry, WeightBucket, WeightsPlan
-from rlhf_ray.weights.manifest import TensorSpec, pack, plan_buckets, seal
+from rlhf_ray.records import PublicationSize, TensorEntry, WeightBucket, WeightOffer, WeightsPlan
+from rlhf_ray.weights.fingerprint import fingerprint
+from rlhf_ray.weights.manifest import TensorSpec, as_announced, checksum, pack, plan_buckets, seal
 
 Gather = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
 """Full tensors by name. On sharded models it is a collective: every rank calls it, and ranks that do not send may
@@ -56,17 +58,39 @@ class Publisher:
         Raises:
             WeightsError: no such bucket, or the gathered tensors do not fit the plan.
         """
-        plan = self._whole if whole else self._changing
-        if not 0 <= index < len(plan):
-            raise WeightsError(f"weights version {version} has buckets 0 to {len(plan) - 1}, asked for {index}")
-        entries = plan[index]
+        plan, entries = self._planned(version, index, whole)
         tensors = self._gather([entry.name for entry in entries])
         if tensors is None:
             return None
         bucket = seal(version, index, len(plan), entries, pack(entries, tensors))
-        self._digests |= {entry.name: digest for entry, digest in zip(entries, bucket.digests, strict=True)
-                          if entry.name in self._lasting}
+        self._note(entries, bucket.digests)
         return bucket
+
+    def offer(self, version: int, index: int, whole: bool, gather: Gather) -> tuple[WeightOffer, dict[str, Tensor]]:
+        """Describe a bucket whose tensors stay on their device, and give them, in the dtypes that are announced.
+
+        Args:
+            gather: gives the tensors on that device, here and now.
+
+        Raises:
+            WeightsError: as `bucket`.
+        """
+        plan, entries = self._planned(version, index, whole)
+        ready = as_announced(entries, gather([entry.name for entry in entries]) or {})
+        digests = [fingerprint(entry, ready[entry.name]) for entry in entries]
+        self._note(entries, digests)
+        return WeightOffer(version, index, len(plan), entries, digests,
+                           checksum(entries, digests, version, index, len(plan))), ready
+
+    def _planned(self, version: int, index: int, whole: bool) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
+        plan = self._whole if whole else self._changing
+        if not 0 <= index < len(plan):
+            raise WeightsError(f"weights version {version} has buckets 0 to {len(plan) - 1}, asked for {index}")
+        return plan, plan[index]
+
+    def _note(self, entries: Sequence[TensorEntry], digests: Sequence[str]) -> None:
+        self._digests |= {entry.name: digest for entry, digest in zip(entries, digests, strict=True)
+                          if entry.name in self._lasting}
 
     def lasting(self) -> dict[str, str]:
         """Digests of the tensors that publications of what changes leave out, as the last whole one sent them.

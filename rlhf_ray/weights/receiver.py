@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.records import TensorEntry, WeightBucket
-from rlhf_ray.weights.manifest import verified
+from rlhf_ray.records import TensorEntry, WeightBucket, WeightOffer
+from rlhf_ray.weights.manifest import require_checksum, verified
 
 
 class Stage(Protocol):
@@ -120,17 +120,28 @@ class Receiver(Generic[StageT]):
             WeightsError: wrong version, number or checksum; a bucket or tensor that came before; a tensor that the
                 model does not have, or has in another shape. Fails the publication.
         """
-        version, count, stage = self._expected("a bucket")
-        if (bucket.version, bucket.count) != (version, count):
-            self.fail(f"bucket {bucket.index} is of version {bucket.version} in {bucket.count} buckets, "
-                      f"expected version {version} in {count}")
-        if not 0 <= bucket.index < count or bucket.index in self._buckets:
-            self.fail(f"bucket {bucket.index} of version {version} came twice or is not one of {count}")
+        stage = self._admit(bucket)
         try:
             stage.add(self._checked(bucket))
         except WeightsError as error:
             self.fail(str(error))
         self._buckets.add(bucket.index)
+
+    def expect(self, offer: WeightOffer) -> None:
+        """Check the description of a bucket whose bytes go straight into the model, which verifies their digests; any
+        order.
+
+        Raises:
+            WeightsError: as `load`, but for the digests of bytes. Fails the publication.
+        """
+        self._admit(offer)
+        try:
+            require_checksum(offer)
+            for entry, digest in zip(offer.entries, offer.digests, strict=True):
+                self._want(entry, digest, offer.index)
+        except WeightsError as error:
+            self.fail(str(error))
+        self._buckets.add(offer.index)
 
     def finish(self, version: int) -> StageT:
         """The whole publication, to be applied now; then call `confirm`, or `fail` if applying failed.
@@ -177,19 +188,36 @@ class Receiver(Generic[StageT]):
             WeightsError: one is not.
         """
         for (entry, array), digest in zip(verified(bucket), bucket.digests, strict=True):
-            if entry.name in self._left_out:
-                raise WeightsError(f"tensor {entry.name!r} came in bucket {bucket.index} and was to be left out")
-            if entry.name in self._tensors:
-                raise WeightsError(
-                    f"tensor {entry.name!r} is in buckets {self._tensors[entry.name]} and {bucket.index}")
-            if entry.name not in self._shapes:
-                raise WeightsError(f"tensor {entry.name!r} is not one of the model's {len(self._shapes)}")
-            if entry.shape != self._shapes[entry.name]:
-                raise WeightsError(
-                    f"tensor {entry.name!r} has shape {entry.shape}, the model's is {self._shapes[entry.name]}")
-            self._tensors[entry.name] = bucket.index
-            self._digests[entry.name] = digest
+            self._want(entry, digest, bucket.index)
             yield entry, array
+
+    def _admit(self, bucket: WeightBucket | WeightOffer) -> StageT:
+        """The stage, for a bucket of this publication that did not come before."""
+        version, count, stage = self._expected("a bucket")
+        if (bucket.version, bucket.count) != (version, count):
+            self.fail(f"bucket {bucket.index} is of version {bucket.version} in {bucket.count} buckets, "
+                      f"expected version {version} in {count}")
+        if not 0 <= bucket.index < count or bucket.index in self._buckets:
+            self.fail(f"bucket {bucket.index} of version {version} came twice or is not one of {count}")
+        return stage
+
+    def _want(self, entry: TensorEntry, digest: str, index: int) -> None:
+        """Note a tensor of bucket `index`.
+
+        Raises:
+            WeightsError: nobody asked for it.
+        """
+        if entry.name in self._left_out:
+            raise WeightsError(f"tensor {entry.name!r} came in bucket {index} and was to be left out")
+        if entry.name in self._tensors:
+            raise WeightsError(f"tensor {entry.name!r} is in buckets {self._tensors[entry.name]} and {index}")
+        if entry.name not in self._shapes:
+            raise WeightsError(f"tensor {entry.name!r} is not one of the model's {len(self._shapes)}")
+        if entry.shape != self._shapes[entry.name]:
+            raise WeightsError(
+                f"tensor {entry.name!r} has shape {entry.shape}, the model's is {self._shapes[entry.name]}")
+        self._tensors[entry.name] = index
+        self._digests[entry.name] = digest
 
     def _expected(self, what: str) -> tuple[int, int, StageT]:
         if self._coming is None:

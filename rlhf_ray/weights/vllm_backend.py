@@ -28,6 +28,8 @@ from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
 
 BACKEND = "object_store"
+DIRECT = {"nccl": "VerifiedNCCLEngine", "ipc": "VerifiedIPCEngine", "gloo": "VerifiedGlooEngine"}
+"""Back-ends of `direct_backend`, by what carries the bytes."""
 ALIGNMENT = 64
 """Bytes. Every tensor in a file starts at a multiple of it: enough for any dtype's view, and one cache line."""
 
@@ -113,4 +115,13 @@ class WorkerExtension:
     """Empty: naming it in `worker_extension_cls` is what brings this module into the workers."""
 
 
+def backend_name(transport: str, gpus: float) -> str:
+    """What vLLM knows a transport's back-end by. Where there are no GPUs gloo stands in for NCCL, to try it out."""
+    if transport == BACKEND:
+        return BACKEND
+    return f"verified_{'gloo' if transport == 'nccl' and not gpus else transport}"
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, ObjectStoreWeightTransferEngine)
+for _carrier, _class in DIRECT.items():
+    WeightTransferEngineFactory.register_engine(f"verified_{_carrier}", "rlhf_ray.weights.direct_backend", _class)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
-from rlhf_ray.records import TensorEntry, WorkerProfile
+from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
+from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start, unfinished_tokens
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.messages import (
@@ -65,6 +66,17 @@ class StagedFiles:
         self.buckets.append(StagedFile(entries, file, f"/proc/{os.getpid()}/fd/{descriptor}"))
 
 
+class DirectStage:
+    """A publication that goes straight into the model, which is paused from its first bucket on."""
+
+    def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
+        """
+        Raises:
+            WeightsError: always: bytes come another way.
+        """
+        raise WeightsError("a bucket of bytes came, and this generator takes weights from GPU to GPU")
+
+
 class AsynchronousEngine:
     """See `interface.SamplingEngine`."""
 
@@ -79,6 +91,8 @@ class AsynchronousEngine:
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
         self._traces = TemporaryDirectory(prefix="rlhf_ray-traces-")
+        self._half_loaded: float | None = None
+        """When a publication that goes straight into the model began; None between publications."""
 
     async def start(self) -> None:
         """See `SamplingEngine.start`."""
@@ -101,34 +115,107 @@ class AsynchronousEngine:
         outputs = await asyncio.gather(*(self._finish(row, scoring_parameters()) for row in rows))
         return [prompt_logprobs_of(output) for output in outputs]
 
-    def open_stage(self) -> StagedFiles:
+    def open_stage(self) -> StagedFiles | DirectStage:
         """See `SamplingEngine.open_stage`. vLLM's processes load the buckets in the pause: GPUs seldom have room for
-        weights twice."""
-        return StagedFiles()
+        weights twice.
 
-    async def apply(self, stage: StagedFiles, version: int) -> float:
+        Raises:
+            WorkerBroken: the publication before broke off inside the model.
+        """
+        if self._half_loaded is not None:
+            self._dead = WorkerBroken(f"{self._settings.name}: a publication broke off when some of its weights were "
+                                      "in the model, which must be loaded anew")
+            raise self._dead
+        return StagedFiles() if self._settings.transport == "object_store" else DirectStage()
+
+    async def connect(self, transfer: dict[str, Any]) -> None:
+        """Get ready to receive from GPU to GPU; waits for the others of a broadcast.
+
+        Args:
+            transfer: what vLLM's back-end wants to know.
+
+        Raises:
+            WorkerBroken: that failed.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        with self._breaking("getting ready for weights"):
+            await self._living().init_weight_transfer_engine(WeightTransferInitRequest(init_info=transfer))
+
+    async def receive(self, offer: WeightOffer) -> None:
+        """Take one bucket from GPU to GPU into the model; tokens wait from the first one to `apply`.
+
+        Raises:
+            WorkerBroken: it did not arrive as it was sent. The model is of no more use.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        from rlhf_ray.weights.direct_backend import offer_info
+
+        engine = self._living()
+        with self._breaking(f"taking weights version {offer.version}"):
+            if self._half_loaded is None:
+                self._half_loaded = time.perf_counter()
+                await engine.pause_generation(mode="keep", clear_cache=True)
+                await engine.start_weight_update()
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=offer_info(offer)))
+
+    async def apply(self, stage: StagedFiles | DirectStage, version: int) -> float:
         """See `SamplingEngine.apply`."""
+        engine, began = self._living(), time.perf_counter()
+        with self._breaking(f"taking weights version {version}"):
+            if isinstance(stage, StagedFiles):
+                await self._load(stage)
+            elif self._half_loaded is not None:
+                began = self._half_loaded
+            await engine.finish_weight_update(weight_version=str(version))
+            await engine.resume_generation()
+        self._half_loaded = None
+        return time.perf_counter() - began
+
+    async def sleep(self, level: int) -> None:
+        """Give GPU memory back until `wake`: the cache, and the weights, which level 1 keeps in main memory.
+
+        Raises:
+            WorkerBroken: vLLM broke.
+        """
+        with self._breaking("going to sleep"):
+            await self._living().sleep(level, mode="keep")
+
+    async def wake(self, parts: list[str]) -> None:
+        """Take back "weights" or "kv_cache", or both. After level 2 the weights are there only when published anew.
+
+        Raises:
+            WorkerBroken: vLLM broke, out of memory perhaps.
+        """
+        with self._breaking(f"waking up its {' and '.join(parts)}"):
+            await self._living().wake_up(parts)
+
+    async def _load(self, stage: StagedFiles) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from rlhf_ray.weights.vllm_backend import bucket_info
 
         engine = self._living()
-        began = time.perf_counter()
+        await engine.pause_generation(mode="keep", clear_cache=True)
+        await engine.start_weight_update()
+        for bucket in stage.buckets:
+            info = bucket_info(bucket.entries, path=bucket.path)
+            await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    @contextmanager
+    def _breaking(self, doing: str) -> Iterator[None]:
+        """What goes wrong inside leaves the engine of no more use.
+
+        Raises:
+            WorkerBroken: something did.
+        """
         try:
-            await engine.pause_generation(mode="keep", clear_cache=True)
-            await engine.start_weight_update()
-            for bucket in stage.buckets:
-                info = bucket_info(bucket.entries, path=bucket.path)
-                await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-            await engine.finish_weight_update(weight_version=str(version))
-            await engine.resume_generation()
-            return time.perf_counter() - began
+            yield
         except Exception as error:
-            self._dead = WorkerBroken(
-                f"{self._settings.name}: vLLM broke while taking weights version {version} and must be restarted: "
-                f"{type(error).__name__}: {error}"
-            )
-            await self.stop()
+            self._dead = WorkerBroken(f"{self._settings.name}: vLLM broke while {doing} and must be restarted: "
+                                      f"{type(error).__name__}: {error}")
+            self._end()
             raise self._dead from error
 
     async def abort_samples(self) -> None:
@@ -159,6 +246,9 @@ class AsynchronousEngine:
 
     async def stop(self) -> None:
         """See `SamplingEngine.stop`."""
+        self._end()
+
+    def _end(self) -> None:
         engine, self._engine = self._engine, None
         self._dead = self._dead or WorkerError(f"{self._settings.name} was stopped")
         self._traces.cleanup()

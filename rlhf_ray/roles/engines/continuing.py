@@ -16,10 +16,11 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
+from rlhf_ray.records import WeightOffer
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest, SamplingEngine
 
 ABORTED = "abort"
@@ -56,6 +57,13 @@ class ContinuingEngine:
                 made[i] = joined(made[i], completion)
             left = [i for i, completion in zip(left, drawn, strict=True) if completion.finish_reason == ABORTED]
         return [completion for completion in made if completion is not None]
+
+    async def receive(self, offer: WeightOffer) -> None:
+        """See `AsynchronousEngine.receive`; responses in flight are aborted at the publication's first bucket."""
+        if self._in_service.is_set():
+            self._in_service.clear()
+            await self._engine.abort_samples()
+        await cast(Any, self._engine).receive(offer)
 
     async def apply(self, staged: Any, version: int) -> Any:
         """See `SamplingEngine.apply`; responses in flight are aborted first, and go on afterwards."""

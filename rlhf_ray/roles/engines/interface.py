@@ -31,6 +31,8 @@ class EngineSettings:
     """Model classes named in the model's config.json."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of every tensor of the model's checkpoint, by name."""
+    transport: str = "object_store"
+    """How new weights come; see `WeightsConfig`."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from rlhf_ray.weights.vllm_backend import BACKEND
+    from rlhf_ray.weights.vllm_backend import backend_name
 
     model, generation = settings.model, settings.generation
     on_cpu = generation.gpus == 0
@@ -84,7 +84,8 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         enforce_eager=on_cpu,
         enable_prefix_caching=not on_cpu,  # prompts on CPUs are shorter than a cache block (128 tokens)
         worker_extension_cls=WORKER_EXTENSION,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        weight_transfer_config=WeightTransferConfig(backend=backend_name(settings.transport, generation.gpus)),
+        enable_sleep_mode=generation.sleep_level > 0,
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **_memory(generation),

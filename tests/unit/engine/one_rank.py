@@ -125,6 +125,29 @@ def poisoned(folder: Path) -> str:
     return "fired" if (folder / "fired").exists() else told
 
 
+def put_aside(folder: Path) -> list[list[Any]]:
+    """Three steps, saved after the second, of an engine that puts its state aside between them, and of one that keeps
+    it."""
+    found = []
+    for stage in (0, 3):
+        made = []
+        for aside in (True, False):
+            it, results = engine(stage), []
+            for step in range(3):
+                if aside and step:
+                    it.reload_state()
+                results.append(vars(it.step([it.forward(X).sum()])))
+                if aside:
+                    it.offload_state()
+                if step == 1:
+                    save(it, folder / f"aside{stage}{aside}")
+            resumed = engine(stage)
+            resumed.load(folder / f"aside{stage}{aside}")
+            made.append([results, weights(it), vars(resumed.step([resumed.forward(X).sum()]))])
+        found.append(made)
+    return found
+
+
 def main(folder: Path) -> dict[str, Any]:
     distributed.join(distributed.free_address("127.0.0.1"), 0, 1, 60.0)
     whole, parts, unsharded = engine(), engine(), engine(zero_stage=0)
@@ -149,6 +172,7 @@ def main(folder: Path) -> dict[str, Any]:
         "spoiled": {kind: [failing_step(spoil, stage) for stage in range(4)] for kind, spoil in SPOILED.items()},
         "in_vain": in_vain(), "modes": modes(engine()),
         "at_another_stage": at_another_stage(folder),
+        "put_aside": put_aside(folder),
         "poisoned": poisoned(folder / "poisoned"),
     }
 

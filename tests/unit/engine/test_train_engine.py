@@ -56,6 +56,12 @@ def test_layers_are_told_when_they_are_trained_whatever_they_were_told_before(to
     assert told["modes"] == [True, False, False, True, True]
 
 
+def test_state_that_is_put_aside_between_updates_changes_nothing(told):
+    for aside, kept in told["put_aside"]:
+        assert aside == kept
+        assert aside[0][2] == aside[2], "what was saved while it was put aside is whole"
+
+
 def test_another_stage_goes_on_as_if_it_had_been_the_first(told):
     for first, second in told["at_another_stage"]:
         assert first == second

@@ -1,0 +1,144 @@
+"""One round of the check: weights that arrive whole, how fast each role is, who gives memory back, what is held."""
+
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_check.memory import held, planned
+from benchmarks.gpu_check.settings import Round, Scale
+from benchmarks.gpu_check.table import Row
+from benchmarks.gpu_check.team import SEED, Pair
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.planning.hardware import Hardware
+from rlhf_ray.planning.shapes import shape_of
+from rlhf_ray.records import Experience, Prompts, Rollout, SampleKey, offsets_of
+
+PROMPT = 8
+"""Tokens."""
+GIB = 2**30
+PLAN_WITHIN = 0.15
+
+
+def prompts(rows: int) -> Prompts:
+    """Random ones."""
+    tokens = np.random.default_rng(SEED).integers(5, 1000, rows * PROMPT).astype(np.int32)
+    return Prompts(offsets_of([PROMPT] * rows), tokens, [""] * rows, [{} for _ in range(rows)], np.arange(rows))
+
+
+async def draw(pair: Pair, scale: Scale, epoch: int) -> tuple[Rollout, float]:
+    """A response to each prompt, and seconds."""
+    keys, began = [SampleKey(epoch, row, 0) for row in range(scale.rows)], time.perf_counter()
+    (rollout,) = await pair.team.generators.values("generate", prompts(scale.rows), keys, SEED)
+    return rollout, time.perf_counter() - began
+
+
+async def gap(pair: Pair, rollout: Rollout) -> float:
+    """Mean difference of generator's and learner's log-probabilities of the responses."""
+    (ours,), (theirs,) = [await group.values(method, rollout) for group, method in
+                          ((pair.team.policy, "logprobs"), (pair.team.generators, "score"))]
+    return float(np.abs(ours.values - theirs.values)[rollout.response_mask].mean())
+
+
+async def publications(pair: Pair, scale: Scale, a_round: Round, version: int) -> list[Row]:
+    """Publish some times; the first opens connections and is not counted."""
+    rollout, _ = await draw(pair, scale, version)
+    before = await gap(pair, rollout)
+    made = [await pair.sync.publish(version + i) for i in range(scale.publications + 1)][1:]
+    after = await gap(pair, rollout)
+    seconds, pause = median(p.seconds for p in made), median(p.pause_seconds for p in made)
+    name = a_round.transport + (" over gloo" if a_round.transport == "nccl" and not scale.gpu else "")
+    return [
+        Row(f"parity after {name}, ZeRO-{a_round.zero_stage}", f"{after:.2g}",
+            f"mean difference of log-probabilities, {before:.2g} before; at most {scale.tolerance:g}",
+            after <= scale.tolerance < before),
+        Row(f"publication by {name}", f"{made[0].nbytes / seconds / 1e9:.2f} GB/s",
+            f"{made[0].nbytes / 1e6:,.0f} MB in {seconds:.3f} s, generation paused {pause:.3f} s")]
+
+
+async def speeds(pair: Pair, scale: Scale, model: ModelConfig, device: Hardware | None) -> list[Row]:
+    """Tokens a second of generator and learner, and the share of the GPU's peak that the learner reaches."""
+    await draw(pair, scale, 100)
+    rollout, seconds = await draw(pair, scale, 101)
+    made = int(rollout.response_mask.sum())
+    rows = [Row("generation", f"{made / seconds:,.0f} tokens/s", f"{made:,} tokens, {scale.rows} at a time")]
+    experience = await as_experience(pair, rollout)
+    await update(pair, experience, 1)
+    seconds = await update(pair, experience, 2)
+    shape = shape_of(model, "model")
+    flops = 3 * sum(shape.row_flops(float(length)) for length in np.diff(rollout.offsets))
+    share = f", {flops / seconds / device.flops:.0%} of the peak" if device else ""
+    return [*rows, Row("update", f"{len(rollout.tokens) / seconds:,.0f} tokens/s",
+                       f"{flops / seconds / 1e12:.3g} TFLOP/s{share}")]
+
+
+async def as_experience(pair: Pair, rollout: Rollout) -> Experience:
+    """The rollout with random advantages."""
+    (old,) = await pair.team.policy.values("logprobs", rollout)
+    values = np.random.default_rng(SEED).standard_normal(len(rollout.tokens))
+    advantages = np.where(rollout.response_mask, values, 0).astype(np.float32)
+    return Experience(
+        offsets=rollout.offsets, tokens=rollout.tokens, response_mask=rollout.response_mask,
+        behaviour_logprobs=rollout.logprobs, old_logprobs=old.values, reference_logprobs=old.values,
+        values=np.zeros_like(advantages), advantages=advantages, returns=advantages, keys=list(rollout.keys))
+
+
+async def update(pair: Pair, experience: Experience, step: int) -> float:
+    """Seconds of one optimizer step over all rows.
+
+    Raises:
+        RuntimeError: it was not applied.
+    """
+    began = time.perf_counter()
+    (stats,) = await pair.team.policy.values("update", step, 0.0, experience)
+    if not stats.applied:
+        raise RuntimeError("an optimizer step was left out: a loss or gradient was not finite")
+    return time.perf_counter() - began
+
+
+async def turns(pair: Pair, scale: Scale, version: int) -> list[Row]:
+    """Both give their memory back, an update, a publication: the way of a step where they share a GPU."""
+    team, rollout = pair.team, (await draw(pair, scale, 200))[0]
+    experience = await as_experience(pair, rollout)
+    await team.policy.values("offload_state")
+    freed = {}
+    if scale.gpu:
+        awake = held(team.generators, gpu=True)
+        await team.generators.values("sleep")
+        freed["generator"] = _freed(awake, held(team.generators, gpu=True))
+        whole = held(team.policy, gpu=True)
+        await team.policy.values("reload_state")
+        freed["learner"] = _freed(held(team.policy, gpu=True), whole)
+    else:
+        await team.policy.values("reload_state")
+    await update(pair, experience, 3)
+    await team.policy.values("offload_state")
+    if scale.gpu:
+        await team.generators.values("wake", ["weights"])
+    await pair.sync.publish(version, resend=True)  # all of it: sleeping generators dropped what they had
+    if scale.gpu:
+        await team.generators.values("wake", ["kv_cache"])
+    after = await gap(pair, (await draw(pair, scale, 201))[0])
+    note = ", ".join(f"{role} gave back {text}" for role, text in freed.items()) or "sleep is for GPUs"
+    return [Row("a step in turns", f"{after:.2g}", f"parity afterwards; {note}", after <= scale.tolerance)]
+
+
+def _freed(before: float | None, after: float | None) -> str:
+    return "an unknown amount" if before is None or after is None else f"{(before - after) / GIB:.1f} GiB"
+
+
+def memory(pair: Pair, scale: Scale, a_round: Round, model: ModelConfig, device: Hardware | None) -> list[Row]:
+    """Measured against planned."""
+    rows, plan = [], planned(scale, a_round, model, device)
+    for group in (pair.team.generators, pair.team.policy):
+        found = held(group, scale.gpu)
+        if found is None:
+            rows.append(Row(f"memory of {group.role}", "not told", "nvidia-smi names no process of ours"))
+            continue
+        off: Any = found / plan[group.role] - 1
+        # A tiny model's process is nearly all libraries, and the plan is made for others.
+        rows.append(Row(f"memory of {group.role}", f"{found / GIB:.2f} GiB",
+                        f"planned {plan[group.role] / GIB:.2f} GiB ({off:+.0%})",
+                        abs(off) <= PLAN_WITHIN if scale.gpu else None))
+    return rows

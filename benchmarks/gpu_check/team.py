@@ -1,0 +1,88 @@
+"""One generator and one learner, with other weights of the same shape, on what the check is run on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check.settings import Round, Scale
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.generation import WeightsConfig
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.data.reviews import make_reviews
+from rlhf_ray.data.tokenizer import train_tokenizer
+from rlhf_ray.engine.distributed import accelerator_environment
+from rlhf_ray.models.loading import new_causal_lm
+from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.roles.generator import Generator, generator_environment
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.stages.workplace import start_learners
+
+TIMEOUT_S = 240.0
+SEED, VOCABULARY, REVIEWS = 0, 1024, 2000
+ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one round is made with."""
+
+    team: Team
+    sync: WeightSync
+
+
+def make_models(directory: Path, scale: Scale) -> dict[str, ModelConfig]:
+    """Random models for learner and generator, of one shape, with a tokenizer."""
+    words = directory / "tokenizer"
+    words.mkdir()
+    train_tokenizer((review.text for review in make_reviews(REVIEWS, SEED)), VOCABULARY, words)
+    found = {}
+    for seed, role in enumerate(("policy", "generator")):
+        torch.manual_seed(seed)
+        new = NewModelConfig.model_validate(
+            {"architecture": scale.architecture, "tokenizer": str(words), "dtype": scale.dtype})
+        new_causal_lm(new).save_pretrained(directory / role)
+        for file in words.glob("*.json"):
+            copy(file, directory / role)
+        found[role] = ModelConfig.model_validate({"path": str(directory / role), "dtype": scale.dtype})
+    return found
+
+
+@asynccontextmanager
+async def pair(scale: Scale, a_round: Round, models: dict[str, ModelConfig]) -> AsyncIterator[Pair]:
+    """Both started, in a cluster of their own."""
+    generation, policy = scale.generation(a_round.apart), scale.policy(a_round.zero_stage, a_round.apart)
+    configs = {"default": scale.pool(a_round.apart)}
+    with ray_session(ClusterConfig(dashboard=False), configs, "gpu-check"):
+        pools = Pools(configs)
+        await pools.open(TIMEOUT_S)
+        generators = WorkerGroup("generator", Generator, generation, pools, lambda rank: {
+            "model": models["generator"], "generation": generation, "seed": SEED, "max_context": scale.context,
+            "name": f"generator/{rank}", "transport": a_round.transport},
+            {**accelerator_environment(generation.gpus), **generator_environment(generation)}, TIMEOUT_S)
+        learners = WorkerGroup("policy_learner", PolicyLearner, policy, pools, lambda rank: {
+            "config": policy, "model": models["policy"], "rank": rank, "world": 1, "seed": SEED, "total_steps": 100,
+            "algorithm": ALGORITHM, "temperature": 1.0}, accelerator_environment(policy.gpus), TIMEOUT_S)
+        try:
+            await generators.start(timeout_s=TIMEOUT_S)  # first: vLLM measures what is free on a GPU that they share
+            await start_learners(learners, TIMEOUT_S)
+            team = Team(generators=generators, reference=None, reward=generators, assembler=generators,
+                        policy=learners, critic=None, clock=StepClock())
+            weights: Any = WeightsConfig().model_copy(update={"transport": a_round.transport})
+            yield Pair(team, WeightSync(weights, team, TIMEOUT_S))
+            await asyncio.gather(generators.values("stop"), learners.values("leave"))
+        finally:
+            for group in (generators, learners):
+                group.kill()
+            pools.close()

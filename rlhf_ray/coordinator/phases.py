@@ -1,0 +1,56 @@
+"""Whose turn it is on GPUs that generators and learners share: each gives back what the other needs meanwhile.
+
+    generation ──learning()──► update ──publishing()──► publication ──generation()──► generation
+
+Before an update generators go to sleep, then learners fetch their optimizer state; afterwards learners put it aside
+before generators take memory again, the weights first, the cache when the publication is over.
+"""
+
+import asyncio
+
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.audience import Audience
+from rlhf_ray.coordinator.team import Team
+
+
+class Phases:
+    """Takes the turns that the configuration asks for; none by default. Nothing is in flight when they change."""
+
+    def __init__(self, config: PPOConfig, team: Team) -> None:
+        self._crew, self._level = team.crew(team.generators), config.generator.sleep_level
+        learners = [(config.policy, team.policy), *([(config.critic, team.critic)] if team.critic else [])]
+        self._offloading: list[WorkerGroup] = [group for own, group in learners if own.offload_between_phases]
+        self._asleep: set[int] = set()
+        """Ranks of the generators that were put to sleep; one that was lost meanwhile comes back awake."""
+
+    @property
+    def drops_weights(self) -> bool:
+        """Whether generators have no weights left to which a publication could add."""
+        return self._level > 1
+
+    async def learning(self) -> None:
+        """An update comes."""
+        if self._level:
+            asleep = Audience(self._crew, self._crew.rotation.up)
+            await asleep.each("sleep")
+            self._asleep = set(asleep.ranks)
+        await self._tell("reload_state")
+
+    async def publishing(self) -> None:
+        """Weights come for the generators."""
+        await self._tell("offload_state")
+        await self._wake("weights")
+
+    async def generation(self) -> None:
+        """The new weights are in service."""
+        await self._wake("kv_cache")
+        self._asleep.clear()
+
+    async def _wake(self, part: str) -> None:
+        up = [rank for rank in self._crew.rotation.up if rank in self._asleep]
+        await Audience(self._crew, up).each("wake", [part])
+
+    async def _tell(self, method: str) -> None:
+        calls = [call for group in self._offloading for call in group.call_all(method)]
+        await asyncio.gather(*(call.done() for call in calls))

@@ -1,0 +1,154 @@
+"""vLLM's nccl and ipc back-ends, as they are, with every tensor verified before the model takes it.
+
+vLLM's workers make them when they are named (`vllm_backend` registers the names). A tensor that is not the one that was
+sent fails the update while the model is half loaded: the engine is then of no more use, and is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
+
+from rlhf_ray.errors import WeightsError
+from rlhf_ray.records import TensorEntry, WeightOffer
+from rlhf_ray.weights.fingerprint import require_fingerprint
+from rlhf_ray.weights.gloo import join_gloo
+from rlhf_ray.weights.handles import arguments_of
+from rlhf_ray.weights.manifest import torch_dtype
+from rlhf_ray.weights.vllm_backend import ObjectStoreWeightTransferEngine
+
+
+@dataclass
+class OfferInfo(WeightTransferUpdateInfo):
+    """A `WeightOffer` as vLLM carries it to its workers."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    digests: list[str]
+    handles: list[dict[str, list[Any]]] = field(default_factory=list)
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """What was announced."""
+        for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
+            size = torch.Size(shape).numel() * torch_dtype(dtype).itemsize
+            yield TensorEntry(name, dtype, tuple(shape), size)
+
+
+def offer_info(offer: WeightOffer) -> dict[str, Any]:
+    """The message that vLLM's `update_weights` carries to the workers."""
+    entries = offer.entries
+    return {"names": [e.name for e in entries], "dtype_names": [e.dtype for e in entries],
+            "shapes": [list(e.shape) for e in entries], "digests": offer.digests, "handles": offer.handles}
+
+
+class VerifyingLoader:
+    """A model's `load_weights`, for tensors that are verified on their way in."""
+
+    def __init__(self, model: Any, info: OfferInfo) -> None:
+        self._model = model
+        self._coming = {entry.name: (entry, digest) for entry, digest in zip(info.entries(), info.digests, strict=True)}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """See the model's own."""
+        return self._model.load_weights(self._verified(weights))
+
+    def require_all(self) -> None:
+        """
+        Raises:
+            WeightsError: a tensor that was announced did not come.
+        """
+        if self._coming:
+            raise WeightsError(f"{len(self._coming)} announced tensors did not arrive, {next(iter(self._coming))!r} "
+                               "among them")
+
+    def _verified(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            if name not in self._coming:
+                raise WeightsError(f"tensor {name!r} arrived twice, or was not announced")
+            entry, digest = self._coming.pop(name)
+            require_fingerprint(entry, tensor, digest)
+            yield name, tensor
+
+
+class _Verified:
+    """Gives a back-end of vLLM's a verifying loader in its model's place while it receives."""
+
+    model: Any
+
+    def verified(self, info: OfferInfo, update: Any) -> None:
+        model, loader = self.model, VerifyingLoader(self.model, info)
+        self.model = loader
+        try:
+            super().receive_weights(update)  # type: ignore[misc]
+        finally:
+            self.model = model
+        loader.require_all()
+
+
+class VerifiedNCCLEngine(_Verified, NCCLWeightTransferEngine):
+    """Broadcast by NCCL."""
+
+    update_info_cls = OfferInfo
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Join the broadcast, having left the one before."""
+        self.shutdown()
+        super().init_transfer_engine(init_info)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """One bucket."""
+        self.verified(update_info, NCCLWeightTransferUpdateInfo(
+            update_info.names, update_info.dtype_names, update_info.shapes))
+
+
+class VerifiedIPCEngine(_Verified, IPCWeightTransferEngine):
+    """Memory of the learner's on the same GPU, by handle."""
+
+    update_info_cls = OfferInfo
+
+    def receive_weights(self, update_info: Any) -> None:
+        """One bucket."""
+        handles = [{gpu: arguments_of(handle) for gpu, handle in of_tensor.items()}
+                   for of_tensor in update_info.handles]
+        self.verified(update_info, IPCWeightTransferUpdateInfo(
+            update_info.names, update_info.dtype_names, update_info.shapes, ipc_handles=handles))
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """As vLLM's for NCCL."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    packed: bool = False
+
+
+class VerifiedGlooEngine(ObjectStoreWeightTransferEngine):
+    """The same between processes without GPUs: what is around the broadcast can be tried out there."""
+
+    init_info_cls = GlooInitInfo  # type: ignore[assignment]
+    update_info_cls = OfferInfo  # type: ignore[assignment]
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Join the broadcast."""
+        self._broadcast = join_gloo(init_info.master_address, init_info.master_port,
+                                    init_info.rank_offset + self.parallel_config.rank, init_info.world_size)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """One bucket, tensor by tensor."""
+        loader = VerifyingLoader(self.model, update_info)
+        for entry in update_info.entries():
+            tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            self._broadcast(tensor)
+            loader.load_weights([(entry.name, tensor)])
+        loader.require_all()

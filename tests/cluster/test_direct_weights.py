@@ -1,0 +1,123 @@
+"""Weights handed over to vLLM's own processes, by each transport: the whole way with real learners and real engines.
+
+NCCL needs GPUs, so gloo carries the bytes here; all around it is what a GPU runs too: learner and generators meet, each
+bucket is offered, sent, verified in vLLM's processes and loaded into the paused model.
+"""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
+from rlhf_ray.config.learner import PolicyConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.run import ClusterConfig, PoolConfig
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.engine.distributed import accelerator_environment
+from rlhf_ray.errors import WorkerLost
+from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.records import WeightOffer
+from rlhf_ray.roles.generator import Generator, generator_environment
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.stages.workplace import start_learners
+from rlhf_ray.weights.manifest import checksum
+from tests.cluster.test_generator import KEYS, LONG, PROMPTS, SHORT, VOCAB
+from tests.models import make_tiny_llama
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+CONTEXT, TIMEOUT_S, DAMAGED = 96, 240.0, 3
+GENERATION = GenerationConfig(engine="async", workers=2, max_sequences=8, kv_cache_mb=16, sampling=SHORT)
+
+
+class Damaging(PolicyLearner):
+    """Says of version DAMAGED's first tensor what it is not."""
+
+    def offer_bucket(self, version: int, index: int, whole: bool = True) -> WeightOffer | None:
+        offer = super().offer_bucket(version, index, whole)
+        if offer is None or version != DAMAGED or index:
+            return offer
+        digests = ["0" * 32, *offer.digests[1:]]
+        return WeightOffer(version, index, offer.count, offer.entries, digests,
+                           checksum(offer.entries, digests, version, index, offer.count), offer.handles)
+
+
+@asynccontextmanager
+async def team_of(learner, generator, policy, transport):
+    configs = {"default": PoolConfig(cpus=2)}
+    with ray_session(ClusterConfig(dashboard=False, object_store_mb=128), configs, "direct"):
+        pools = Pools(configs)
+        await pools.open(TIMEOUT_S)
+        generators = WorkerGroup("generator", Generator, GENERATION, pools, lambda rank: {
+            "model": generator, "generation": GENERATION, "seed": 0, "max_context": CONTEXT,
+            "name": f"generator/{rank}", "transport": transport},
+            {**accelerator_environment(0), **generator_environment(GENERATION)}, TIMEOUT_S)
+        learners = WorkerGroup("policy_learner", Damaging, policy, pools, lambda rank: {
+            "config": policy, "model": learner, "rank": rank, "world": policy.workers, "seed": 0, "total_steps": 1,
+            "algorithm": AlgorithmConfig(), "temperature": 1.0}, accelerator_environment(0), TIMEOUT_S)
+        try:
+            await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
+            yield Team(generators=generators, reference=None, reward=generators, assembler=generators, policy=learners,
+                       critic=None, clock=StepClock())
+            await learners.values("leave")
+        finally:
+            for group in (generators, learners):
+                group.kill()
+            pools.close()
+
+
+async def gaps(team, rollout):
+    """Largest difference of log-probabilities between the learner and each generator."""
+    shares = await team.policy.values("logprobs", rollout)
+    ours = np.concatenate([share.values for share in shares])
+    return [float(np.abs(ours - theirs.values)[rollout.response_mask].max())
+            for theirs in await team.generators.values("score", rollout)]
+
+
+async def drawn(team, sampling):
+    return await team.generators.values("generate", PROMPTS, KEYS, 3, sampling)
+
+
+async def the_whole_way(team, transport):
+    sync = WeightSync(WeightsConfig().model_copy(update={"transport": transport}), team)
+    rollout = (await drawn(team, SHORT))[0]
+    assert min(await gaps(team, rollout)) > 0.01, "the generators start with other weights"
+    first = await sync.publish(1)
+    assert first.nbytes > 100_000 and first.pause_seconds > 0
+    assert max(await gaps(team, rollout)) < 1e-4
+    assert await team.generators.values("version") == [1, 1]
+    drawing = asyncio.create_task(drawn(team, LONG))
+    while not all(await team.generators.values("tokens_made")):
+        await asyncio.sleep(0.01)
+    await sync.publish(2)
+    for rollout in await drawing:
+        assert set(rollout.versions[rollout.response_mask].tolist()) <= {1, 2}
+    assert await team.generators.values("version") == [2, 2]
+    if transport == "object_store":  # whose damage the generator finds itself (tests/unit/weights)
+        return
+    with pytest.raises(WorkerLost, match="arrived with digest") as lost:
+        await sync.publish(DAMAGED)
+    assert lost.value.kind == "broke"
+
+
+@pytest.mark.parametrize(("transport", "zero_stage"), [("object_store", 1), ("nccl", 3), ("nccl", 1)])
+def test_weights_reach_every_generator_verified(tmp_path, transport, zero_stage):
+    shape = {"vocab": VOCAB, "hidden": 64, "heads": 2, "tied": zero_stage == 3}
+    learner, generator = (ModelConfig(path=str(make_tiny_llama(tmp_path / str(seed), seed=seed, **shape)))
+                          for seed in (0, 1))
+    policy = PolicyConfig(workers=2, zero_stage=zero_stage, micro_batch_tokens=256)
+
+    async def run():
+        async with team_of(learner, generator, policy, transport) as team:
+            await the_whole_way(team, transport)
+
+    torch.manual_seed(0)
+    asyncio.run(run())

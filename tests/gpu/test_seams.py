@@ -1,0 +1,59 @@
+"""The seams that unit tests show on the CPU, on a GPU."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rlhf_ray.records import TensorEntry
+from rlhf_ray.weights.fingerprint import fingerprint
+from rlhf_ray.weights.handles import arguments_of, plain
+
+pytestmark = pytest.mark.gpu
+
+
+def entry_of(tensor):
+    return TensorEntry("w", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tensor_has_the_same_fingerprint_on_every_device(gpu, dtype):
+    tensor = torch.randn(1031, 257).to(dtype)
+    assert fingerprint(entry_of(tensor), tensor) == fingerprint(entry_of(tensor), tensor.to(gpu))
+
+
+def read(handle, answers):
+    """In another process: the sum of what a handle leads to."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    answers.put(float(rebuild_cuda_tensor(*arguments_of(handle)).sum()))
+
+
+def test_another_process_reads_memory_by_a_plain_handle(gpu):
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    tensor = torch.arange(1000.0, device=gpu)
+    _, arguments = reduce_tensor(tensor)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    reader = context.Process(target=read, args=(plain(arguments), answers))
+    reader.start()
+    assert answers.get(timeout=120) == float(tensor.sum())
+    reader.join(30)
+
+
+def test_packed_attention_is_the_rows_own_in_bfloat16(gpu):
+    from rlhf_ray.models.attention import packed_attention
+    from rlhf_ray.models.packing import Packing
+
+    lengths = [5, 130, 64]
+    q, k, v = (torch.randn(1, 4, sum(lengths), 64, device=gpu, dtype=torch.bfloat16) for _ in range(3))
+    packed, _ = packed_attention(torch.nn.Identity(), q, k, v, None, packing=Packing.of(np.asarray(lengths), gpu))
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        alone = F.scaled_dot_product_attention(q[:, :, rows], k[:, :, rows], v[:, :, rows], is_causal=True)
+        assert torch.allclose(packed[:, rows].transpose(1, 2).float(), alone.float(), atol=2e-2)
+        start += length

@@ -1,0 +1,151 @@
+"""Of transports between GPUs, what a CPU can show: handles without pickle, loaders that verify, vLLM's trainers."""
+
+import json
+
+import pytest
+import torch
+
+from rlhf_ray.errors import WeightsError
+from rlhf_ray.records import WeightRoute
+from rlhf_ray.weights.handles import ARGUMENTS, arguments_of, plain
+from rlhf_ray.weights.manifest import plan_buckets
+from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.receiver import Receiver
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
+SPECS = [(name, tuple(tensor.shape), "bfloat16") for name, tensor in TENSORS.items()]
+
+
+@pytest.fixture
+def offer():
+    """An offer of both tensors in bfloat16, and what the sender would send."""
+    publisher = Publisher(SPECS, TENSORS, 1000, lambda names: None)
+    return publisher.offer(3, 0, True, lambda names: {name: TENSORS[name] for name in names})
+
+
+class TestHandles:
+    ARGUMENTS = (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.UntypedStorage, torch.bfloat16, 0, b"\x00\xff" * 32,
+                 1024, 512, False, b"ref", 8, b"event", True)
+
+    def test_they_travel_as_text_and_come_back(self):
+        assert arguments_of(json.loads(json.dumps(plain(self.ARGUMENTS)))) == self.ARGUMENTS
+
+    def test_torch_describes_memory_as_we_know_it(self):
+        """The arguments of torch's function are the seam: another number of them must be seen here, not on a GPU."""
+        import inspect
+
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+        assert len(names) == ARGUMENTS
+        assert [names[place] for place in (0, 4, 5, 6, 7)] == [
+            "tensor_cls", "storage_cls", "dtype", "storage_device", "storage_handle"]
+
+    def test_others_are_refused(self):
+        with pytest.raises(WeightsError, match=r"in 14 parts .* object_store"):
+            plain(self.ARGUMENTS[:-1])
+        with pytest.raises(WeightsError, match="3 parts"):
+            arguments_of([1, 2, 3])
+
+
+class TestOffers:
+    def test_tensors_are_offered_as_they_are_announced(self, offer):
+        said, tensors = offer
+        assert [(e.name, e.dtype) for e in said.entries] == [("a", "bfloat16"), ("b", "bfloat16")]
+        assert all(t.dtype == torch.bfloat16 for t in tensors.values())
+
+    def test_a_receiver_takes_the_description_and_is_whole_with_it(self, offer):
+        receiver = Receiver("g", 0, {name: tuple(t.shape) for name, t in TENSORS.items()}, list)
+        receiver.begin(3, 1)
+        receiver.expect(offer[0])
+        receiver.finish(3)
+        assert receiver.confirm() == 3
+
+    def test_a_changed_description_fails_the_publication(self, offer):
+        from dataclasses import replace
+
+        for change in ({"digests": ["0", "1"]}, {"version": 4}, {"index": 1}, {"entries": offer[0].entries[:1]}):
+            receiver = Receiver("g", 0, {name: tuple(t.shape) for name, t in TENSORS.items()}, list)
+            receiver.begin(3, 1)
+            with pytest.raises(WeightsError):
+                receiver.expect(replace(offer[0], **change))
+            assert not receiver.ready
+
+    def test_what_was_sent_once_may_be_left_out_by_its_digest(self):
+        publisher = Publisher(SPECS, ["a"], 1000, lambda names: None)
+        publisher.offer(1, 0, True, lambda names: {name: TENSORS[name] for name in names})
+        assert publisher.lasting().keys() == {"b"}
+        assert [e.name for e in publisher.offer(2, 0, False, lambda names: TENSORS)[0].entries] == ["a"]
+
+
+class TestLoader:
+    @pytest.fixture
+    def loader(self, offer):
+        from rlhf_ray.weights.direct_backend import OfferInfo, VerifyingLoader, offer_info
+
+        class Model:
+            loaded: dict = {}
+
+            def load_weights(self, weights):
+                self.loaded |= dict(weights)
+
+        return Model(), lambda model: VerifyingLoader(model, OfferInfo(**json.loads(json.dumps(offer_info(offer[0])))))
+
+    def test_what_arrives_is_verified_before_the_model_has_it(self, loader, offer):
+        model, load = loader
+        tensors = dict(offer[1])
+        it = load(model)
+        it.load_weights(list(tensors.items())[:1])
+        with pytest.raises(WeightsError, match="'b' among them"):
+            it.require_all()
+        it.load_weights(list(tensors.items())[1:])
+        it.require_all()
+        assert torch.equal(model.loaded["a"], tensors["a"])
+        with pytest.raises(WeightsError, match="arrived twice"):
+            it.load_weights([("a", tensors["a"])])
+        model.loaded.clear()
+        with pytest.raises(WeightsError, match="arrived with digest"):
+            load(model).load_weights([("a", tensors["a"] + 1)])
+        assert not model.loaded
+
+
+class TestTrainers:
+    def test_a_bucket_is_what_vllm_takes_for_a_source_of_weights(self):
+        from rlhf_ray.weights.sender import Bucket
+
+        bucket = Bucket()
+        bucket.tensors = TENSORS
+        assert [(m.name, m.dtype, m.shape) for m in bucket.metadata()] == [
+            ("a", torch.float32, (2, 3)), ("b", torch.float32, (4,))]
+        assert [names for names, _ in bucket.iter_groups()] == bucket.groups()
+
+    def test_the_client_that_vllm_s_trainers_get_has_all_that_they_call(self):
+        from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+
+        from rlhf_ray.weights.sender import Told
+
+        assert isinstance(Told(), VLLMWeightSyncClient)
+
+    def test_other_ranks_send_nothing_but_handles(self):
+        from rlhf_ray.weights.sender import open_sender
+
+        assert open_sender(WeightRoute("nccl", "127.0.0.1", 1, 2), rank=1, device=torch.device("cpu")) is None
+
+    def test_back_ends_are_known_to_vllm_by_their_names(self):
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        from rlhf_ray.weights.vllm_backend import backend_name
+
+        names = [backend_name("object_store", 1), backend_name("nccl", 1), backend_name("ipc", 0.5),
+                 backend_name("nccl", 0)]
+        assert names == ["object_store", "verified_nccl", "verified_ipc", "verified_gloo"]
+        classes = [WeightTransferEngineFactory._registry[name]() for name in names]
+        assert len({cls.__name__ for cls in classes}) == 4
+        for cls in classes[1:3]:
+            assert cls.update_info_cls.__name__ == "OfferInfo"
+            assert cls.__mro__[2].__module__.startswith("vllm.")
+
+
+def test_plans_are_the_same_for_every_transport():
+    publisher = Publisher(SPECS, TENSORS, 12, lambda names: TENSORS)
+    assert publisher.plan.whole.buckets == len(plan_buckets(SPECS, 12)) == 2
