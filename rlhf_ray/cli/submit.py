@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 Address = Annotated[str | None, typer.Option(
     "--address", envvar="RAY_API_SERVER_ADDRESS", show_default="http://127.0.0.1:8265", help="Address of the cluster's "
     "job server, which is its dashboard's: http://HOST:8265.")]
-Stage = Annotated[str, typer.Option("--stage", help="ppo, sft, reward-model, process-reward or preferences.")]
+Stage = Annotated[str | None, typer.Option(
+    "--stage", help="Whose configuration it is, where its sections do not tell: ppo, sft, reward-model, ...")]
 Requirements = Annotated[Path | None, typer.Option(
     "--requirements", help="Packages that the cluster's nodes lack, one a line as for pip; Ray installs them for this "
     "job.")]
 Variables = Annotated[list[str] | None, typer.Option(
     "--env", help="Name of an environment variable whose value here the job gets too; whoever has the cluster's token "
     "can read it. Repeat for more.")]
+PlanFirst = Annotated[bool, typer.Option(
+    "--plan/--no-plan", help="Refuse what the cluster's present nodes cannot hold.")]
 Follow = Annotated[bool, typer.Option("--follow/--no-follow", help="Show its progress until it ends.")]
 
 
 def submit(
-    arguments: Arguments = None, address: Address = None, stage: Stage = "ppo", resume: Resume = False,
-    requirements: Requirements = None, env: Variables = None, follow: Follow = True,
+    arguments: Arguments = None, address: Address = None, stage: Stage = None, resume: Resume = False,
+    requirements: Requirements = None, env: Variables = None, plan: PlanFirst = True, follow: Follow = True,
 ) -> None:
     """Run a stage as a job of a Ray cluster, and follow it. Ctrl-C leaves it running; the exit code is the job's.
 
@@ -39,21 +42,23 @@ def submit(
     if not arguments:
         raise ConfigError("give a configuration file: rlhf-ray submit CONFIG --address http://HOST:8265")
     path, overrides = split_arguments(arguments)
-    config = _configuration(stage, path, overrides)
+    config, stage = _configuration(stage, path, overrides)
     from rlhf_ray.cli.following import follow_job
     from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, look_into
     from rlhf_ray.cluster.jobs.server import connect
-    from rlhf_ray.stages.submission import about_run, check_before_submission, new_job_id, variables_of
+    from rlhf_ray.stages.submission import about_run, check_before_submission, check_plan, new_job_id, variables_of
 
     package = look_into(Path())
     check_paths(config, package)
     said = check_before_submission(stage, config)
     server = connect(address, config.cluster.allow_open)
+    if plan:
+        said += check_plan(config, server.nodes(), server.url)
     typer.echo(f"packing {len(package.files)} files of {package.directory}, {package.nbytes / MIB:.3g} MiB"
                + ("" if package.nbytes < 50 * MIB else f"; the largest: {package.largest()}"))
     for line in said:
         typer.echo(line)
-    about = about_run(stage, config, package.directory, [*arguments, *_kept(stage, requirements, env)])
+    about = about_run(stage, config, package.directory, [*arguments, *_kept(stage, requirements, env, plan)])
     job_id = server.submit(
         _entrypoint(stage, path, package, overrides, resume), new_job_id(config),
         environment_of(package, variables_of(config, _values(env or [])), _lines(requirements)), about)
@@ -63,21 +68,20 @@ def submit(
     typer.echo(f"follow it with: rlhf-ray logs {job_id} --follow")
 
 
-def _configuration(stage: str, path: Path | None, overrides: list[str]) -> "StageConfig":
-    """The stage's configuration, if a job of a cluster may have such a one."""
-    from rlhf_ray.config.load import STAGES, load
+def _configuration(stage: str | None, path: Path | None, overrides: list[str]) -> tuple["StageConfig", str]:
+    """The configuration, if a job of a cluster may have such a one, and its stage."""
+    from rlhf_ray.cli.plan import load_any
+    from rlhf_ray.config.load import STAGES
 
-    if stage not in STAGES:
-        raise ConfigError(f"--stage={stage}: there are the stages {', '.join(STAGES)}")
     if taken := [text for text in overrides if text.startswith("--cluster.address")]:
         raise ConfigError(f"{taken[0]}: a job runs on the cluster that it is submitted to; leave this out and name the "
                           "cluster's job server with --address")
-    config = load(STAGES[stage], path, overrides)
+    config = load_any(path, [*overrides, "--cluster.address=auto"], stage)
     if not Path(config.run.dir).is_absolute():
         raise ConfigError(
             f"run.dir={config.run.dir!r} is relative, so the job would write into its working directory on the "
             "cluster, which is removed with it: give an absolute path that all nodes see, --run.dir=/shared/runs/NAME")
-    return config
+    return config, next(name for name, kind in STAGES.items() if type(config) is kind)
 
 
 def _entrypoint(stage: str, path: Path | None, package: "Package", overrides: list[str], resume: bool) -> str:
@@ -91,12 +95,12 @@ def _entrypoint(stage: str, path: Path | None, package: "Package", overrides: li
     return shlex.join([*words, *overrides, "--cluster.address=auto", *(["--resume"] if resume else [])])
 
 
-def _kept(stage: str, requirements: Path | None, env: list[str] | None) -> list[str]:
+def _kept(stage: str, requirements: Path | None, env: list[str] | None, plan: bool) -> list[str]:
     """The options that the same run needs again when it is resumed."""
     options = [] if stage == "ppo" else [f"--stage={stage}"]
     if requirements:
         options.append(f"--requirements={requirements}")
-    return options + [f"--env={name}" for name in env or []]
+    return [*options, *(f"--env={name}" for name in env or []), *([] if plan else ["--no-plan"])]
 
 
 def _values(names: list[str]) -> dict[str, str]:

@@ -15,6 +15,9 @@ import yaml
 
 from rlhf_ray.config.load import plain
 from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.errors import ConfigError, ModelError, first_line
+from rlhf_ray.planning.nodes import Node
+from rlhf_ray.stages.fit_preflight import require_fit
 
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Ray's variable for how long a job that is to stop gets before it is killed; Ray's own 3 s save no checkpoint."""
@@ -36,6 +39,24 @@ def check_before_submission(stage: str, config: StageConfig) -> list[str]:
         return [f"not to be seen from here, so the job checks it when it starts: {', '.join(unseen)}"]
     module.preflight(config)
     return []
+
+
+def check_plan(config: StageConfig, nodes: Sequence[Node], where: str) -> list[str]:
+    """Refuse a run that the cluster's present nodes cannot hold.
+
+    Returns:
+        what a person should know.
+
+    Raises:
+        ConfigError: what does not fit, and the fields to change.
+    """
+    try:
+        require_fit(config, nodes)
+    except ModelError as error:
+        return [f"whether it fits the cluster is not planned: {first_line(error)}"]
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n  (the nodes of {where}; --no-plan where an autoscaler adds others)") from None
+    return [f"it fits the {len(nodes)} node(s) of {where}"]
 
 
 def _paths(value: object) -> list[str]:

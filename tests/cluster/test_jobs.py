@@ -41,6 +41,7 @@ def test_a_followed_job_ends_with_its_own_exit_code_and_output(refused):
 def test_what_cannot_be_seen_from_here_is_named_and_runs_are_not_packed(refused):
     assert "not to be seen from here, so the job checks it when it starts: /nowhere/at/all" in refused["output"]
     assert "packing 1 files" in refused["output"]
+    assert "whether it fits the cluster is not planned" in refused["output"]
 
 
 def test_the_job_is_listed_with_its_run_stage_and_commit(refused):
@@ -72,6 +73,15 @@ def test_a_job_that_is_not_there_is_refused_with_those_that_are(refused):
 def test_without_the_token_nothing_is_told(refused, token, said):
     code, output = refused["head"].run("jobs", "--address", refused["head"].url, RAY_AUTH_TOKEN=token)
     assert code == 1 and said in output and "ray get-auth-token" in output
+
+
+@pytest.mark.slow
+def test_what_the_cluster_s_nodes_cannot_hold_is_refused_before_it_is_submitted(refused, files):
+    code, output = refused["head"].run(
+        "submit", "config/ppo.yaml", "--address", refused["head"].url, f"--model.path={files.policy}",
+        "--pools.default.cpus=100", "--run.dir=/tmp/never", cwd=refused["project"], timeout_s=120)
+    assert code == 2 and "does not fit" in output and f"the nodes of {refused['head'].url}" in output, output
+    assert "never" not in refused["head"].run("jobs", "--address", refused["head"].url)[1]
 
 
 def test_the_job_server_keeps_what_the_job_was_submitted_with(refused):

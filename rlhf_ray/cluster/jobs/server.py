@@ -17,8 +17,10 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from rlhf_ray.cluster.jobs.job import Job
 from rlhf_ray.cluster.jobs.token import HOW, find_token
+from rlhf_ray.cluster.nodes import as_node
 from rlhf_ray.config.hosts import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
+from rlhf_ray.planning.nodes import Node
 
 USUAL = "http://127.0.0.1:8265"
 """Where Ray puts it, on its head node."""
@@ -47,6 +49,18 @@ class JobServer:
         with said_plainly(self.url):
             return str(self._client.submit_job(entrypoint=entrypoint, runtime_env=dict(environment),
                                                entrypoint_label_selector={"ray.io/node-id": node}))
+
+    def nodes(self) -> list[Node]:
+        """What is alive of the cluster, as planning knows it; the head first."""
+        with said_plainly(self.url):
+            answer = self._client._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
+            if answer.status_code != 200:
+                raise RuntimeError(f"it does not say which nodes it has (status {answer.status_code})")
+            found = [node for node in answer.json()["data"]["result"]["result"] if node["state"] == "ALIVE"]
+        return [as_node({"Resources": node["resources_total"], "Labels": node.get("labels"),
+                         "NodeManagerHostname": node["node_name"], "NodeManagerAddress": node["node_ip"],
+                         "NodeManagerPort": node["node_id"][:8]})
+                for node in sorted(found, key=lambda node: not node["is_head_node"])]
 
     def jobs(self) -> list[Job]:
         """All that were submitted, newest first."""

@@ -38,7 +38,7 @@ def problems(cls, path, overrides=()):
         ("--run=5", "run='5': is a section; give it keys (dir, steps, seed, upload, auto_resume)"),
         ("--pools=5", "pools='5': is a section; give it keys (names of your choice)"),
         ("--run.stepz=5", "run.stepz: unknown key; did you mean steps?"),
-        ("--run.xyz=5", "run.xyz: unknown key; there are: dir, steps, seed, auto_resume"),
+        ("--run.xyz=5", "run.xyz: unknown key; there are: dir, steps, seed, upload, auto_resume"),
         ("--prompt.path=x", "prompt: unknown key; did you mean prompts?"),
         ("--steps=5", "steps: unknown key; did you mean run.steps?"),
         ("--pools.a.bundels=5", "pools.a.bundels: unknown key; did you mean bundles?"),
