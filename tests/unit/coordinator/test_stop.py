@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator.stop import CHILD, StopRequest
 from rlhf_ray.errors import RunInterrupted
 
 
@@ -132,3 +132,22 @@ def test_a_signal_that_follows_another_s_request_leaves_time_to_save():
 
     assert asyncio.run(run()) == "SIGTERM"
     assert len(said) == 1 and said[0].startswith("SIGTERM: saving")
+
+
+def test_one_request_that_comes_twice_within_a_moment_is_one_to_the_child_of_a_parent(monkeypatch):
+    """Ray tells all processes of a job, and the parent of `run.auto_resume` passes on what it was told."""
+    monkeypatch.setenv(CHILD, "1")
+    said = []
+
+    async def run():
+        stop = StopRequest(said.append)
+        stop.can_save = True
+        with stop.listening():
+            await kill_and_look(signal.SIGTERM)
+            await kill_and_look(signal.SIGTERM)
+            assert len(said) == 1
+            await asyncio.sleep(1.0)
+            await kill_and_look(signal.SIGTERM)
+
+    with pytest.raises(RunInterrupted, match="stopped at once by SIGTERM"):
+        asyncio.run(run())

@@ -1,0 +1,83 @@
+"""A job's output over connections that break; how a job stands; the end of one by force."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from rlhf_ray.cluster.jobs import following
+from rlhf_ray.cluster.jobs.ending import kill
+from rlhf_ray.cluster.jobs.following import follow
+from rlhf_ray.cluster.jobs.job import Job
+from rlhf_ray.errors import ClusterError
+
+
+class Breaking:
+    """A job server whose connections end after some pieces; the last one ends well."""
+
+    url = "http://there"
+
+    def __init__(self, text, ends):
+        self.text, self.ends = text, list(ends)
+
+    async def tail(self, job_id):
+        end = self.ends.pop(0)
+        for begin in range(0, len(self.text) if end is None else end, 3):
+            yield self.text[begin : begin + 3]
+        if end is not None:
+            raise RuntimeError("WebSocket connection closed unexpectedly")
+
+    def job(self, name):
+        return Job(name, "SUCCEEDED")
+
+
+def test_nothing_is_shown_twice_and_nothing_is_missed(monkeypatch):
+    monkeypatch.setattr(following, "PAUSE_S", 0.0)
+    shown = []
+    job = asyncio.run(follow(Breaking("abcdefghijklmnop", [4, 1, 9, None]), "it", shown.append))
+    assert "".join(shown) == "abcdefghijklmnop" and job.over
+
+
+def test_what_was_seen_before_is_skipped(monkeypatch):
+    shown = []
+    asyncio.run(follow(Breaking("abcdefgh", [None]), "it", shown.append, skip=5))
+    assert "".join(shown) == "fgh"
+
+
+def test_a_server_that_stays_away_ends_the_following_and_not_the_job(monkeypatch):
+    monkeypatch.setattr(following, "PAUSE_S", 0.0)
+    monkeypatch.setattr(following, "PATIENCE_S", 0.05)
+    with pytest.raises(ClusterError, match=r"has been away.*may well go on"):
+        asyncio.run(follow(Breaking("abc", [0] * 100_000), "it", lambda _: None))
+
+
+@pytest.mark.parametrize(("state", "code", "exit_code", "said"), [
+    ("SUCCEEDED", 0, 0, "finished"), ("FAILED", 2, 2, "failed (exit code 2)"), ("FAILED", None, 1, "failed"),
+    ("FAILED", 75, 75, "--resume goes on"), ("FAILED", 69, 69, "lost a worker"), ("STOPPED", None, 75, "--resume"),
+    ("FAILED", 3, 3, "stopped itself early")])
+def test_how_a_job_ended(state, code, exit_code, said):
+    job = Job("it", state, code=code)
+    assert job.over and job.exit_code == exit_code and said in job.standing()
+
+
+def test_all_processes_of_a_job_are_killed_and_no_others():
+    def sleeper(job):
+        config = json.dumps({"metadata": {"job_submission_id": job}})
+        return subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+                                stdout=subprocess.PIPE, env={**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": config})
+
+    ours, others = [sleeper("mine-1"), sleeper("mine-1")], sleeper("mine-12")
+    try:
+        for process in (*ours, others):
+            process.stdout.readline()
+        assert kill("mine-1") == 2
+        assert [psutil.pid_exists(process.pid) for process in (*ours, others)] == [False, False, True]
+    finally:
+        for process in (*ours, others):
+            process.kill()
+            process.wait()
+            process.stdout.close()

@@ -1,0 +1,78 @@
+"""What goes with a submitted run."""
+
+import json
+import subprocess
+
+import pytest
+
+from rlhf_ray.config.stages import SFTConfig
+from rlhf_ray.stages.submission import (
+    about_run,
+    check_before_submission,
+    check_plan,
+    digest,
+    git_commit,
+    new_job_id,
+    variables_of,
+)
+
+
+def config_of(tmp_path, **changes):
+    settings = {"run": {"dir": "/shared/runs/a b"}, "data": {"path": str(tmp_path / "d.jsonl")},
+                "model": {"path": "/nowhere"}}
+    return SFTConfig(**{**settings, **changes})
+
+
+def test_equal_configurations_have_equal_digests_and_others_have_others(tmp_path):
+    assert digest(config_of(tmp_path)) == digest(config_of(tmp_path))
+    assert digest(config_of(tmp_path)) != digest(config_of(tmp_path, run={"dir": "/shared/runs/a b", "seed": 1}))
+
+
+def test_a_job_is_named_after_its_run_and_its_own(tmp_path):
+    first, second = new_job_id(config_of(tmp_path)), new_job_id(config_of(tmp_path))
+    assert first.startswith("a-b-") and first != second
+
+
+def test_what_is_kept_with_a_job(tmp_path):
+    about = about_run("sft", config_of(tmp_path), tmp_path, ["sft.yaml", "--run.steps=3"])
+    assert about["run"] == "a b" and about["stage"] == "sft" and about["commit"] == ""
+    assert json.loads(about["arguments"]) == ["sft.yaml", "--run.steps=3"] and about["stop_wait_s"] == "1800"
+
+
+def test_the_commit_says_whether_files_differ_from_it(tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t", *words], check=True,
+                       capture_output=True)
+
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "begin")
+    clean = git_commit(tmp_path)
+    (tmp_path / "a").write_text("2")
+    assert len(clean) == 40 and git_commit(tmp_path) == clean + "+"
+
+
+def test_the_part_of_the_environment_that_is_configuration_goes_along(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLHF_RAY_RUN__STEPS", "7")
+    monkeypatch.setenv("RLHF_RAY_STARTED_BY_AUTO_RESUME", "1")
+    monkeypatch.setenv("SECRET", "s")
+    assert variables_of(config_of(tmp_path), {"ASKED": "x"}) == {
+        "RLHF_RAY_RUN__STEPS": "7", "ASKED": "x", "RAY_JOB_STOP_WAIT_TIME_S": "1800"}
+
+
+def test_what_cannot_be_seen_from_here_is_named_and_left_to_the_job(tmp_path):
+    (said,) = check_before_submission("sft", config_of(tmp_path))
+    assert "/nowhere" in said and "d.jsonl" in said and "/shared/runs" not in said
+
+
+def test_what_is_seen_is_checked_as_before_a_run(tmp_path):
+    (tmp_path / "d.jsonl").write_text("no JSON\n")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(Exception, match=r"d.jsonl|model"):
+        check_before_submission("sft", config_of(tmp_path, model={"path": str(tmp_path / "model")}))
+
+
+def test_models_of_no_known_shape_are_not_planned(tmp_path):
+    (said,) = check_plan(config_of(tmp_path), [], "there")
+    assert said.startswith("whether it fits the cluster is not planned")
