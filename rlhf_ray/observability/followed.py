@@ -12,7 +12,8 @@ from rich.text import Text
 
 from rlhf_ray.observability.progress import is_terminal, live_progress
 
-STEP = re.compile(r"(?P<name>[\w /-]+): step (?P<step>\d+)/(?P<total>\d+)(?P<numbers>.*?)(?P<left>(?:  \S+( \S+)* left)?)")
+STEP = re.compile(
+    r"(?P<name>[\w /-]+): step (?P<step>\d+)/(?P<total>\d+)(?P<numbers>.*?)(?P<left>(?:  \S+( \S+)* left)?)")
 """A line of `StageProgress` where its output is no terminal: its parts have two spaces between them."""
 
 
