@@ -91,13 +91,14 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
 
 def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> list[dict[str, float]]:
     """What an update holds when a backward pass begins, and when the last one is over. Gradients of micro-batches
-    before are there in the first case; of a single one there are none yet."""
+    before are there in the first case. A single micro-batch has none then, and while its own come its activations go;
+    but their blocks are of other sizes, so gradients find room in half of them (seen on CPUs)."""
     share, shape = -(-model.rows // config.workers), model.shape
     a_pass = Pass(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
                   half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing)
     logits = logits_bytes(shape, a_pass, round(model.answers * a_pass.tokens), training=True)
     layer = a_pass.tokens * passing_bytes(shape, a_pass)
-    before = state[GRADIENTS] if share * model.longest > a_pass.tokens else 0.0
+    before = state[GRADIENTS] * (1.0 if share * model.longest > a_pass.tokens else 0.5)
     first = max(logits + (0.0 if config.lora else head_bytes(shape, a_pass)), layer)
     activations = max(training_bytes(shape, a_pass), scoring_bytes(shape, a_pass)) + first - logits
     return [{**state, GRADIENTS: before, LOGITS: logits, ACTIVATIONS: activations + _cast_weights(config, shape)},

@@ -25,6 +25,9 @@ class ModelShape:
     looked_up: int = 0
     """Tokens of an embedding beside `vocabulary`: of a model whose output head was taken away."""
 
+    saved_bytes: int | None = None
+    """Of a weight in the model's files, where config.json tells."""
+
     @property
     def head_width(self) -> int:
         """Of one attention head."""

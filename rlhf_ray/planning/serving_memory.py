@@ -73,5 +73,8 @@ def scorer_memory(gpus: float, shape: ModelShape, micro_batch_tokens: int, longe
         LOGITS: logits_bytes(shape, a_pass, round(answers * micro_batch_tokens), training=False),
     }
     if not on_gpu:
-        return Memory(host={**parts, RUNTIME: SCORER})
+        # Weights in the files' precision are read where they lie, mapped; of others there are the files' pages as well.
+        converted = shape.saved_bytes not in (None, shape.bytes_per_value)
+        mapped = shape.parameters * float(shape.saved_bytes or 0) if converted else 0.0
+        return Memory(host={**parts, BUFFERS: mapped, RUNTIME: SCORER})
     return Memory(device={**parts, RUNTIME: GPU_CONTEXT}, host={RUNTIME: SCORER + GPU_HOST})

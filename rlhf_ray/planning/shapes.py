@@ -15,6 +15,8 @@ Fetch = Callable[[ModelConfig], Mapping[str, Any] | None]
 UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "bert", "roberta", "distilbert", "electra"})
 """Architectures (`model_type`) whose feed-forward layer has two matrices; encoders among them may be rewards."""
 BYTES = {"float32": 4, "bfloat16": 2}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json that tell a mixture of experts."""
 NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -57,6 +59,10 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
         ModelError: a number is missing; names it and `what`.
     """
     values = values.get("text_config") or values
+    experts = [key for key in EXPERTS if (values.get(key) or 1) > 1]
+    if experts:
+        raise ModelError(f"{what}: {experts[0]}={values[experts[0]]} in its config.json makes it a mixture of experts, "
+                         "whose memory is not planned; name a dense model of about its size with --shape")
     numbers = {name: next((values[key] for key in keys if values.get(key)), None) for name, keys in NAMES.items()}
     missing = [NAMES[name][0] for name, number in numbers.items() if number is None]
     missing += [] if values.get("vocab_size") else ["vocab_size"]
@@ -70,6 +76,7 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
         intermediate=int(values.get("intermediate_size") or values.get("n_inner") or 4 * hidden),
         vocabulary=int(values["vocab_size"]), tied=bool(values.get("tie_word_embeddings", False)),
         head_dim=values.get("head_dim"), gated=values.get("model_type") not in UNGATED,
+        saved_bytes=BYTES.get(str(values.get("dtype") or values.get("torch_dtype"))),
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.planning.known_models import KNOWN
+from rlhf_ray.planning.serving_memory import scorer_memory
 from rlhf_ray.planning.shapes import read_shape, shape_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -48,6 +49,13 @@ def test_the_models_precision_is_the_configurations(tmp_path):
     assert shape_of(model.model_copy(update={"dtype": "float32"}), "model").bytes_per_value == 4
 
 
+def test_weights_in_another_precision_than_their_files_take_both(tmp_path):
+    same = shape_of(written(tmp_path / "a", {**LLAMA, "dtype": "bfloat16"}), "model")
+    other = shape_of(written(tmp_path / "b", {**LLAMA, "torch_dtype": "float32"}), "model")
+    each = [scorer_memory(0.0, shape, 64, 64, 1.0).host_bytes for shape in (same, other)]
+    assert each[1] - each[0] == 4 * same.parameters
+
+
 def test_a_new_model_has_as_many_tokens_as_its_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({
         "model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "</s>"}]}))
@@ -66,6 +74,12 @@ def test_the_hub_is_asked_last():
     assert not asked
     assert shape_of(ModelConfig(path="somebody/else"), "model", fetch).hidden == 64
     assert asked == ["somebody/else"]
+
+
+def test_a_mixture_of_experts_is_refused():
+    with pytest.raises(ModelError, match="num_local_experts=8 .* mixture of experts"):
+        read_shape({**LLAMA, "num_local_experts": 8}, "m")
+    assert read_shape({**LLAMA, "num_experts": None}, "m").layers == 2
 
 
 def test_what_nobody_knows_is_refused_with_a_way_out(tmp_path):
