@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.planning.geometry import counted
 from rlhf_ray.planning.learner_memory import MOMENTS, trained
 from rlhf_ray.planning.roles import Role
 
@@ -37,8 +38,8 @@ def disk_of(config: StageConfig, roles: Sequence[Role]) -> dict[str, float]:
     kept = checkpoint.keep + bool(checkpoint.best_metric)
     copies = 1 + bool(checkpoint.best_metric) + (getattr(models[0].placement, "ema_decay", None) is not None)
     return {
-        f"{kept} checkpoints kept": kept * one,
+        f"{counted(kept, 'checkpoint')} kept": kept * one,
         "one being written": one,
-        f"{copies} models in Hugging Face format": copies * model,
+        f"{counted(copies, 'model')} in Hugging Face format": copies * model,
         "metrics, samples, ledger": float(LOGS),
     }

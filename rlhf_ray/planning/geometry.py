@@ -30,11 +30,12 @@ def geometry_of(config: StageConfig) -> dict[str, str]:
 def _ppo(config: PPOConfig) -> dict[str, str]:
     c, a, samples = config.coordinator, config.algorithm, config.samples_per_step
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+    tokens = f"{config.prompts.max_tokens} + {config.generator.sampling.max_tokens} = {longest} tokens"
     found = {
-        "batch": f"{c.prompts_per_step} prompts x {c.samples_per_prompt} samples = {samples} samples of up to "
-                 f"{config.prompts.max_tokens} + {config.generator.sampling.max_tokens} = {longest} tokens",
-        "updates": f"{a.epochs} epochs x {a.mini_batches} mini-batches of {samples // a.mini_batches} samples = "
-                   f"{a.epochs * a.mini_batches} optimizer steps a step, {config.run.steps} steps",
+        "batch": f"{counted(c.prompts_per_step, 'prompt')} x {counted(c.samples_per_prompt, 'sample')} = {samples} "
+                 f"samples of up to {tokens}",
+        "updates": f"{counted(a.epochs, 'epoch')} x {counted(a.mini_batches, 'mini-batch', 'es')} of "
+                   f"{samples // a.mini_batches} samples, each an optimizer step; {counted(config.run.steps, 'step')}",
         "policy": micro_batches(config.policy, samples // a.mini_batches, longest),
     }
     if config.starts_critic:
@@ -43,18 +44,23 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
     found["generators"] = (f"{config.generator.workers} x up to {config.generator.max_sequences} sequences at a time, "
                            f"in chunks of {chunk}; up to {config.concurrency} samples with them")
     held = (c.max_staleness + 1) * samples
-    found["staleness"] = (f"{c.max_staleness} versions at most; the buffer holds up to "
+    found["staleness"] = (f"{counted(c.max_staleness, 'version')} at most; the buffer holds up to "
                           f"{config.buffer.capacity_samples or held} samples")
     return found
+
+
+def counted(number: int, what: str, plural: str = "s") -> str:
+    """"1 epoch", "2 epochs"."""
+    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def micro_batches(learner: LearnerConfig, rows: int, longest: int) -> str:
     """Into how many passes a rank cuts a mini-batch whose rows are of their longest."""
     count = passes(learner, rows, longest)
     fitting = max(1, learner.micro_batch_tokens // longest)
-    ranks = f"{learner.workers} rank{'' if learner.workers == 1 else 's'} (ZeRO {learner.zero_stage})"
-    return (f"{ranks} x up to {count} micro-batches of {learner.micro_batch_tokens} tokens, {fitting} longest "
-            f"row{'' if fitting == 1 else 's'} each")
+    ranks = f"{counted(learner.workers, 'rank')} (ZeRO {learner.zero_stage})"
+    return (f"{ranks} x up to {counted(count, 'micro-batch', 'es')} of {learner.micro_batch_tokens} tokens, "
+            f"{counted(fitting, 'longest row')} each")
 
 
 def passes(learner: LearnerConfig, rows: float, tokens: float) -> int:
