@@ -75,15 +75,6 @@ def test_without_the_token_nothing_is_told(refused, token, said):
     assert code == 1 and said in output and "ray get-auth-token" in output
 
 
-@pytest.mark.slow
-def test_what_the_cluster_s_nodes_cannot_hold_is_refused_before_it_is_submitted(refused, files):
-    code, output = refused["head"].run(
-        "submit", "config/ppo.yaml", "--address", refused["head"].url, f"--model.path={files.policy}",
-        "--pools.default.cpus=100", "--run.dir=/tmp/never", cwd=refused["project"], timeout_s=120)
-    assert code == 2 and "does not fit" in output and f"the nodes of {refused['head'].url}" in output, output
-    assert "never" not in refused["head"].run("jobs", "--address", refused["head"].url)[1]
-
-
 def test_the_job_server_keeps_what_the_job_was_submitted_with(refused):
     import httpx
 

@@ -97,6 +97,14 @@ def test_on_another_machine_the_run_goes_on_from_its_copies(submitted, tmp_path)
     assert steps_of(elsewhere) == list(range(1, steps + 1))
 
 
+def test_what_the_cluster_s_nodes_cannot_hold_is_refused_before_it_is_submitted(submitted):
+    head = submitted["head"]
+    code, said = head.run("submit", "ppo.yaml", "--address", head.url, "--pools.default.cpus=100",
+                          "--run.dir=/tmp/never", cwd=submitted["project"], timeout_s=120)
+    assert code == 2 and "does not fit" in said and f"the nodes of {head.url}" in said, said
+    assert "never" not in head.run("jobs", "--address", head.url)[1]
+
+
 def test_a_killed_job_is_gone_at_once(submitted, tmp_path):
     head = submitted["head"]
     code, said = head.run("submit", "ppo.yaml", "--address", head.url, f"--run.dir={tmp_path}/killed",

@@ -53,7 +53,7 @@ class JobServer:
     def nodes(self) -> list[Node]:
         """What is alive of the cluster, as planning knows it; the head first."""
         with said_plainly(self.url):
-            answer = self._client._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
+            answer = self._client._do_request("GET", "/api/v0/nodes?limit=10000")
             if answer.status_code != 200:
                 raise RuntimeError(f"it does not say which nodes it has (status {answer.status_code})")
             found = [node for node in answer.json()["data"]["result"]["result"] if node["state"] == "ALIVE"]
