@@ -5,6 +5,7 @@ role has started (vLLM's engine runs in one of its own). So a worker names them 
 """
 
 import asyncio
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_ray.cluster.segments import mapped_by, remove_unused
+from rlhf_ray.cluster.segments import made_by, remove_unused
 
 GONE_S = 5.0
 """How long the system gets to take away a killed process; one in the middle of a write to a disk needs a moment."""
@@ -45,7 +46,7 @@ def own_processes() -> Processes:
 
 def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[int]:
     """Kill processes of this host, stopped ones too, with all that they have started since, and remove the shared
-    memory that they alone used.
+    memory that they made and alone used.
 
     Args:
         patience_s: what they get to end by themselves, having been asked before.
@@ -54,7 +55,9 @@ def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[
         pids of those that are still there after some seconds.
     """
     doomed: dict[int, psutil.Process] = {}
+    first = time.time()
     for pid, began in members:
+        first = min(first, began)
         try:
             process = psutil.Process(pid)
             if process.create_time() == began:
@@ -62,7 +65,7 @@ def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[
                 doomed |= {child.pid: child for child in process.children(recursive=True) if not _tidies_up(child)}
         except psutil.NoSuchProcess:
             continue
-    segments = mapped_by(doomed)
+    segments = made_by(doomed, first)
     _, alive = psutil.wait_procs(doomed.values(), timeout=patience_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):

@@ -1,0 +1,58 @@
+"""Which files of /dev/shm go with processes that are killed: their shared memory, and nothing that a person keeps."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from rlhf_ray.cluster import segments
+from rlhf_ray.cluster.processes import kill
+
+MAPS = "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)"
+MAKES = f"import sys; open(sys.argv[1], 'wb').write(bytes(4096)); {MAPS}"
+
+
+@pytest.fixture
+def killed_after():
+    """Runs a program with a path until it sleeps, and kills it as a worker is killed."""
+    started = []
+
+    def run(program, path):
+        code = f"{program}\nprint('.', flush=True)\nimport time\ntime.sleep(60)"
+        process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == ".\n"
+        kill([(process.pid, psutil.Process(process.pid).create_time())])
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_shared_memory_that_a_killed_process_made_goes_with_it(killed_after):
+    segment = Path(segments.PLACE) / f"rlhf-ray-test-{uuid4().hex}"
+    killed_after(MAKES, segment)
+    assert not segment.exists()
+
+
+def test_a_file_that_was_there_before_stays(killed_after, monkeypatch):
+    monkeypatch.setattr(segments, "CLOCKS_S", 0.0)
+    with tempfile.NamedTemporaryFile(dir=segments.PLACE) as model:
+        model.write(bytes(4096))
+        model.flush()
+        time.sleep(1.5)  # the kernel tells when a process began by a clock of whole seconds
+        killed_after(MAPS, model.name)
+        assert Path(model.name).exists()
+
+
+def test_a_new_file_in_somebodys_directory_stays(killed_after):
+    with tempfile.TemporaryDirectory(dir=segments.PLACE) as cache:
+        rows = Path(cache) / "rows.arrow"
+        killed_after(MAKES, rows)
+        assert rows.exists()
