@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import ConfigError, RLHFError
+from rlhf_ray.errors import ConfigError, RLHFError, first_line
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Span
 from rlhf_ray.observability.step_timeline import chrome_trace
@@ -24,6 +24,7 @@ MOST_RANKS = 4
 
 
 RAY_TRACE = "ray.trace.json"
+NO_STEP = "the run went on to no other step: it has ended, or lost a learner; ask again if it goes on"
 
 
 class StepProfiler:
@@ -44,6 +45,7 @@ class StepProfiler:
         self._asked: list[asyncio.Future[dict[str, Any]]] = []
         self._workers: list[tuple[WorkerGroup, int]] | None = None
         """Those that are being profiled; None while no step is."""
+        self._closed = False
 
     async def requested(self, _: Mapping[str, Any]) -> dict[str, Any]:
         """Profile the next step that begins; answers when it is over, with its number and the profile's directory.
@@ -51,6 +53,8 @@ class StepProfiler:
         Raises:
             ConfigError: the run ends before.
         """
+        if self._closed:
+            raise ConfigError(NO_STEP)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
         return await answer
@@ -72,6 +76,34 @@ class StepProfiler:
         if self._workers is None:
             return
         workers, self._workers = self._workers, None
+        try:
+            directory = await self._kept(workers, step, began, ended)
+        except Exception as error:  # a full disk, a cluster that gives no timeline
+            self._say(f"step {step} could not be profiled: {first_line(error)}")
+            self._refuse(f"step {step} could not be profiled: {type(error).__name__}: {error}")
+            return
+        self._say(f"profile of step {step} in {directory}")
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_result({"step": step, "directory": str(directory)})
+        self._asked.clear()
+
+    def close(self) -> None:
+        """No step will follow. Workers that outlive the learners record no more of one that was not finished."""
+        workers, self._workers, self._closed = self._workers or [], None, True
+        for group, rank in workers:
+            if not self._team.trains(group.role):
+                group.call(rank, "drop_profile")  # nobody need wait for it, nor be told that it failed
+        self._refuse(NO_STEP)
+
+    def _refuse(self, why: str) -> None:
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_exception(ConfigError(why))
+        self._asked.clear()
+
+    async def _kept(self, workers: list[tuple[WorkerGroup, int]], step: int, began: float, ended: float) -> Path:
+        """Write all that was recorded of a step; returns where it lies."""
         directory = self._directory.profile / f"step_{step}"
         await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
         found = await asyncio.gather(*(
@@ -83,19 +115,7 @@ class StepProfiler:
         await asyncio.to_thread(self._write, step, profiles, spans, (began, ended))
         if self._write_timeline is not None:
             await asyncio.to_thread(self._write_timeline, directory / RAY_TRACE)
-        self._say(f"profile of step {step} in {directory}")
-        for answer in self._asked:
-            if not answer.done():
-                answer.set_result({"step": step, "directory": str(directory)})
-        self._asked.clear()
-
-    def close(self) -> None:
-        """No step will follow."""
-        self._workers = None
-        for answer in self._asked:
-            if not answer.done():
-                answer.set_exception(ConfigError("the run went on to no other step: it has ended, or lost a learner"))
-        self._asked.clear()
+        return directory
 
     def _write(self, step: int, profiles: Mapping[str, WorkerProfile], spans: list[Span],
                window: tuple[float, float]) -> None:

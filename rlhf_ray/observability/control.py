@@ -145,13 +145,13 @@ def _taken(directory: RunDirectory) -> list[Question]:
     found = []
     for path in sorted(directory.control.glob(f"*{QUESTION}"), key=lambda path: path.name):
         with suppress(OSError):  # withdrawn this moment
-            text = path.read_text()
+            text = path.read_bytes()
             path.unlink()
             name = path.name.removesuffix(QUESTION)
             try:
                 asked = json.loads(text)
                 found.append(Question(name, str(asked["what"]), dict(asked["arguments"])))
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 _say(directory, name, {"refused": f"not a request: {error}"})
     return found
 

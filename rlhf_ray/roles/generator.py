@@ -230,6 +230,10 @@ class Generator:
         """Write what was recorded to the file `trace`, and sum it up; None if nothing was."""
         return await self._running()[0].end_profile(Path(trace))
 
+    async def drop_profile(self) -> None:
+        """Record no more, and forget what was."""
+        await self._running()[0].drop_profile()
+
     async def stop(self) -> None:
         """Shut the engine down; call it before the process is killed, so that vLLM's processes go too."""
         if self._engine is not None:

@@ -48,3 +48,7 @@ class ReferenceScorer:
     def end_profile(self, trace: str) -> WorkerProfile | None:
         """Write what was recorded to the file `trace`, and sum it up; None if nothing was."""
         return self._profile.end(Path(trace))
+
+    def drop_profile(self) -> None:
+        """Record no more, and forget what was."""
+        self._profile.drop()

@@ -235,6 +235,12 @@ class AsynchronousEngine:
         await self._living().stop_profile()
         return await asyncio.to_thread(taken_over, Path(self._traces.name), trace)
 
+    async def drop_profile(self) -> None:
+        """See `SamplingEngine.drop_profile`."""
+        await self._living().stop_profile()
+        for trace in Path(self._traces.name).iterdir():
+            trace.unlink()
+
     def pids(self) -> list[int]:
         """See `SamplingEngine.pids`."""
         import psutil

@@ -123,6 +123,10 @@ class InProcessEngine:
         """See `SamplingEngine.end_profile`."""
         return await self._on_thread(lambda: self._profile.end(trace))
 
+    async def drop_profile(self) -> None:
+        """See `SamplingEngine.drop_profile`."""
+        await self._on_thread(self._profile.drop)
+
     def pids(self) -> list[int]:
         """See `SamplingEngine.pids`."""
         return [os.getpid()]

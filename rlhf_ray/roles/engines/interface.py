@@ -116,6 +116,10 @@ class SamplingEngine(Protocol):
         """Write what was recorded to `trace`, and sum it up; None if nothing was."""
         ...
 
+    async def drop_profile(self) -> None:
+        """Record no more, and forget what was."""
+        ...
+
     async def stop(self) -> None:
         """Shut down; unfinished calls fail."""
         ...

@@ -112,3 +112,37 @@ def test_a_run_that_ends_before_the_step_refuses(tmp_path):
     with pytest.raises(ConfigError, match="went on to no other step"):
         asyncio.run(work())
     assert steps_of(tmp_path) == []
+
+
+def test_a_step_that_is_given_up_leaves_nobody_recording_and_who_asks_then_is_not_kept_waiting(tmp_path):
+    profiler, team = profiler_of(tmp_path, at_step=4)
+
+    async def work():
+        await profiler.begin(4)
+        profiler.close()
+        await profiler.requested({})
+
+    with pytest.raises(ConfigError, match="went on to no other step"):
+        asyncio.run(work())
+    assert team.generators.log == [("begin_profile", 0), ("drop_profile", 0)]
+    assert team.policy.log == [("begin_profile", 0)], "learners are built again, or gone"
+
+
+def test_a_profile_that_cannot_be_written_ends_no_run_and_is_told(tmp_path):
+    _, team = profiler_of(tmp_path)
+
+    def full_disk(path):
+        raise OSError(28, "No space left on device")
+
+    said = []
+    profiler = StepProfiler(RunDirectory(tmp_path), team, say=said.append, write_timeline=full_disk)
+
+    async def work():
+        asked = asyncio.create_task(profiler.requested({}))
+        await asyncio.sleep(0)
+        await make_step(profiler, team, 1)
+        await asked
+
+    with pytest.raises(ConfigError, match="step 1 could not be profiled: OSError: .*No space left"):
+        asyncio.run(work())
+    assert len(said) == 1 and "No space left" in said[0]

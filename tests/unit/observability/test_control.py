@@ -109,12 +109,14 @@ def test_requests_to_an_earlier_process_are_not_carried_out_by_the_next(run):
     assert "has ended" in (run.control / "old.answer.json").read_text()
 
 
-def test_a_file_that_is_no_request_is_refused_and_does_not_end_the_run(run):
+@pytest.mark.parametrize("rubbish", [b"[1, 2", b"\xff\xfe\x00", b"[" * 200_000], ids=["half", "no text", "deep"])
+def test_a_file_that_is_no_request_is_refused_and_does_not_end_the_run(run, rubbish):
     run.control.mkdir()
+    (run.control / "early.request.json").write_bytes(rubbish)
 
     async def work():
         async with answering(run, {"double": double}):
-            (run.control / "bad.request.json").write_text("[1, 2")
+            (run.control / "bad.request.json").write_bytes(rubbish)
             return await asyncio.to_thread(ask, run.path, "double", {"number": 3}, 20.0)
 
     assert asyncio.run(work()) == {"twice": 6}
