@@ -145,10 +145,12 @@ class VerifiedGlooEngine(ObjectStoreWeightTransferEngine):
                                     init_info.rank_offset + self.parallel_config.rank, init_info.world_size)
 
     def receive_weights(self, update_info: Any) -> None:
-        """One bucket, tensor by tensor."""
-        loader = VerifyingLoader(self.model, update_info)
-        for entry in update_info.entries():
-            tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        """One bucket. All of it is received before any is verified, as NCCL's packed buckets are: who stopped in the
+        middle would leave the sender waiting."""
+        received = {entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+                    for entry in update_info.entries()}
+        for tensor in received.values():
             self._broadcast(tensor)
-            loader.load_weights([(entry.name, tensor)])
+        loader = VerifyingLoader(self.model, update_info)
+        loader.load_weights(received.items())
         loader.require_all()
