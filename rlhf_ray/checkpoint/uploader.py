@@ -20,6 +20,10 @@ LOOK_S = 2.0
 """Between two looks for a new checkpoint."""
 AGAIN_S = 60.0
 """From a failure to the next try, unless a new checkpoint comes before."""
+LAST_TRIES_S = (0.0, 5.0, 20.0)
+"""Pauses before the tries of the end, when no other comes."""
+PATIENT_S = 5.0
+"""Of waiting for the last files, until that is said."""
 LIVE = ("ledger.sqlite", "status.json", "tensorboard")
 """Names that are written at any moment: they are copied when the run has ended. (Checkpoints hold the ledger.)"""
 
@@ -63,6 +67,9 @@ class Uploader:
         """
         self._over.set()
         self._moved()
+        self._thread.join(PATIENT_S)
+        if self._thread.is_alive():
+            self._warn(f"the run is over; its last files are being copied to {self.remote.url}")
         while self._thread.is_alive():
             self._thread.join(1.0)
             if time.monotonic() - self._moved_at > self._silence_s:
@@ -81,7 +88,12 @@ class Uploader:
             tried, when = self._tried
             if new and newest is not None and (newest[0] != tried or time.monotonic() - when > AGAIN_S):
                 self._try(whole=False)
-        self._try(whole=True)
+        for pause in LAST_TRIES_S:
+            time.sleep(pause)
+            self._moved()
+            self._try(whole=True)
+            if self.failure is None:
+                break
 
     def _try(self, whole: bool) -> None:
         newest = self._store.newest_name()

@@ -1,6 +1,7 @@
 """What every stage stands on: pools on a cluster, workers in them, and a clean floor when the stage is over."""
 
 import asyncio
+import json
 import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -170,7 +171,12 @@ def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Ite
         with suppress(UploadError):  # said already; why the run ended is more to the point
             uploader.finish()
         raise
-    uploader.finish()
+    try:
+        uploader.finish()
+    except UploadError as error:
+        summary = json.loads(directory.summary.read_text())
+        directory.write_json(directory.summary.name, {**summary, "upload_failed": str(error)})
+        raise
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

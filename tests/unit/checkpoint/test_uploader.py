@@ -34,6 +34,8 @@ def url(request, tmp_path):
 def quick(monkeypatch):
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     monkeypatch.setattr(module, "AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "LAST_TRIES_S", (0.0, 0.05))
+    monkeypatch.setattr(module, "PATIENT_S", 0.1)
 
 
 def save(run, step, keep=2):
@@ -127,6 +129,21 @@ def test_a_run_whose_last_files_are_not_there_says_what_is(run, url, quick, monk
     with pytest.raises(UploadError, match=r"OSError: gone.*there is the checkpoint of step 1.*whole here") as caught:
         uploader.finish()
     assert caught.value.exit_code == 74
+
+
+def test_the_last_copy_is_tried_more_than_once(run, url, quick, monkeypatch):
+    fails, put = [1], RemoteDirectory.put
+
+    def once(self, file, name):
+        if name == "metrics.jsonl" and fails and fails.pop():
+            raise OSError("a moment")
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteDirectory, "put", once)
+    uploader = Uploader(url, run, silence_s=10, warn=lambda _: None)
+    uploader.start(resume=False)
+    uploader.finish()
+    assert not fails and "metrics.jsonl" in uploader.remote.names()
 
 
 def test_an_upload_that_hangs_does_not_hold_the_end_up_for_ever(run, url, quick, monkeypatch):
