@@ -43,7 +43,7 @@ def main() -> None:
     from chaos.own_memory import own_shared_memory
 
     asked = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does: tidy up, then end
+    signal.signal(signal.SIGTERM, _end_as_ctrl_c_does)
     print(f"chaos: seed {asked.seed}", file=sys.stderr, flush=True)
     own_shared_memory()
     root = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a short name: Ray's sockets lie below it
@@ -53,6 +53,12 @@ def main() -> None:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     sys.exit(0 if sound else 1)
+
+
+def _end_as_ctrl_c_does(*_: object) -> None:
+    """Tidy up, write results, then end. `timeout` sends SIGTERM twice, to the process and to its group."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _run(asked: argparse.Namespace, place: Path) -> bool:

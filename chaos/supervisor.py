@@ -105,23 +105,34 @@ def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Se
     course.tell = tell or course.tell
     if service is not None:
         service.serve(course.strikes)
-    pending, surprises = list(faults), 0
+    try:
+        _start_until_the_end(course, mark)
+        course.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
+    except (KeyboardInterrupt, SystemExit) as asked:
+        course.interruption = course.interruption or asked
+        kill_marked(mark)
+        if not course.starts:
+            raise
+    return course
+
+
+def _start_until_the_end(course: Course, mark: str) -> None:
+    """Start drivers until one ends well, or too many end otherwise than planned."""
+    pending, surprises = list(course.faults), 0
     while True:
         start = _one_driver(course, pending, mark)
         course.starts.append(start)
         if course.interruption is not None:
-            return course
+            return
         course.left += [f"{what} after start {len(course.starts)}" for what in left_by(mark)]
         struck = course.strikes.struck()
-        free(directory.parent)
+        free(course.directory.parent)
         pending = [fault for fault in pending if fault.number not in struck]
         surprises += start.wedged or start.code != start.expected
         if start.code == 0 or surprises > MOST_SURPRISES:
             break
         _damage(course, pending)
     course.tell_news()
-    course.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
-    return course
 
 
 def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:

@@ -1,8 +1,11 @@
 """Who starts the driver sees how it ends, goes on as planned, kills what stands still, and finds what is left."""
 
+import signal
+
 import pytest
 
 from chaos import leftovers, supervisor
+from chaos.__main__ import _end_as_ctrl_c_does
 from chaos.kinds import KILL
 from chaos.plan import Fault
 from chaos.supervisor import run
@@ -72,3 +75,22 @@ def test_who_is_asked_to_stop_takes_the_driver_with_him(made, monkeypatch, tmp_p
     course = made(["hang", "well"])
     assert isinstance(course.interruption, KeyboardInterrupt) and len(course.starts) == 1
     assert [p.pid for p in psutil.Process().children() if "stub_driver" in " ".join(p.cmdline())] == []
+
+
+def test_who_is_asked_to_stop_between_two_drivers_has_the_first_one_s_course(made, monkeypatch):
+    def interrupted(_):
+        raise SystemExit(143)
+
+    monkeypatch.setattr(supervisor, "left_by", interrupted)
+    course = made(["die", "well"], FAULTS)
+    assert isinstance(course.interruption, SystemExit) and [start.code for start in course.starts] == [-KILL]
+
+
+def test_a_second_sigterm_does_not_cut_short_what_the_first_one_asked_for():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            _end_as_ctrl_c_does()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
