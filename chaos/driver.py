@@ -21,9 +21,11 @@ def main() -> None:
 
     quiet_libraries()
     from chaos.injector import Injector
+    from chaos.network import lossy_here_only
     from chaos.poison import install
 
     config, faults, strikes, *more = sys.argv[1:]
+    lossy_here_only()
     planned = [Fault.of(told) for told in json.loads(Path(faults).read_text())]
     with several_nodes(yaml.safe_load(Path(config).read_text())["pools"]) as nodes:
         Injector(planned, Strikes(Path(strikes)), nodes).install()

@@ -5,6 +5,7 @@ of the driver asks it to; which one is known afterwards, from what the run says.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,21 @@ def environment(faults: Sequence[Fault]) -> dict[str, str]:
     return {VARIABLE: json.dumps({CALL: {
         "num_failures": 1, "req_failure_prob": CHANCE_PERCENT * request,
         "resp_failure_prob": CHANCE_PERCENT * (not request), "in_flight_failure_prob": 0}})}
+
+
+def lossy_here_only() -> None:
+    """Let messages of this process get lost, and none of Ray's own processes, which it is about to start and which call
+    actors too when they make them."""
+    if VARIABLE not in os.environ:
+        return
+    from ray._private import services
+
+    start = services.start_ray_process
+
+    def start_reliably(*args: Any, env_updates: dict[str, str] | None = None, **settings: Any) -> Any:
+        return start(*args, env_updates={**(env_updates or {}), VARIABLE: ""}, **settings)
+
+    services.start_ray_process = start_reliably
 
 
 def lost_at_the_start(faults: Sequence[Fault], code: int, log: str) -> bool:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from chaos.network import CALL, VARIABLE, environment, lost_at_the_start, note_loss
+from chaos.network import CALL, VARIABLE, environment, lossy_here_only, lost_at_the_start, note_loss
 from chaos.outcome import outcomes
 from chaos.plan import Fault, plan
 from rlhf_ray.errors import WorkerError
@@ -19,6 +19,17 @@ def test_a_driver_gets_one_lost_message_of_the_kind_that_is_asked_for():
     assert (request["num_failures"], request["req_failure_prob"], request["resp_failure_prob"]) == (1, 1, 0)
     assert (reply["num_failures"], reply["req_failure_prob"], reply["resp_failure_prob"]) == (1, 0, 1)
     assert environment([Fault(1, "reward_kill", 1)]) == {}
+
+
+def test_ray_s_own_processes_lose_nothing(monkeypatch):
+    from ray._private import services
+
+    started = []
+    monkeypatch.setattr(services, "start_ray_process", lambda *args, **settings: started.append((args, settings)))
+    monkeypatch.setenv(VARIABLE, "{}")
+    lossy_here_only()
+    services.start_ray_process("gcs", env_updates={"ONE": "1"}, cwd="/")
+    assert started == [(("gcs",), {"env_updates": {"ONE": "1", VARIABLE: ""}, "cwd": "/"})]
 
 
 def lose(made_up, code=0, said=""):
