@@ -5,12 +5,12 @@ import subprocess
 
 import psutil
 
-from benchmarks.gpu_check.settings import Round, Scale
+from benchmarks.gpu_check.settings import ALGORITHM, PROMPT_TOKENS, Round, Scale
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.hardware import CORE, Hardware
-from rlhf_ray.planning.learner_memory import Training, learner_memory
-from rlhf_ray.planning.serving_memory import generator_memory
+from rlhf_ray.planning.roles import roles_of
 from rlhf_ray.planning.shapes import shape_of
 
 MIB = 2**20
@@ -32,10 +32,17 @@ def held(group: WorkerGroup, gpu: bool) -> float | None:
 
 
 def planned(scale: Scale, a_round: Round, model: ModelConfig, device: Hardware | None) -> dict[str, float]:
-    """Bytes of each role where its model lies, as `rlhf-ray plan` has them."""
-    shape, bucket = shape_of(model, "model"), 64.0 * MIB
-    generation, policy = scale.generation(a_round.apart), scale.policy(a_round.zero_stage, a_round.apart)
-    roles = {"generator": generator_memory(generation, shape, scale.context, device or CORE, bucket),
-             "policy_learner": learner_memory(policy, Training(
-                 shape, scale.context, scale.response / scale.context, bucket_bytes=bucket))}
-    return {name: memory.device_bytes if scale.gpu else memory.host_bytes for name, memory in roles.items()}
+    """Bytes of each role where its model lies, as `rlhf-ray plan` has them for a run with these sections."""
+    config = PPOConfig.model_validate({
+        "model": model, "rewards": {"main": {"type": "model", "path": model.path}},
+        "prompts": {"path": "prompts.jsonl", "max_tokens": PROMPT_TOKENS}, "algorithm": ALGORITHM,
+        "generator": scale.generation(a_round.apart), "policy": scale.policy(a_round.zero_stage, a_round.apart),
+        "coordinator": {"prompts_per_step": scale.rows},
+        "pools": {"default": scale.pool(a_round.apart).model_copy(update={"cpus": 8.0})},
+    })
+    roles = {role.name: role for role in roles_of(config, lambda _, field: shape_of(model, field))}
+    found = {}
+    for section, name in (("generator", "generator"), ("policy", "policy_learner")):
+        memory = roles[section].memory(device or CORE)
+        found[name] = memory.device_bytes if scale.gpu else memory.host_bytes
+    return found

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ArchitectureConfig
@@ -9,6 +10,8 @@ from rlhf_ray.config.run import PoolConfig
 
 PROMPT_TOKENS = 32
 """Room for the longest prompt."""
+ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
+"""One optimizer step over all rows."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.settings import Round, Scale
+from benchmarks.gpu_check.settings import ALGORITHM, Round, Scale
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.session import ray_session
-from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig
@@ -31,7 +30,6 @@ from rlhf_ray.stages.workplace import start_learners
 
 TIMEOUT_S = 240.0
 SEED, VOCABULARY, REVIEWS = 0, 1024, 2000
-ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,19 @@ def test_its_sections_are_such_as_a_run_could_have():
             assert policy.micro_batch_tokens >= scale.context <= scale.architecture.max_positions
 
 
+def test_what_it_measures_memory_against_is_the_plan_of_such_a_run(tmp_path):
+    from benchmarks.gpu_check.memory import planned
+    from rlhf_ray.config.model import ModelConfig
+    from rlhf_ray.planning.hardware import gpu_of
+    from tests.models import make_tiny_llama
+
+    model = ModelConfig(path=str(make_tiny_llama(tmp_path / "m")))
+    for scale, gpus in ((ON_CPU, 0), (ON_GPU, 2)):
+        for a_round in scale.rounds(gpus):
+            found = planned(scale, a_round, model, gpu_of("NVIDIA H100 80GB HBM3") if scale.gpu else None)
+            assert found.keys() == {"generator", "policy_learner"} and min(found.values()) > 2**20
+
+
 def test_the_table():
     text = as_text([Row("parity", "1e-05", "at most 0.1", True), Row("memory", "9 GiB", "planned 4", False),
                     Row("speed", "9 tokens/s")], "X: 3 s")
