@@ -18,6 +18,11 @@ class StubGroup:
     def __len__(self) -> int:
         return self._workers
 
+    @property
+    def ranks(self) -> list[int]:
+        """As `WorkerGroup.ranks`."""
+        return list(range(len(self)))
+
     def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
         """As `WorkerGroup.call`."""
         raise NotImplementedError

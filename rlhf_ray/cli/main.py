@@ -19,6 +19,7 @@ from rlhf_ray.cli.plan import plan
 from rlhf_ray.cli.profile import profile
 from rlhf_ray.cli.quickstart import quickstart
 from rlhf_ray.cli.report import report
+from rlhf_ray.cli.scale import scale
 from rlhf_ray.cli.serve_reward import serve_reward
 from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
 from rlhf_ray.cli.status import status
@@ -69,7 +70,7 @@ app.command(rich_help_panel=MODELS)(compare)
 app.command(rich_help_panel=MODELS)(serve_reward)
 app.add_typer(data, name="data", rich_help_panel=AROUND)
 app.command(rich_help_panel=AROUND, context_settings=STAGE_ARGUMENTS)(plan)
-for command in (status, profile, ledger, report, doctor):
+for command in (status, scale, profile, ledger, report, doctor):
     app.command(rich_help_panel=AROUND)(command)
 
 

@@ -1,67 +1,177 @@
-"""Pools as placement groups: created together, with a deadline, refused when the cluster cannot hold them."""
+"""Pools as placement groups: opened all or none, with one deadline, and every worker's place in them.
+
+Which bundle of its pool a worker lives in is chosen here (`config.bundles`), and not left to Ray, which looks at one
+worker at a time. What can be placed at all is `cluster.opening`'s question.
+"""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from rlhf_ray.config.run import PoolConfig
+from rlhf_ray.cluster.opening import not_in_time, placed, require_feasible
+from rlhf_ray.cluster.present import present_nodes
+from rlhf_ray.config.bundles import Bundles, settled, spread
+from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
+from rlhf_ray.planning.feasible import fit_together, what_is_free
+from rlhf_ray.planning.nodes_table import nodes_table
+
+
+class Seat(NamedTuple):
+    """Where a worker lives."""
+
+    pool: str
+    bundle: int
+    """Number of the bundle in its pool."""
+    group: PlacementGroup
+    slot: int
+    """Of the bundle in its placement group."""
 
 
 class Pools:
     """The run's placement groups by name. `open` before workers are spawned, `close` after they are gone."""
 
-    def __init__(self, configs: dict[str, PoolConfig]) -> None:
-        self._configs = configs
-        self._groups: dict[str, PlacementGroup] = {}
+    def __init__(self, configs: Mapping[str, PoolConfig], placements: Mapping[str, PlacementConfig] | None = None,
+                 cluster: ClusterConfig | None = None) -> None:
+        """`placements`: of the roles, by section; workers of others take what room there is when they are spawned."""
+        self.configs, self._cluster = dict(configs), cluster or ClusterConfig()
+        self._groups: dict[str, list[tuple[PlacementGroup, int]]] = {}
+        """By pool, for each of its bundles: placement group, and index in it."""
+        self._bundles = {name: _settled(config, name, placements or {}) for name, config in configs.items()}
+        self._grown = 0
+        """How often: Ray wants another name for each placement group, and frees that of a removed one later."""
 
-    async def open(self, timeout_s: float) -> None:
-        """Reserve all pools.
+    async def open(self, timeout_s: float, say: Callable[[str], None] | None = None) -> None:
+        """Reserve all pools, or none of them.
+
+        Args:
+            say: told what is waited for, should it take long.
 
         Raises:
-            ClusterError: a pool was not placed in time; says what it asks for and what the cluster has.
+            ClusterError: these nodes could never hold the pools, or did not in time; says what each asks for, what each
+                node has, what fits where and what to change.
         """
-        for name, config in self._configs.items():
-            self._groups[name] = placement_group(
-                [_bundle(config)] * config.bundles, strategy=config.strategy, name=name,
-                **({"bundle_label_selector": [config.labels] * config.bundles} if config.labels else {}),
-            )
-        for name, group in self._groups.items():
-            try:
-                await asyncio.wait_for(_ready(group), timeout_s)
-            except TimeoutError:
+        if not self._cluster.nodes_may_join:
+            await asyncio.to_thread(require_feasible, self.configs)
+        for name, config in self.configs.items():
+            group = _reserved(name, config, config.bundles)
+            self._groups[name] = [(group, index) for index in range(config.bundles)]
+        waiting = {name: asyncio.ensure_future(_ready(places[0][0])) for name, places in self._groups.items()}
+        try:
+            await placed(waiting, timeout_s, say or (lambda _: None))
+        except TimeoutError:
+            late = [name for name, task in waiting.items() if not task.done()]
+            message = await asyncio.to_thread(not_in_time, self.configs, late, timeout_s)
+            raise ClusterError(message) from None
+        finally:
+            if not all(_is_well(task) for task in waiting.values()):
+                for task in waiting.values():
+                    task.cancel()
                 self.close()
-                raise ClusterError(_refusal(name, self._configs[name], timeout_s)) from None
 
-    def group(self, name: str) -> PlacementGroup:
-        """The placement group of a pool."""
-        return self._groups[name]
+    def seat(self, name: str, rank: int, place: PlacementConfig) -> Seat:
+        """Where a worker lives; one who has no place yet takes one.
+
+        Raises:
+            ClusterError: there is no room for it.
+        """
+        bundles, worker = self._bundles[place.pool], (name, rank)
+        number = bundles.homes.get(worker)
+        if number is None:
+            number = spread(bundles, name, place)
+            if number is None:
+                raise ClusterError(f"pools.{place.pool} has no room for {name}/{rank}: none of its {len(bundles)} "
+                                   f"bundles has {place.cpus:g} cpus and {place.gpus:g} gpus left")
+            bundles.settle(worker, place, number)
+        return Seat(place.pool, number, *self._groups[place.pool][number])
+
+    def has_room(self, place: PlacementConfig) -> bool:
+        """Whether one more worker would find a bundle."""
+        return bool(self._bundles[place.pool].room(place))
+
+    async def leave_lost_nodes(self, name: str, rank: int, place: PlacementConfig) -> None:
+        """Give a worker another bundle, if its own lay on a node that is gone and there is room elsewhere. Else it
+        stays, and starts when Ray has found that bundle another node."""
+        bundles, worker = self._bundles[place.pool], (name, rank)
+        gone = await asyncio.to_thread(self._lost_bundles, place.pool)
+        if bundles.homes.get(worker) not in gone:
+            return
+        other = next((number for number in bundles.room(place) if number not in gone), None)
+        if other is not None:
+            bundles.settle(worker, place, other)
+
+    async def grow(self, name: str, timeout_s: float) -> None:
+        """One bundle more for a pool, a placement group of its own.
+
+        Raises:
+            ClusterError: the cluster has no room for it now, and none came in time where nodes may join.
+        """
+        one = {name: self.configs[name].model_copy(update={"bundles": 1})}
+        nodes = await asyncio.to_thread(present_nodes)
+        if not self._cluster.nodes_may_join and not fit_together(one, nodes, what_is_free):
+            raise ClusterError(f"pools.{name} is full, and the cluster has no room for one more of its bundles now:\n"
+                               + nodes_table(one, nodes))
+        self._grown += 1
+        group = _reserved(f"{name} ({self._grown})", one[name], 1)
+        try:
+            await asyncio.wait_for(_ready(group), timeout_s)
+        except BaseException as error:
+            remove_placement_group(group)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise ClusterError(f"pools.{name} is full, and no room for one more of its bundles was found within "
+                               f"{timeout_s:g} s:\n{nodes_table(one, nodes)}") from None
+        self._bundles[name].add()
+        self._groups[name].append((group, 0))
+
+    def leave(self, name: str, rank: int, place: PlacementConfig) -> None:
+        """A worker is gone for good. Bundles at the pool's end that it grew by and that nobody uses are given back."""
+        bundles, groups = self._bundles[place.pool], self._groups[place.pool]
+        bundles.leave((name, rank))
+        while len(groups) > self.configs[place.pool].bundles and not bundles.inhabitants(len(groups) - 1):
+            remove_placement_group(groups.pop()[0])
+            bundles.remove_last()
 
     def close(self) -> None:
         """Give all resources back; workers still inside are killed by Ray."""
-        for group in self._groups.values():
+        for group in {group.id: group for places in self._groups.values() for group, _ in places}.values():
             remove_placement_group(group)
         self._groups.clear()
+
+    def nodes_of(self, name: str) -> set[str]:
+        """Ids of the nodes that hold bundles of a pool now."""
+        return set(self._whereabouts(name))
+
+    def _whereabouts(self, pool: str) -> list[str]:
+        """Of each bundle of a pool, the id of its node."""
+        tables: dict[Any, Mapping[int, str]] = {}
+        for group, _ in self._groups[pool]:
+            if group.id not in tables:
+                tables[group.id] = placement_group_table(group)["bundles_to_node_id"]
+        return [tables[group.id].get(index, "") for group, index in self._groups[pool]]
+
+    def _lost_bundles(self, pool: str) -> set[int]:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return {number for number, node in enumerate(self._whereabouts(pool)) if node not in alive}
+
+
+def _settled(pool: PoolConfig, name: str, placements: Mapping[str, PlacementConfig]) -> Bundles:
+    """The pool's bundles, with those in them whose placements are known."""
+    found = settled(pool, {role: place for role, place in placements.items() if place.pool == name})
+    return found if isinstance(found, Bundles) else Bundles(pool)  # the configuration's checks have refused that
+
+
+def _reserved(name: str, pool: PoolConfig, bundles: int) -> PlacementGroup:
+    labels = {"bundle_label_selector": [pool.labels] * bundles} if pool.labels else {}
+    return placement_group([pool.bundle] * bundles, strategy=pool.strategy, name=name, **labels)
 
 
 async def _ready(group: PlacementGroup) -> None:
     await group.ready()
 
 
-def _bundle(config: PoolConfig) -> dict[str, float]:
-    bundle = {"CPU": config.cpus, "GPU": float(config.gpus)}
-    return {kind: amount for kind, amount in bundle.items() if amount}
-
-
-def _refusal(name: str, config: PoolConfig, timeout_s: float) -> str:
-    total, free = ray.cluster_resources(), ray.available_resources()
-
-    def show(resources: dict[str, Any]) -> str:
-        return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
-
-    labels = f" on nodes labelled {config.labels}" if config.labels else ""
-    return (f"pool {name!r} was not placed within {timeout_s:g} s: it asks for {config.bundles} bundles of "
-            f"{show(_bundle(config))}{labels} ({config.strategy}); the cluster has {show(total)}, free {show(free)}. "
-            f"Lower pools.{name} or add nodes.")
+def _is_well(task: "asyncio.Future[None]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -30,6 +30,10 @@ class Processes:
     """Ray's id of the node they are on."""
     members: tuple[tuple[int, float], ...]
     """(pid, when it began): together they name a process for good, while pids alone are used again."""
+    host: str = ""
+    """Address of that node."""
+    gpus: tuple[str, ...] = ()
+    """Numbers of the GPUs that it was given there."""
 
     @property
     def pid(self) -> int:
@@ -41,7 +45,8 @@ def own_processes() -> Processes:
     """Those of this process; without Python's resource trackers, which clean up after processes that were killed."""
     own = psutil.Process()
     found = [own, *(child for child in own.children(recursive=True) if not _tidies_up(child))]
-    return Processes(ray.get_runtime_context().get_node_id(), tuple((p.pid, p.create_time()) for p in found))
+    return Processes(ray.get_runtime_context().get_node_id(), tuple((p.pid, p.create_time()) for p in found),
+                     ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids())))
 
 
 def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[int]:

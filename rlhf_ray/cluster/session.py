@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,12 +87,16 @@ def _require_listener(address: str) -> None:
 
 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:
-    # Logical CPUs are what the pools ask for: on a laptop many light workers share few cores.
+    # Logical CPUs are what the pools ask for: on a laptop many light workers share few cores. So are custom resources.
     cpus = max(1, int(sum(p.cpus * p.bundles for p in pools.values()) + 0.999))
+    custom: Counter[str] = Counter()
+    for pool in pools.values():
+        custom.update({kind: amount * pool.bundles for kind, amount in pool.resources.items()})
     with process_group_of_their_own():
         ray.init(
             address="local",  # else RAY_ADDRESS, or a cluster that happens to run here, would be joined
             num_cpus=max(cpus, os.cpu_count() or 1),
+            resources=dict(custom),
             object_store_memory=config.object_store_mb * 2**20,
             include_dashboard=config.dashboard,
             dashboard_host="127.0.0.1",

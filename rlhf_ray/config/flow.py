@@ -5,9 +5,9 @@ Each check raises ValueError with the fields, their values and what to change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rlhf_ray.config.bundles import Bundles, settled
 from rlhf_ray.config.loop import BufferConfig, CoordinatorConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 
@@ -88,29 +88,20 @@ def check_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementC
 
 
 def seats(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> list[Seat]:
-    """A bundle with room for every worker, the largest workers first: sums over a pool do not tell.
+    """The bundle of every worker, as `config.bundles` chooses it: sums over a pool do not tell.
 
     Raises:
         ValueError: a worker finds none.
     """
     found = []
     for name, pool in pools.items():
-        free = [[pool.cpus, float(pool.gpus)] for _ in range(pool.bundles)]
-        for role, rank, place in _largest_first((r, p) for r, p in placements.items() if p.pool == name):
-            fits = next((i for i, b in enumerate(free) if b[0] + 1e-6 >= place.cpus and b[1] + 1e-6 >= place.gpus),
-                        None)
-            if fits is None:
-                raise ValueError(
-                    f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have room "
-                    f"for all workers together, but not one by one: a worker lives in one bundle, and {role} with "
-                    f"{place.cpus:g} cpus and {place.gpus:g} gpus finds none; make bundles larger or give {role} less")
-            free[fits][0] -= place.cpus
-            free[fits][1] -= place.gpus
-            found.append(Seat(role, rank, name, fits))
+        users = {role: place for role, place in placements.items() if place.pool == name}
+        bundles = settled(pool, users)
+        if not isinstance(bundles, Bundles):
+            role, place = next((role, place) for role, place in users.items() if place is bundles)
+            raise ValueError(
+                f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have room "
+                f"for all workers together, but not one by one: a worker lives in one bundle, and {role} with "
+                f"{place.cpus:g} cpus and {place.gpus:g} gpus finds none; make bundles larger or give {role} less")
+        found += [Seat(role, rank, name, number) for (role, rank), number in bundles.homes.items()]
     return found
-
-
-def _largest_first(roles: Iterable[tuple[str, PlacementConfig]]) -> list[tuple[str, int, PlacementConfig]]:
-    """Each worker with the name of its role and its rank."""
-    workers = [(role, rank, place) for role, place in roles for rank in range(place.workers)]
-    return sorted(workers, key=lambda worker: (-worker[2].gpus, -worker[2].cpus))

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_ray.config.base import Section
 
@@ -34,10 +34,30 @@ class PoolConfig(Section):
     """Logical CPUs in each bundle."""
     gpus: int = Field(0, ge=0)
     """GPUs in each bundle."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom resources in each bundle, by the names that nodes were started with (`ray start --resources`)."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray lays bundles over nodes (Ray's placement-group strategies)."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Node labels a bundle's node must carry, e.g. {"ray.io/accelerator-type": "H100"}."""
+    """Node labels a bundle's node must carry, e.g. {"ray.io/accelerator-type": "H100"}; Ray's "!H100", "in(H100, H200)"
+    and "!in(...)" are understood."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one bundle by Ray's names."""
+        amounts = {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
+        return {kind: amount for kind, amount in amounts.items() if amount}
+
+    @model_validator(mode="after")
+    def _something_to_reserve(self) -> "PoolConfig":
+        for kind, amount in self.resources.items():
+            if kind in ("CPU", "GPU"):
+                raise ValueError(f"resources.{kind}: use {kind.lower()}s, which roles take their share of")
+            if amount <= 0:
+                raise ValueError(f"resources.{kind}={amount:g} reserves nothing; give a positive amount or remove it")
+        if not self.bundle:
+            raise ValueError("cpus=0 and gpus=0 leave nothing to reserve; give its bundles some cpus (0.01 will do)")
+        return self
 
 
 class ClusterConfig(Section):
@@ -55,7 +75,10 @@ class ClusterConfig(Section):
     metrics_port: int | None = Field(None, ge=1024, le=65535)
     """Port of a local cluster's Prometheus endpoint; picked by Ray when empty."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for pools to be placed and for workers to be ready."""
+    """Longest wait for pools to be placed, and for workers to be ready."""
+    nodes_may_join: bool = False
+    """Wait until `start_timeout_s` for pools that no present node could hold, since an autoscaler or a scheduler may
+    add nodes; else such pools are refused at once."""
     call_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for any single call to a worker once it is ready, and of its ranks for each other."""
     lease_s: float = Field(300.0, ge=5)

@@ -253,8 +253,12 @@ class PPOConfig(StageConfig):
     @property
     def concurrency(self) -> int:
         """Most samples with the generators at a time."""
+        return self.concurrency_of(self.generator.workers)
+
+    def concurrency_of(self, generators: int) -> int:
+        """Most samples with that many generators at a time; their number may change while a run goes on."""
         generator = self.generator
-        return self.coordinator.concurrency or 2 * generator.workers * max(generator.max_sequences, generator.chunk)
+        return self.coordinator.concurrency or 2 * generators * max(generator.max_sequences, generator.chunk)
 
     @property
     def buffer_capacity_mb(self) -> int | None:

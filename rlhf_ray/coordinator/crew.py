@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from rlhf_ray.errors import RLHFError, WorkerLost
 from rlhf_ray.observability.spans import StepClock, Task
 
 T = TypeVar("T")
+IDLE_LOOK_S = 0.05
+"""Between two looks whether a worker that is given no more calls has answered its last."""
 
 
 class Rotation:
@@ -20,10 +23,10 @@ class Rotation:
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
-        self._load = [0] * len(group)
-        self._order = [(0, rank) for rank in range(len(group))]
+        self._load = dict.fromkeys(group.ranks, 0)
+        self._order = [(0, rank) for rank in group.ranks]
         """(load, rank) of every worker that is up, in order."""
-        self._down: set[int] = set()
+        self._up = set(group.ranks)
 
     def take(self, work: int) -> int:
         """A rank that is up, charged with `work` (any unit) until `give_back`.
@@ -41,13 +44,18 @@ class Rotation:
 
     def leave_out(self, rank: int) -> None:
         """Give a rank no more work until it is back."""
-        self._down.add(rank)
-        del self._order[bisect_left(self._order, (self._load[rank], rank))]
+        if rank in self._up:
+            self._up.discard(rank)
+            del self._order[bisect_left(self._order, (self._load[rank], rank))]
 
     def take_back(self, rank: int) -> None:
-        """A rank that was left out works again."""
-        self._down.discard(rank)
-        insort(self._order, (self._load[rank], rank))
+        """A rank that was left out works again, or one that is new works from now on."""
+        self._up.add(rank)
+        insort(self._order, (self._load.setdefault(rank, 0), rank))
+
+    def load(self, rank: int) -> int:
+        """Work that a rank has not given back."""
+        return self._load.get(rank, 0)
 
     @property
     def any_up(self) -> bool:
@@ -57,11 +65,11 @@ class Rotation:
     @property
     def up(self) -> list[int]:
         """Ranks that may be given work."""
-        return [rank for rank in range(len(self._load)) if rank not in self._down]
+        return sorted(self._up)
 
     def _charge(self, rank: int, work: int) -> None:
         """Move a worker to where its new load belongs; there may be hundreds, so by bisection."""
-        if rank in self._down:
+        if rank not in self._up:
             self._load[rank] += work
             return
         del self._order[bisect_left(self._order, (self._load[rank], rank))]
@@ -79,7 +87,7 @@ class Crew:
         self.on_lost: Callable[[Crew, WorkerLost, int], None] | None = None
         """Told of every call that was lost by its worker's fault, and of its work; sees to it that there will be a
         worker again. Where there is nobody to do so, the loss is raised."""
-        self.finished = [0] * len(group)
+        self.finished: Counter[int] = Counter()
         """Calls that each rank has answered; its restarts are counted between two of them."""
         self._failed: RLHFError | None = None
         self._waiting: set[asyncio.Future[None]] = set()
@@ -136,6 +144,14 @@ class Crew:
         """A rank that was left out works again."""
         self.rotation.take_back(rank)
         self._wake()
+
+    async def idle(self, rank: int, patience_s: float) -> bool:
+        """Wait until a rank has answered all its calls, `patience_s` at most; whether it has."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + patience_s
+        while self.rotation.load(rank) and loop.time() < until:
+            await asyncio.sleep(IDLE_LOOK_S)
+        return not self.rotation.load(rank)
 
     def fail(self, error: RLHFError) -> None:
         """Raise `error` to whoever asks from now on, or waits for a worker."""

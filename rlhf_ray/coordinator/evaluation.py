@@ -40,8 +40,7 @@ class Evaluator:
                  warn: Callable[[str], None] = lambda _: None) -> None:
         self.config, self._pipeline, self._prompts, self._warn = config, pipeline, prompts, warn
         self.rows = prompts.rows
-        generator = pipeline.config.generator
-        self._room = asyncio.Semaphore(generator.workers * max(2, 2 * generator.max_sequences // generator.chunk))
+        self._room = self._room_now()
         # First samples first: the texts that are kept answer different prompts.
         self._keys = [SampleKey(0, row, n) for n in range(config.samples_per_prompt) for row in range(prompts.rows)]
 
@@ -51,7 +50,7 @@ class Evaluator:
         Raises:
             RewardError: no held-out prompt has a score, or one has none and none may be left out.
         """
-        config, team = self._pipeline.config, self._pipeline.team
+        config, team, self._room = self._pipeline.config, self._pipeline.team, self._room_now()
         size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)
@@ -61,6 +60,11 @@ class Evaluator:
         if config.reward.on_failure == "quarantine":
             metrics["unscored"] = float(unscored)
         return Evaluation(metrics, texts)
+
+    def _room_now(self) -> asyncio.Semaphore:
+        """For as many chunks as keep the present generators busy."""
+        generator, workers = self._pipeline.config.generator, len(self._pipeline.team.generators)
+        return asyncio.Semaphore(workers * max(2, 2 * generator.max_sequences // generator.chunk))
 
     async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call], int]:
         """Every chunk, measured, and the number of prompts that are in none of them any more. A chunk with a prompt

@@ -5,8 +5,8 @@ healed one by one: what they know is in all of them together.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,8 @@ class Healing:
         self._ready: dict[str, Ready] = {}
         self._crews: dict[str, Crew] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._bringing_back: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._aside: set[tuple[str, int]] = set()
         self._strikes: dict[tuple[str, int], tuple[int, int]] = {}
         """Worker -> (restarts in a row, calls it had completed at the last of them)."""
         self.down: dict[tuple[str, int], Loss] = {}
@@ -70,7 +72,10 @@ class Healing:
             silent_s: for how long the worker gave no sign of life, if that is how it was noticed.
         """
         role, rank, group = crew.group.role, error.rank, crew.group
-        if error.incarnation != group.incarnation(rank):
+        if (role, rank) in self._aside or rank not in group.ranks:
+            if rank in group.ranks:
+                group.give_up(rank, str(error))
+        elif error.incarnation != group.incarnation(rank):
             pass  # its successor is there already
         elif (role, rank) in self.down:
             group.give_up(rank, str(error))  # it may be the successor, which hangs before it is back
@@ -83,9 +88,25 @@ class Healing:
                           + ("" if crew.rotation.any_up else ", and there is no other meanwhile"))
             task = asyncio.create_task(self._bring_back(crew, rank), name=f"healing of {role}/{rank}")
             self._tasks.add(task)
+            self._bringing_back[role, rank] = task
             task.add_done_callback(self._tasks.discard)
         if (role, rank) in self.down:
             self.down[role, rank].work_again += work
+
+    @contextmanager
+    def set_aside(self, crew: Crew, ranks: Iterable[int]) -> Iterator[None]:
+        """Replace none of these meanwhile: workers that come, whom nobody needs yet, or that are about to go. Those
+        that are being replaced are left as they are."""
+        members = {(crew.group.role, rank) for rank in ranks}
+        self._aside |= members
+        try:
+            for member in members & self.down.keys():
+                self._bringing_back[member].cancel()
+                loss = self.down.pop(member)
+                self._record(crew, loss, None, "it was removed before it was back")
+            yield
+        finally:
+            self._aside -= members
 
     @asynccontextmanager
     async def at_work(self, watch: Coroutine[Any, Any, None]) -> AsyncIterator[None]:

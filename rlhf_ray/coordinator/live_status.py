@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Station
+from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import RLHFError, RunInterrupted
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
@@ -82,7 +83,21 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
         "under_way": _by_worker(coordinator.team.clock),
         "chunks": _by_station(coordinator), "leases": _leases(coordinator),
         "down": coordinator.team.healing.status(coordinator.team.clock.now()),
+        "workers": whereabouts(coordinator.team),
     }
+
+
+def whereabouts(team: Team) -> list[dict[str, Any]]:
+    """One line per worker that has started: its pool and bundle, the node, its process there, and its GPUs' numbers."""
+    found = []
+    for group in team.everybody():
+        for rank in group.ranks:
+            if (processes := group.processes(rank)) is not None:
+                seat = group.seat(rank)
+                found.append({"worker": f"{group.role}/{rank}", "pool": seat.pool, "bundle": seat.bundle,
+                              "host": processes.host, "node": processes.node, "pid": processes.pid,
+                              "gpus": list(processes.gpus)})
+    return found
 
 
 def _by_worker(clock: StepClock) -> list[dict[str, Any]]:

@@ -68,5 +68,5 @@ class Notices:
 
 def workers_on(node: str, groups: Iterable[WorkerGroup]) -> list[str]:
     """Names of the workers that have named a process of theirs on the node."""
-    return [f"{group.role}/{rank}" for group in groups for rank in range(len(group))
+    return [f"{group.role}/{rank}" for group in groups for rank in group.ranks
             if (processes := group.processes(rank)) is not None and processes.node == node]

@@ -56,7 +56,7 @@ class Pipeline:
         self.quarantine = quarantine
         self._companies = Companies(self._assess)
         self._patience = PATIENCE if config.coordinator.max_staleness else 0.0
-        self._rule = AdmissionRule(config.samples_per_step, config.coordinator.max_staleness, config.concurrency)
+        self._generators, self._rule = 0, self._rule_of(len(team.generators))
         self._running: dict[asyncio.Task[None], Reservation] = {}
         self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._generating = 0
@@ -115,6 +115,8 @@ class Pipeline:
     def admit(self) -> None:
         """Start what freshness, generators and capacity allow, and no more than the remaining steps will train on."""
         buffer = self.buffer
+        if self._generators != len(self.team.generators):  # some were added or removed
+            self._rule = self._rule_of(len(self.team.generators))
         allowance = self._rule.allowance(self.version, buffer.accepted, buffer.running, self._generating)
         left = self.config.run.steps * self.config.samples_per_step - buffer.accepted - buffer.running
         allowance = min(allowance, left)
@@ -127,6 +129,11 @@ class Pipeline:
                 self._with_texts.add(reservation.order)
             self._start(reservation, self._next_keys(size))
             allowance -= size
+
+    def _rule_of(self, generators: int) -> AdmissionRule:
+        self._generators = generators
+        return AdmissionRule(self.config.samples_per_step, self.config.coordinator.max_staleness,
+                             self.config.concurrency_of(generators))
 
     def _next_chunk(self) -> tuple[int, int]:
         """Samples of the next chunk and its place in its batch: full chunks, and a smaller last one, so that chunks add

@@ -41,6 +41,11 @@ class Team:
         """Whether the workers of a role are learners."""
         return role in {group.role for group in self.learners()}
 
+    def everybody(self) -> list[WorkerGroup]:
+        """`groups`, and those that were called through a crew besides."""
+        groups = self.groups()
+        return groups + [crew.group for crew in self.crews.values() if crew.group not in groups]
+
     def workers(self) -> dict[str, int]:
         """Number of workers by role."""
         return {group.role: len(group) for group in self.groups()}

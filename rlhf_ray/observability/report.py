@@ -21,6 +21,7 @@ from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.run_directory import RunDirectory, sample_parts, write_atomically
 from rlhf_ray.observability.tables import changes
+from rlhf_ray.observability.whereabouts import whereabouts_text
 
 KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning",
          "process_reward": "Process reward model"}
@@ -92,6 +93,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
         profiles(run),
         "<h2>Details</h2>",
         html.rollouts(_rollouts(run.samples)),
+        html.folded_text("Where the workers ran", whereabouts_text(run.status)),
         html.folded_text("Summary", json.dumps(summary, indent=2, ensure_ascii=False) if summary else ""),
         html.folded_text("Resolved configuration", config_text),
         html.footer(),

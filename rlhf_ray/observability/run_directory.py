@@ -45,6 +45,7 @@ class RunDirectory:
         self.faults = self.path / "faults.jsonl"
         self.control = self.path / "control"
         self.profile = self.path / "profile"
+        self.generators = self.path / "generators.json"
         self.report = self.path / "report.html"
 
     @classmethod

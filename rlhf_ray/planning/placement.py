@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rlhf_ray.config.flow import seats
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
+from rlhf_ray.planning.feasible import carries
 from rlhf_ray.planning.nodes import Node
 
 CLOSE = 1e-6
@@ -61,7 +62,7 @@ class _Room:
 
     def labelled(self, pool: PoolConfig) -> bool:
         """Whether the node carries the pool's labels."""
-        return all(self.node.labels.get(key) == value for key, value in pool.labels.items())
+        return carries(self.node.labels, pool.labels)
 
     def take(self, name: str, pool: PoolConfig) -> int:
         """Give a bundle its share; returns the first of its GPUs."""
@@ -76,7 +77,7 @@ class _Room:
 
 def custom(pool: PoolConfig) -> Mapping[str, float]:
     """A bundle's custom resources."""
-    return dict(getattr(pool, "resources", {}))
+    return pool.resources
 
 
 def place(

@@ -26,6 +26,7 @@ from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
+from rlhf_ray.coordinator.scaling import Scaling
 from rlhf_ray.coordinator.state import RunState, kl_controller
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
@@ -62,6 +63,7 @@ from rlhf_ray.stages.preflight import (
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.reward_preflight import check_rewards
+from rlhf_ray.stages.scaled import remember, remembered, with_generators
 from rlhf_ray.stages.supervised import newest_checkpoint
 from rlhf_ray.stages.workplace import fetch_uploaded, run_stage, workplace
 
@@ -72,12 +74,14 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: anything that stops it, said for a person.
     """
-    config = resolve(config)
+    config, configured = resolve(config), config.generator.workers
+    if resume:
+        config = with_generators(config, remembered(RunDirectory(config.run.dir), configured))
     preflight(config)
     if resume:
         fetch_uploaded(config)
         check_resume(config, config.run.steps, _geometry(config))
-    return run_stage(config, resume, lambda directory, session: _run(config, directory, session, resume))
+    return run_stage(config, resume, lambda directory, session: _run(config, directory, session, resume, configured))
 
 
 def preflight(config: PPOConfig) -> None:
@@ -106,7 +110,10 @@ def preflight(config: PPOConfig) -> None:
         check_first_rows(section, config.model)
 
 
-async def _run(config: PPOConfig, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
+async def _run(
+    config: PPOConfig, directory: RunDirectory, session: Session, resume: bool, configured: int
+) -> dict[str, Any]:
+    """`configured`: generators by the configuration; a run that was scaled is resumed with another number."""
     began = time.perf_counter()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     start = newest_checkpoint(store, resume)
@@ -115,9 +122,12 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
             progress.note(f"Ray dashboard at {session.dashboard_url}")
         stop = StopRequest(progress.warn)
         with stop.listening():
-            async with workplace(config) as place:
+            async with workplace(config, progress.note) as place:
                 team = spawn_team(config, place, Healing(
                     config.cluster, FaultLog(directory.faults, progress.warn, progress.note)))
+                if len(team.generators) != configured:
+                    progress.note(f"{len(team.generators)} generators, as `rlhf-ray scale` left them (configured: "
+                                  f"{configured})")
                 prompts = await start_team(config, place, team, progress)
                 weights = WeightSync(config.weights, team, config.cluster.lease_s, Phases(config, team))
                 team.keep_alive(weights.catch_up)
@@ -130,13 +140,15 @@ async def _run(config: PPOConfig, directory: RunDirectory, session: Session, res
                         config, team, weights, prompts, directory, store, metrics, progress, stop, evaluations,
                         resume_at),
                 )
+                scaling = Scaling(config.cluster, team, weights, partial(remember, directory, configured),
+                                  progress.note)
                 watch = Watch(team, config.cluster.lease_s)
                 frozen = [group for group in team.groups() if not team.trains(group.role)]
                 async with (live_status(lambda: course.coordinator, directory, show_live(config, directory)),
                             pulse.watched(),
                             heeding_notices(stop, progress.warn, team.learners(), frozen),
                             team.healing.at_work(watch.keep_looking()),
-                            answering(directory, {"profile": course.profile})):
+                            answering(directory, {"profile": course.profile, "scale": scaling.asked})):
                     coordinator = await course.run(start, resume)
                 samples = close_books(coordinator.pipeline.ledger)
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}

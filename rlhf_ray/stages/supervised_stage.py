@@ -63,7 +63,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
         stop = StopRequest(progress.warn)
         try:
             with stop.listening():
-                async with workplace(config) as place:
+                async with workplace(config, progress.note) as place:
                     learners, rows = await _prepare(stage, place, progress)
                     run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                         stage.card)

@@ -20,6 +20,7 @@ from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import RLHFError, StoppedEarly, UploadError
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.stages.needs import require_shared_files
 
 T = TypeVar("T")
 GOODBYE_S, HASTY_GOODBYE_S = 10.0, 3.0
@@ -47,13 +48,18 @@ class Workplace:
         """Workers of one role. `goodbye` is the method that lets them end in good order."""
         group = WorkerGroup(role, cls, placement, self._pools, arguments,
                             {**accelerator_environment(placement.gpus), **self._recording(), **(environment or {})},
-                            self._config.cluster.call_timeout_s, self._config.logging.task_events)
+                            self._config.cluster.call_timeout_s, self._config.logging.task_events,
+                            self._section(placement))
         self._groups.append((group, goodbye))
         return group
 
     def _recording(self) -> Mapping[str, str]:
         """What makes Ray's record of calls complete: without it its timeline has no times."""
         return {"RAY_PROFILING": "1"} if self._config.logging.task_events else {}
+
+    def _section(self, placement: PlacementConfig) -> str:
+        """The section of the configuration that a placement is; none for roles that have none."""
+        return next((name for name, known in self._config.placements().items() if known is placement), "")
 
     async def dismiss(self, patience_s: float) -> None:
         """End all workers: politely where that is possible in time, then for certain."""
@@ -68,14 +74,19 @@ class Workplace:
 
 
 @asynccontextmanager
-async def workplace(config: StageConfig) -> AsyncIterator[Workplace]:
-    """The stage's pools, opened with a deadline; workers and pools are gone afterwards whatever happens."""
-    pools = Pools(config.pools)
-    await pools.open(config.cluster.start_timeout_s)
+async def workplace(config: StageConfig, say: Callable[[str], None] | None = None) -> AsyncIterator[Workplace]:
+    """The stage's pools, opened with a deadline; workers and pools are gone afterwards whatever happens.
+
+    Args:
+        say: told what is waited for, should the pools take long.
+    """
+    pools = Pools(config.pools, config.placements(), config.cluster)
+    await pools.open(config.cluster.start_timeout_s, say)
     patience_s = HASTY_GOODBYE_S
     with scratch(config) as variables:
         place = Workplace(config, pools, variables)
         try:
+            await require_shared_files(config, pools)
             yield place
             patience_s = GOODBYE_S
         finally:

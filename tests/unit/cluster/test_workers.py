@@ -6,7 +6,6 @@ import ray
 
 from rlhf_ray.cluster.group import Order, _actor_class, _environment, _is_async
 from rlhf_ray.cluster.memory import KEEP_MEMORY
-from rlhf_ray.cluster.pools import _bundle
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 
 
@@ -78,9 +77,9 @@ def test_the_environment_limits_threads_and_the_roles_own_settings_win():
 
 
 def test_a_bundle_asks_for_what_it_has_some_of():
-    assert _bundle(PoolConfig(cpus=1.5)) == {"CPU": 1.5}
-    assert _bundle(PoolConfig(cpus=2, gpus=1)) == {"CPU": 2, "GPU": 1}
-    assert _bundle(PoolConfig(cpus=0, gpus=1)) == {"GPU": 1}
+    assert PoolConfig(cpus=1.5).bundle == {"CPU": 1.5}
+    assert PoolConfig(cpus=2, gpus=1, resources={"nvme": 0.5}).bundle == {"CPU": 2, "GPU": 1, "nvme": 0.5}
+    assert PoolConfig(cpus=0, gpus=1).bundle == {"GPU": 1}
 
 
 def test_workers_without_gpus_keep_their_memory():

@@ -79,6 +79,13 @@ class StandInGroup:
     def __len__(self) -> int:
         return self._workers
 
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(self._workers))
+
+    def processes(self, rank: int) -> None:
+        return None
+
     def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> StandInCall:
         self.log.append((method, rank))
         call = StandInCall(self.role, rank, method, self._behaviour, args)

@@ -19,6 +19,10 @@ class Group:
     def __len__(self):
         return len(self._nodes)
 
+    @property
+    def ranks(self):
+        return list(range(len(self)))
+
     def processes(self, rank):
         return self._nodes[rank] and SimpleNamespace(node=self._nodes[rank])
 

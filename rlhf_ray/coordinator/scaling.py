@@ -1,0 +1,114 @@
+"""More or fewer generators while a run goes on (`rlhf-ray scale`).
+
+A generator that comes is started, brought to the present weights, and only then given prompts. One that goes is given
+no new prompts, finishes what it has, and is ended; what it does not finish within a lease is made again by others. A
+sample has a seed of its own, so it comes out the same whoever makes it, and the ledger tells of it as of any other.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.crew import Crew
+from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
+
+REMOVED = "it was removed by rlhf-ray scale"
+GOODBYE_S = 10.0
+"""What a generator gets to shut its engine down."""
+
+
+class Scaling:
+    """Changes the number of generators of a team; one request after the other."""
+
+    def __init__(self, config: ClusterConfig, team: Team, weights: WeightSync, changed: Callable[[int], None],
+                 say: Callable[[str], None]) -> None:
+        """
+        Args:
+            changed: told of every new number.
+            say: told what happens, in words.
+        """
+        self._config, self._team, self._weights, self._changed, self._say = config, team, weights, changed, say
+        self._one_at_a_time = asyncio.Lock()
+
+    async def asked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what `rlhf-ray scale` asks for: `generators`, how many there are to be.
+
+        Returns:
+            their ranks, and what happened in words.
+
+        Raises:
+            ConfigError: that is no such number.
+            ClusterError: there is no room for them.
+            WorkerError: one could not be started.
+        """
+        wanted = arguments.get("generators")
+        if not isinstance(wanted, int) or wanted < 1:
+            raise ConfigError(f"generators={wanted!r}: a run needs one generator at least; to end it, stop it")
+        async with self._one_at_a_time:
+            group = self._team.generators
+            before = len(group)
+            if wanted > before:
+                await self._add(wanted - before)
+            elif wanted < before:
+                await self._remove(before - wanted)
+            if wanted != before:
+                self._changed(wanted)
+            said = f"{before} before, {len(group)} now" if wanted != before else f"{before}, as before"
+            return {"generators": group.ranks, "said": f"generators: {said}"}
+
+    async def _add(self, count: int) -> None:
+        """Add all of them, or none."""
+        crew, group = self._team.crew(self._team.generators), self._team.generators
+        ranks: list[int] = []
+        try:
+            while len(ranks) < count:
+                ranks.append(await group.add(self._config.start_timeout_s))
+            self._say(f"adding {_named(ranks)}")
+            with self._team.healing.set_aside(crew, ranks):
+                await _all(*(self._started(crew, rank) for rank in ranks))
+            self._say(f"{_named(ranks)} added, with version {self._weights.version} of the weights")
+        except BaseException:
+            for rank in ranks:
+                crew.leave_out(rank)
+            await asyncio.gather(*(group.remove(rank, "it could not be added") for rank in ranks))
+            raise
+
+    async def _started(self, crew: Crew, rank: int) -> None:
+        """Start one that is new, bring it to the present weights, and let it work."""
+        await crew.group.start_one(rank, timeout_s=self._config.start_timeout_s)
+        await self._weights.catch_up(rank, lambda: crew.take_back(rank))
+
+    async def _remove(self, count: int) -> None:
+        crew, group, healing = self._team.crew(self._team.generators), self._team.generators, self._team.healing
+        away = [rank for rank in group.ranks if (group.role, rank) in healing.down]
+        ranks = sorted((away + [rank for rank in reversed(group.ranks) if rank not in away])[:count])
+        self._say(f"removing {_named(ranks)} when what they have begun is done")
+        for rank in ranks:
+            crew.leave_out(rank)
+        with healing.set_aside(crew, ranks):
+            done = await asyncio.gather(*(self._dismissed(crew, rank) for rank in ranks))
+        again = sum(done)
+        self._say(f"{_named(ranks)} removed" + (f"; {again} samples are made again by others" if again else ""))
+
+    async def _dismissed(self, crew: Crew, rank: int) -> int:
+        """End a generator that gets no more work; how many samples it leaves to others."""
+        await crew.idle(rank, self._config.lease_s)
+        left = crew.rotation.load(rank)
+        await crew.group.remove(rank, REMOVED, goodbye="stop", patience_s=GOODBYE_S)
+        return left
+
+
+async def _all(*work: Any) -> None:
+    """Wait for everything; then the first failure is raised, in words of this project."""
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, RLHFError):
+            raise outcome
+        if isinstance(outcome, BaseException):
+            raise WorkerError(f"a generator could not be added: {type(outcome).__name__}: {outcome}") from outcome
+
+
+def _named(ranks: list[int]) -> str:
+    return ", ".join(f"generator/{rank}" for rank in ranks)

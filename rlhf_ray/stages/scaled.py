@@ -1,0 +1,33 @@
+"""The number of generators that `rlhf-ray scale` left a run with, kept so that a resumed run has as many."""
+
+import json
+from contextlib import suppress
+
+from rlhf_ray.config.bundles import Bundles, settled
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.observability.run_directory import RunDirectory
+
+
+def remember(directory: RunDirectory, configured: int, generators: int) -> None:
+    """Note the present number; `configured`: what the configuration said when the run was started."""
+    directory.write_json(directory.generators.name, {"generators": generators, "configured": configured})
+
+
+def remembered(directory: RunDirectory, configured: int) -> int:
+    """The number that a resumed run begins with: what it was scaled to, unless the configuration was changed since."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        noted = json.loads(directory.generators.read_text())
+        if noted["configured"] == configured:
+            return int(noted["generators"])
+    return configured
+
+
+def with_generators(config: PPOConfig, count: int) -> PPOConfig:
+    """The configuration with another number of generators, and as many bundles more in their pool as these need."""
+    name = config.generator.pool
+    scaled = config.model_copy(update={"generator": config.generator.model_copy(update={"workers": count})})
+    users = {role: place for role, place in scaled.placements().items() if place.pool == name}
+    pool = config.pools[name]
+    while not isinstance(settled(pool, users), Bundles):
+        pool = pool.model_copy(update={"bundles": pool.bundles + 1})
+    return scaled.model_copy(update={"pools": {**config.pools, name: pool}})

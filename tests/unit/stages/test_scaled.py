@@ -1,0 +1,47 @@
+"""How many generators a resumed run begins with, and the bundles that these need."""
+
+import pytest
+
+from rlhf_ray.config.run import PoolConfig
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.stages.scaled import remember, remembered, with_generators
+
+
+def config(**pools):
+    return PPOConfig(
+        model={"path": "m"}, rewards={"main": {"type": "model", "path": "r"}}, prompts={"path": "p"},
+        pools={"default": PoolConfig(cpus=2), **pools},
+        generator={"pool": "gen" if "gen" in pools else "default", "workers": 2, "cpus": 0.5})
+
+
+def test_a_run_remembers_what_it_was_scaled_to(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert remembered(directory, 2) == 2
+    remember(directory, 2, 5)
+    assert remembered(directory, 2) == 5
+
+
+def test_a_configuration_that_was_changed_since_wins(tmp_path):
+    directory = RunDirectory(tmp_path)
+    remember(directory, 2, 5)
+    assert remembered(directory, 3) == 3
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{\"generators\": 3}", "{\"generators\": null, \"configured\": 2}"])
+def test_a_note_that_cannot_be_read_is_none(tmp_path, text):
+    (tmp_path / "generators.json").write_text(text)
+    assert remembered(RunDirectory(tmp_path), 2) == 2
+
+
+def test_a_pool_has_as_many_bundles_more_as_the_generators_need():
+    settings = config(gen=PoolConfig(cpus=1))
+    scaled = with_generators(settings, 5)
+    assert (scaled.generator.workers, scaled.pools["gen"].bundles) == (5, 3)
+    assert scaled.pools["default"] == settings.pools["default"]
+    assert PPOConfig.model_validate(scaled.model_dump()) == scaled, "a configuration that is sound"
+
+
+def test_fewer_generators_leave_the_pool_as_it_is():
+    assert with_generators(config(gen=PoolConfig(cpus=1)), 1).pools["gen"].bundles == 1
+    assert with_generators(config(), 2) == config()
