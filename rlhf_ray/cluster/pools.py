@@ -165,7 +165,9 @@ def _settled(pool: PoolConfig, name: str, placements: Mapping[str, PlacementConf
 
 
 def _reserved(name: str, pool: PoolConfig, bundles: int) -> PlacementGroup:
-    labels = {"bundle_label_selector": [pool.labels] * bundles} if pool.labels else {}
+    # Ray takes a space after a comma for a part of the value that follows.
+    selector = {label: wanted.replace(" ", "") for label, wanted in pool.labels.items()}
+    labels = {"bundle_label_selector": [selector] * bundles} if selector else {}
     return placement_group([pool.bundle] * bundles, strategy=pool.strategy, name=name, **labels)
 
 

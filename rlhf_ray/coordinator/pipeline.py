@@ -56,7 +56,7 @@ class Pipeline:
         self.quarantine = quarantine
         self._companies = Companies(self._assess)
         self._patience = PATIENCE if config.coordinator.max_staleness else 0.0
-        self._generators, self._rule = 0, self._rule_of(len(team.generators))
+        self._rule = self._rule_of(len(team.generators))
         self._running: dict[asyncio.Task[None], Reservation] = {}
         self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._generating = 0
