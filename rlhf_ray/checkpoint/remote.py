@@ -36,10 +36,7 @@ class RemoteDirectory:
         Raises:
             ConfigError: the URL holds a password, is of an unknown kind, or needs a library that is not installed.
         """
-        if urlsplit(url).password:
-            raise ConfigError("run.upload holds a password, which would be saved with the run's configuration: leave "
-                              "it out, and give the credentials to the environment (AWS_PROFILE, "
-                              "GOOGLE_APPLICATION_CREDENTIALS, ...)")
+        require_no_password(url)
         import fsspec
 
         options = {"auto_mkdir": True} if "://" not in url or url.startswith(("file:", "local:")) else {}
@@ -168,6 +165,18 @@ class RemoteDirectory:
         from fsspec.callbacks import Callback
 
         return Callback(hooks={"moved": lambda *_, **__: self._moved()})
+
+
+def require_no_password(url: str) -> None:
+    """Raise where a URL holds one.
+
+    Raises:
+        ConfigError: it does; the message does not repeat it.
+    """
+    if urlsplit(url).password:
+        raise ConfigError("run.upload holds a password, which would be saved with the run's configuration: leave it "
+                          "out, and give the credentials to the environment (AWS_PROFILE, "
+                          "GOOGLE_APPLICATION_CREDENTIALS, ...)")
 
 
 def quieten() -> None:

@@ -7,9 +7,11 @@ whatever has its name may be copied. What fails is said at once and tried again;
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
@@ -83,7 +85,7 @@ class Uploader:
 
     def _work(self) -> None:
         while not self._over.wait(LOOK_S):
-            newest = self._store.newest_name()
+            newest = self._newest()
             new = newest is not None and newest[0] != self.step
             tried, when = self._tried
             if new and newest is not None and (newest[0] != tried or time.monotonic() - when > AGAIN_S):
@@ -96,7 +98,7 @@ class Uploader:
                 break
 
     def _try(self, whole: bool) -> None:
-        newest = self._store.newest_name()
+        newest = self._newest()
         self._tried = (newest[0] if newest else None, time.monotonic())
         try:
             if newest is not None:
@@ -110,6 +112,11 @@ class Uploader:
         else:
             self.failure = None
 
+    def _newest(self) -> tuple[int, Path] | None:
+        with suppress(OSError):  # a disk that does not answer now; this thread is to see the end of the run
+            return self._store.newest_name()
+        return None
+
     def _send_checkpoint(self, step: int, path: Path) -> None:
         """Copy a checkpoint, then remove those that are no longer kept here."""
         if not self.remote.holds_checkpoint(path):
@@ -121,24 +128,30 @@ class Uploader:
 
     def _send_files(self, whole: bool) -> None:
         """Copy what changed of all else. `whole`: also what is written at any moment."""
-        for path in sorted(self._directory.rglob("*")):
+        for path in self._files():
             name = path.relative_to(self._directory)
-            hidden = any(part.startswith(".") for part in name.parts)
-            if not path.is_file() or path.is_symlink() or hidden or name.parts[0] == CHECKPOINTS:
-                continue
             if not whole and name.parts[0].startswith(LIVE):
                 continue
-            found = path.stat()
-            mark = (found.st_size, found.st_mtime_ns)
-            if self._sent.get(name.as_posix()) == mark:
-                continue
             try:
+                found = path.stat()
+                mark = (found.st_size, found.st_mtime_ns)
+                if self._sent.get(name.as_posix()) == mark:
+                    continue
                 self.remote.put(path, name.as_posix())
             except FileNotFoundError:
                 if path.exists():
                     raise
             else:
                 self._sent[name.as_posix()] = mark
+
+    def _files(self) -> Iterator[Path]:
+        """All but checkpoints, links and what is hidden. Directories that are removed meanwhile are passed over."""
+        for place, below, names in os.walk(self._directory):
+            here = Path(place)
+            below[:] = sorted(name for name in below if not name.startswith(".") and (
+                name != CHECKPOINTS or here != self._directory))
+            found = (here / name for name in sorted(names) if not name.startswith("."))
+            yield from (path for path in found if path.is_file() and not path.is_symlink())
 
     def _moved(self) -> None:
         self._moved_at = time.monotonic()

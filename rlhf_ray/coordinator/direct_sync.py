@@ -78,8 +78,9 @@ class DirectSync:
     async def _offsets(self, audience: Audience) -> tuple[dict[int, int], int]:
         """The first process of each generator in a broadcast, by rank, and how many there are with the learner's."""
         calls = audience.calls("devices")
+        await audience.without(calls)
         world, offsets = 1, {}
-        for call in calls:
+        for call in (call for call in calls if call.rank in audience.ranks):
             offsets[call.rank] = world
             world += int(await call.value())
         return offsets, world

@@ -1,5 +1,6 @@
 """What machines can do: peaks from data sheets, and the shares of them that programs reach."""
 
+import re
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -93,4 +94,6 @@ def gpu_of(name: str) -> Hardware | None:
     if "a100" in letters and "40g" in letters:
         return A100_40
     plain = letters.replace("-", "")
-    return next((GPUS[key] for key in sorted(GPUS, key=len, reverse=True) if key.replace("-", "") in plain), None)
+    found = (key for key in sorted(GPUS, key=len, reverse=True)
+             if re.search(f"{key.replace('-', '')}(?!0)", plain))  # an L40 is no L4
+    return next((GPUS[key] for key in found), None)

@@ -38,11 +38,15 @@ def gpus_here() -> list[Hardware]:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [read_gpu(line) for line in answer.stdout.splitlines() if line.strip()]
+    found = [read_gpu(line) for line in answer.stdout.splitlines()]
+    return [gpu for gpu in found if gpu is not None]
 
 
-def read_gpu(line: str) -> Hardware:
-    """One line of nvidia-smi's answer: "NVIDIA H100 80GB HBM3, 81559" (MiB)."""
+def read_gpu(line: str) -> Hardware | None:
+    """One line of nvidia-smi's answer: "NVIDIA H100 80GB HBM3, 81559" (MiB); None where it tells no memory: "[N/A]"
+    of GPUs that share the processor's, and other messages."""
     name, _, memory = line.rpartition(",")
+    if not memory.strip().isdecimal():
+        return None
     known = gpu_of(name) or replace(H100, name=name.strip())
     return replace(known, memory_bytes=float(memory) * MIB)

@@ -25,12 +25,11 @@ def check_fit(config: StageConfig) -> None:
         return
     import psutil
 
-    node = this_machine(list(config.pools.values()), MARGIN * psutil.virtual_memory().total)
+    node = this_machine(list(config.pools.values()), psutil.virtual_memory().total)
     if any(pool.gpus for pool in config.pools.values()) and node.gpu is None:
         return  # that there is no GPU is told where pools are placed
-    gpu = replace(node.gpu, memory_bytes=MARGIN * node.gpu.memory_bytes) if node.gpu else None
     try:
-        require_fit(config, [replace(node, gpu=gpu)])
+        require_fit(config, [node])
     except ModelError:  # a model on the Hub, or of a form that planning does not know: it may well fit
         return
 
@@ -42,7 +41,12 @@ def require_fit(config: StageConfig, nodes: Sequence[Node]) -> None:
         ConfigError: what would not fit, and the fields to change.
         ModelError: the shape of a model is not known.
     """
-    refused = make_plan(config, nodes, shape_of).refused
+    refused = make_plan(config, [_with_margin(node) for node in nodes], shape_of).refused
     if refused:
         raise ConfigError("the run does not fit the machines it is for:\n" + "\n".join(f"  {text}" for text in refused)
                           + "\n  (`rlhf-ray plan` shows all of it)")
+
+
+def _with_margin(node: Node) -> Node:
+    gpu = replace(node.gpu, memory_bytes=MARGIN * node.gpu.memory_bytes) if node.gpu else None
+    return replace(node, memory_bytes=MARGIN * node.memory_bytes, gpu=gpu)

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import yaml
 
+from rlhf_ray.checkpoint.remote import require_no_password
 from rlhf_ray.config.load import plain
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
@@ -32,6 +33,8 @@ def check_before_submission(stage: str, config: StageConfig) -> list[str]:
     Raises:
         RLHFError: as the stage's own check before a run.
     """
+    if config.run.upload:
+        require_no_password(config.run.upload)
     module = importlib.import_module(f"rlhf_ray.stages.{stage.replace('-', '_')}")
     unseen = sorted({text for text in _paths(plain(config)) if Path(text).is_absolute() and not Path(text).exists()}
                     - {config.run.dir})
@@ -50,6 +53,9 @@ def check_plan(config: StageConfig, nodes: Sequence[Node], where: str) -> list[s
     Raises:
         ConfigError: what does not fit, and the fields to change.
     """
+    unknown = [node.name for node in nodes if node.gpus and node.gpu is None]
+    if unknown and any(pool.gpus for pool in config.pools.values()):
+        return [f"whether it fits the cluster is not planned: {unknown[0]} has GPUs of a kind that is not known"]
     try:
         require_fit(config, nodes)
     except ModelError as error:

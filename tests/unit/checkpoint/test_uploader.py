@@ -1,5 +1,7 @@
 """Copies of a run elsewhere: what arrives, what is verified, what an upload that fails leaves, and the way back."""
 
+import shutil
+import threading
 import time
 
 import fsspec
@@ -174,3 +176,38 @@ def test_a_place_that_cannot_work_is_refused_before_the_run(url, said, tmp_path)
     with pytest.raises(ConfigError, match=said) as caught:
         Uploader(url, tmp_path, silence_s=1).start(resume=False)
     assert "secret" not in str(caught.value)
+
+
+def test_what_is_removed_while_files_are_sent_is_no_failure(run, url, quick):
+    uploader, over, warned = Uploader(url, run, silence_s=10), threading.Event(), []
+    uploader._warn = warned.append
+
+    def write_and_remove():
+        while not over.is_set():
+            (run / "checkpoints/.tmp-step_1-7/policy/rank_0").mkdir(parents=True)
+            shutil.rmtree(run / "checkpoints")
+
+    writer = threading.Thread(target=write_and_remove)
+    writer.start()
+    try:
+        for _ in range(300):
+            uploader._try(whole=False)
+    finally:
+        over.set()
+        writer.join()
+    assert warned == [] and "metrics.jsonl" in uploader.remote.names()
+
+
+def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_copying(run, url, quick, monkeypatch):
+    uploader, answers = Uploader(url, run, silence_s=10), iter([OSError(116, "Stale file handle")] * 3)
+
+    def stale():
+        if (error := next(answers, None)) is not None:
+            raise error
+        return None
+
+    monkeypatch.setattr(uploader._store, "newest_name", stale)
+    uploader.start(resume=False)
+    time.sleep(0.1)
+    uploader.finish()
+    assert "ledger.sqlite" in uploader.remote.names()

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.planning.hardware import A100, A100_40, H100, H200, gpu_of
+from rlhf_ray.planning.hardware import A100, A100_40, H100, H200, L40S, gpu_of
 from rlhf_ray.planning.nodes import GIB, Node, parse_nodes
 from rlhf_ray.planning.placement import place
 
@@ -44,7 +44,7 @@ class TestSpec:
         assert gpu_of("NVIDIA H100 80GB HBM3") is H100
         assert gpu_of("NVIDIA-A100-SXM4-40GB") is A100_40
         assert gpu_of("NVIDIA A100-SXM4-80GB") is A100
-        assert gpu_of("TPU-V4") is None
+        assert gpu_of("TPU-V4") is None and gpu_of("NVIDIA-L40") is None and gpu_of("NVIDIA-L40S") is L40S
 
 
 def node(name="n", cpus=8.0, gpus=0, **more):

@@ -56,3 +56,8 @@ def test_a_gpu_of_an_unknown_kind_has_the_memory_that_it_tells():
     gpu = read_gpu("Quadro Z9, 10240")
     assert (gpu.name, gpu.memory_bytes) == ("Quadro Z9", 10 * 2**30)
     assert read_gpu("NVIDIA H100 80GB HBM3, 81559").name == "H100 SXM"
+
+
+@pytest.mark.parametrize("line", ["NVIDIA GB10, [N/A]", "", "Unable to determine the device handle for GPU0000"])
+def test_a_gpu_that_tells_no_memory_is_not_planned_for(line):
+    assert read_gpu(line) is None

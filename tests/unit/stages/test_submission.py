@@ -6,6 +6,8 @@ import subprocess
 import pytest
 
 from rlhf_ray.config.stages import SFTConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.planning.nodes import Node
 from rlhf_ray.stages.submission import (
     about_run,
     check_before_submission,
@@ -64,6 +66,19 @@ def test_the_part_of_the_environment_that_is_configuration_goes_along(tmp_path, 
 def test_what_cannot_be_seen_from_here_is_named_and_left_to_the_job(tmp_path):
     (said,) = check_before_submission("sft", config_of(tmp_path))
     assert "/nowhere" in said and "d.jsonl" in said and "/shared/runs" not in said
+
+
+def test_a_password_does_not_go_to_the_cluster(tmp_path):
+    config = config_of(tmp_path, run={"dir": "/shared/runs/a", "upload": "s3://key:hidden@bucket/run"})
+    with pytest.raises(ConfigError, match="run.upload holds a password") as caught:
+        check_before_submission("sft", config)
+    assert "hidden" not in str(caught.value)
+
+
+def test_gpus_of_an_unknown_kind_are_no_reason_to_refuse(tmp_path):
+    config = config_of(tmp_path, pools={"default": {"gpus": 1}}, learner={"gpus": 1})
+    (said,) = check_plan(config, [Node("n", 8, 64 * 2**30, 1)], "there")
+    assert "not planned" in said and "kind that is not known" in said
 
 
 def test_what_is_seen_is_checked_as_before_a_run(tmp_path):
