@@ -204,7 +204,7 @@ def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_copying(run, u
     def stale():
         if (error := next(answers, None)) is not None:
             raise error
-        return None
+        return
 
     monkeypatch.setattr(uploader._store, "newest_name", stale)
     uploader.start(resume=False)
