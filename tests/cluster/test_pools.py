@@ -43,6 +43,7 @@ def node_of(group, rank):
     return group.processes(rank).node
 
 
+@pytest.mark.slow
 def test_roles_land_where_the_labels_of_their_pools_say_and_one_copy_of_a_result_reaches_each_node(three, tmp_path):
     async def work():
         config = staged(three, tmp_path, learn=pool("learn"),
@@ -125,6 +126,7 @@ def test_what_is_only_busy_is_waited_for_and_told_of_and_nothing_is_kept_when_ti
     three.do(work())
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_is_waited_for_where_that_may_happen(three):
     async def work():
         pools = Pools({"late": pool("late")}, cluster=ClusterConfig(nodes_may_join=True))
@@ -139,6 +141,7 @@ def test_a_node_that_joins_is_waited_for_where_that_may_happen(three):
     three.do(work())
 
 
+@pytest.mark.slow
 def test_a_group_gets_another_worker_by_a_bundle_of_its_own_and_gives_it_back(three):
     async def work():
         async with workplace(staged(three, gen=pool("gen"))) as place:
