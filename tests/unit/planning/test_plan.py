@@ -119,13 +119,19 @@ class TestVerdict:
         assert refusal.endswith("To fit, set policy.gradient_checkpointing=true")
         assert not planned("one_gpu_0.5b_grpo.yaml", "1x1xL4").refused, "as it says"
 
-    def test_the_advice_is_what_is_needed_and_no_more(self):
-        [refusal] = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--policy.gradient_checkpointing=false",
-                            "--policy.micro_batch_tokens=4096").refused
-        fields = dict(re.findall(r"(policy\.\w+)=(\w+)", refusal))
-        changed = [f"--{name}={value}" for name, value in fields.items()]
-        assert not planned("one_gpu_8b_lora.yaml", "1x1xH100", "--policy.micro_batch_tokens=4096",
-                           "--policy.gradient_checkpointing=false", *changed).refused
+    @pytest.mark.parametrize(("recipe", "nodes", "worse", "needed"), [
+        ("one_gpu_8b_lora.yaml", "1x1xH100", ["--policy.gradient_checkpointing=false"], 1),
+        ("eight_gpu_8b_ppo.yaml", "1x8xH100", ["--critic.zero_stage=1", "--critic.gradient_checkpointing=false",
+                                               "--critic.autocast=float32"], 2),
+    ])
+    def test_the_advice_is_what_is_needed_and_no_more(self, recipe, nodes, worse, needed):
+        [refusal] = planned(recipe, nodes, *worse).refused
+        advice = re.findall(r"(\w+\.\w+=\w+)", refusal.partition("To fit, set ")[2])
+        assert len(advice) >= needed
+        assert not planned(recipe, nodes, *worse, *(f"--{change}" for change in advice)).refused
+        for left_out in advice:
+            rest = [f"--{change}" for change in advice if change != left_out]
+            assert planned(recipe, nodes, *worse, *rest).refused, f"{left_out} is not needed"
 
     def test_what_no_field_mends_says_so(self):
         plan = planned("one_gpu_8b_lora.yaml", "1x1xL4")
