@@ -67,19 +67,21 @@ class Scaling:
             while len(ranks) < count:
                 ranks.append(await group.add(self._config.start_timeout_s))
             self._say(f"adding {_named(ranks)}")
-            with self._team.healing.set_aside(crew, ranks):
-                await _all(*(self._started(crew, rank) for rank in ranks))
+            await _all(*(self._started(crew, rank) for rank in ranks))
             self._say(f"{_named(ranks)} added, with version {self._weights.version} of the weights")
         except BaseException:
             for rank in ranks:
                 crew.leave_out(rank)
-            await asyncio.gather(*(group.remove(rank, "it could not be added") for rank in ranks))
+            with self._team.healing.set_aside(crew, ranks):
+                await asyncio.gather(*(group.remove(rank, "it could not be added") for rank in ranks))
             raise
 
     async def _started(self, crew: Crew, rank: int) -> None:
-        """Start one that is new, bring it to the present weights, and let it work."""
-        await crew.group.start_one(rank, timeout_s=self._config.start_timeout_s)
-        await self._weights.catch_up(rank, lambda: crew.take_back(rank))
+        """Start one that is new, bring it to the present weights, and let it work: from then on it is looked after like
+        the others, whoever is still starting."""
+        with self._team.healing.set_aside(crew, [rank]):
+            await crew.group.start_one(rank, timeout_s=self._config.start_timeout_s)
+            await self._weights.catch_up(rank, lambda: crew.take_back(rank))
 
     async def _remove(self, count: int) -> None:
         crew, group, healing = self._team.crew(self._team.generators), self._team.generators, self._team.healing

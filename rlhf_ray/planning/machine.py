@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ QUERY_S = 20.0
 
 
 def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:
-    """This machine, on which a local Ray counts as many logical CPUs as the pools ask for.
+    """This machine, on which a local Ray counts as many logical CPUs, and custom resources, as the pools ask for.
 
     Args:
         memory_bytes: of main memory, that the run may have.
@@ -23,8 +24,11 @@ def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     gpus = gpus_here() if any(pool.gpus for pool in pools) else []
     pooled = sum(pool.cpus * pool.bundles for pool in pools)
+    custom: Counter[str] = Counter()
+    for pool in pools:
+        custom.update({kind: amount * pool.bundles for kind, amount in pool.resources.items()})
     return Node("this machine", max(pooled, cores), memory_bytes, len(gpus), gpus[0] if gpus else None,
-                real_cores=cores)
+                resources=custom, real_cores=cores)
 
 
 def gpus_here() -> list[Hardware]:

@@ -15,10 +15,11 @@ from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 class Growing(Mortals):
     """Mortals of which there may be more or fewer; `room` is how many the cluster can hold, `slow` how long each rank
-    takes for its samples, in seconds."""
+    takes for its samples, in seconds, and `slow_starts` to start."""
 
-    def __init__(self, workers=2, room=4, unstartable=(), slow=(), **more):
+    def __init__(self, workers=2, room=4, unstartable=(), slow=(), slow_starts=(), **more):
         super().__init__(workers=workers, **more)
+        self.slow_starts = dict(slow_starts)
         self.present, self.room, self.unstartable, self.slow = list(range(workers)), room, unstartable, dict(slow)
         self.incarnations, self.versions = defaultdict(lambda: 1), defaultdict(int)
         self.gone = {}
@@ -47,6 +48,7 @@ class Growing(Mortals):
     async def start_one(self, rank, timeout_s):
         if rank in self.unstartable:
             raise ModelError(f"generator/{rank} finds no model")
+        await asyncio.sleep(self.slow_starts.get(rank, 0.0))
         await super().start_one(rank, timeout_s)
 
     async def remove(self, rank, reason, goodbye=None, patience_s=0.0):
@@ -151,6 +153,24 @@ def test_where_not_all_can_be_added_none_is_and_the_run_goes_on(growing, error):
 
     assert run_in_virtual_time(run()) == [0, 0, 1, 1]
     assert it.group.present == [0, 1] and it.numbers == [] and it.crew.rotation.up == [0, 1]
+
+
+def test_one_that_is_new_and_lost_while_another_still_starts_is_brought_back():
+    it, lost_calls = Scaled(doomed=[(2, "generate")], slow_starts={3: 60.0}), []
+
+    async def run():
+        adding = asyncio.create_task(it.to(4))
+        await asyncio.sleep(5)
+        assert it.crew.rotation.up == [0, 1, 2]
+        await it.ask_all(3, lost_calls.append)
+        await asyncio.sleep(10)
+        assert not adding.done() and it.crew.rotation.up == [0, 1, 2]
+        brought_back = it.group.incarnations[2]
+        await adding
+        return brought_back
+
+    assert run_in_virtual_time(run()) == 2 and len(lost_calls) == 1
+    assert it.crew.rotation.up == [0, 1, 2, 3]
 
 
 def test_a_publication_goes_on_without_one_that_was_removed_in_it():

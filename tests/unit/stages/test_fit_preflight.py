@@ -43,6 +43,11 @@ def test_a_joined_cluster_and_an_unknown_model_are_left_alone(model, monkeypatch
     check_fit(config("somebody/unknown"))
 
 
+def test_a_local_cluster_has_the_custom_resources_that_pools_name(model, monkeypatch):
+    with_memory(monkeypatch, 64)
+    check_fit(config(model, pools={"default": {"cpus": 16, "bundles": 2, "resources": {"licence": 1}}}))
+
+
 def test_it_takes_no_time(model, monkeypatch):
     with_memory(monkeypatch, 64)
     checked = config(model)
