@@ -55,7 +55,7 @@ def ray_session(
     if config.address:
         _require_listener(config.address)
     namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster: their workers share names too
-    job = JobConfig(metadata={"run": name, **(metadata or {})})
+    job = JobConfig(metadata={"job_name": name, **(metadata or {})})  # the name that the dashboard shows
     try:
         if config.address:
             ray.init(address=config.address, namespace=namespace, job_config=job, log_to_driver=False,

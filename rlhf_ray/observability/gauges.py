@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rlhf_ray.observability.series import Series, gauge_name, help_of, labels_of, series_of
+
+REPEAT_S = 5.0
+"""Ray forgets a gauge that was not set again before its second report, 20 s after the last."""
 
 
 class LiveValue(NamedTuple):
@@ -24,6 +28,8 @@ class Gauges:
     def __init__(self, run: str) -> None:
         self._run = run
         self._gauges: dict[str, Any] = {}
+        self._row: dict[str, float] = {}
+        """The last value of each metric of rows."""
 
     def set_live(self, values: Iterable[LiveValue]) -> None:
         """Set live metrics."""
@@ -33,8 +39,13 @@ class Gauges:
 
     def set_row(self, values: Mapping[str, float]) -> None:
         """Set the metrics of a row."""
+        self._row = {**self._row, **values}
+        self.repeat_row()
+
+    def repeat_row(self) -> None:
+        """Set all metrics of rows again, as they were."""
         if joined():
-            for metric, value in values.items():
+            for metric, value in self._row.items():
                 self._set(series_of(metric), help_of(metric), value)
 
     def close(self) -> None:
@@ -50,16 +61,24 @@ class Gauges:
 
 
 class RaySink:
-    """Each row's numbers as gauges; see `sinks.Sink`."""
+    """Each row's numbers as gauges, repeated until the next row; see `sinks.Sink`."""
 
     def __init__(self, run: str) -> None:
-        self._gauges = Gauges(run)
+        self._gauges, self._over = Gauges(run), threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="gauges", daemon=True)
+        self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._gauges.set_row({**values, "step": float(step)})
 
     def close(self) -> None:
+        self._over.set()
+        self._thread.join()
         self._gauges.close()
+
+    def _repeat(self) -> None:
+        while not self._over.wait(REPEAT_S):
+            self._gauges.repeat_row()
 
 
 def joined() -> bool:

@@ -26,6 +26,13 @@ class Family(NamedTuple):
     prefix: str
     labels: tuple[str, ...]
     help: Metric
+    called: str = ""
+    """In Prometheus, where the prefix would be another metric's name."""
+
+    @property
+    def name(self) -> str:
+        """In Prometheus."""
+        return gauge_name(self.called or self.prefix.rstrip("/@"))
 
 
 FAMILIES = (
@@ -37,7 +44,7 @@ FAMILIES = (
     Family("reward/failed_tries/", ("component", "kind"), Metric("Tries without an answer that could be used",
                                                                 "a step")),
     Family("eval/reward/", ("component",), Metric("A component of the held-out reward, mean before its weight",
-                                                 "reward units")),
+                                                 "reward units"), "eval/reward_component"),
     Family("eval/pass@", ("k",), Metric("Held-out prompts solved by one of k samples", "share of prompts")),
 )
 ALONE = ("time/step",)
@@ -102,13 +109,13 @@ def exported() -> dict[str, tuple[str, ...]]:
     """Every name that is known beforehand, as Prometheus sees it, with its labels but for the run's."""
     known = {gauge_name(name): live.labels for name, live in LIVE.items()}
     known |= {series_of(name).name: tuple(series_of(name).labels) for name in METRICS}
-    known |= {gauge_name(f.prefix.rstrip("/@")): f.labels for f in FAMILIES}
+    known |= {family.name: family.labels for family in FAMILIES}
     known["rlhf_reward_component_std"] = ("component",)
     return {f"ray_{name}": labels for name, labels in known.items()}
 
 
 def _member(family: Family, rest: str) -> Series:
-    name = gauge_name(family.prefix.rstrip("/@"))
+    name = family.name
     if rest.endswith("/std"):
         name, rest = f"{name}_std", rest.removesuffix("/std")
     values = rest.split("/", len(family.labels) - 1)

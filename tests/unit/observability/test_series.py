@@ -19,6 +19,7 @@ from rlhf_ray.observability.series import LIVE, exported, gauge_name, help_of, l
     ("reward/failed_tries/service/timeout", "rlhf_reward_failed_tries", {"component": "service", "kind": "timeout"}),
     ("eval/pass@4", "rlhf_eval_pass", {"k": "4"}),
     ("eval/reward", "rlhf_eval_reward", {}),
+    ("eval/reward/length", "rlhf_eval_reward_component", {"component": "length"}),
     ("idle/a-b.c", "rlhf_idle_a_b_c", {}),
 ])
 def test_a_metric_is_a_name_and_labels(metric, name, labels):
@@ -29,7 +30,8 @@ def test_a_metric_is_a_name_and_labels(metric, name, labels):
 
 def test_metrics_of_one_name_have_the_same_labels():
     seen = {}
-    for metric in [*METRICS, "share/a/b", "reward/component/a", "reward/failures/a", "eval/reward/a", "eval/pass@1"]:
+    families = ("share/a/b", "reward/component/a", "reward/failures/a", "eval/reward/a", "eval/reward", "eval/pass@1")
+    for metric in [*METRICS, *families]:
         series = series_of(metric)
         assert seen.setdefault(series.name, tuple(series.labels)) == tuple(series.labels), metric
 

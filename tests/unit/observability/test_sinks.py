@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.observability import gauges
 from rlhf_ray.observability.gauges import Gauges, LiveValue, RaySink
 from rlhf_ray.observability.metrics import MetricsWriter
 
@@ -55,6 +56,22 @@ def test_without_ray_nothing_is_created_and_ray_is_not_imported():
 
 
 @pytest.mark.slow  # tests/cluster/test_interrupt.py looks at the endpoint of a whole run
+def test_a_rows_gauges_are_repeated_until_the_next_for_ray_forgets_them(monkeypatch, wait_for):
+    said = []
+    monkeypatch.setattr(gauges, "REPEAT_S", 0.02)
+    monkeypatch.setattr(gauges, "joined", lambda: True)
+    monkeypatch.setattr(Gauges, "_set", lambda self, series, text, value: said.append((series.name, value)))
+    sink = RaySink("r")
+    sink.write(1, {"eval/gold": 0.5, "reward/mean": 1.0})
+    sink.write(2, {"reward/mean": 2.0})
+    said.clear()
+    wait_for(lambda: True if len(said) > 6 else None, seconds=20)
+    sink.close()
+    assert set(said) == {("rlhf_eval_gold", 0.5), ("rlhf_reward_mean", 2.0), ("rlhf_step", 2.0)}
+    count = len(said)
+    assert not sink._thread.is_alive() and len(said) == count
+
+
 @pytest.mark.cluster
 def test_gauges_appear_on_rays_prometheus_endpoint(wait_for):
     import urllib.request
