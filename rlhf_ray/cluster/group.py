@@ -16,6 +16,7 @@ from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.cluster.memory import KEEP_MEMORY
 from rlhf_ray.cluster.pools import Pools, Seat
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
+from rlhf_ray.cluster.segments import removed_after
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
 
@@ -170,10 +171,12 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End the worker processes now, stopped ones too, with all that they have started."""
-        for worker in self._workers.values():
-            ray.kill(worker.handle)
-        here = [worker.processes for worker in self._workers.values() if worker.processes and is_here(worker.processes)]
-        kill((member for processes in here for member in processes.members), patience_s=KILLED_S)
+        here = [member for worker in self._workers.values() if worker.processes and is_here(worker.processes)
+                for member in worker.processes.members]
+        with removed_after(here):  # Ray ends those that would tidy up, too
+            for worker in self._workers.values():
+                ray.kill(worker.handle)
+            kill(here, patience_s=KILLED_S)
         forget(self.role)
 
     def _worker(self, rank: int) -> "_Worker":

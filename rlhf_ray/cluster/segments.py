@@ -6,8 +6,9 @@ their own there as well, for speed: models, caches of data sets. Nothing of thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -24,12 +25,31 @@ def made_by(pids: Iterable[int], since: float) -> set[str]:
     Args:
         since: when that was, in seconds since 1970.
     """
-    return {path for path in mapped_by(pids) if "/" not in path.removeprefix(PLACE) and _is_new(path, since)}
+    return {path for path in mapped_by(pids) if _is_new(path, since)}
+
+
+@contextmanager
+def removed_after(members: Iterable[tuple[int, float]]) -> Iterator[None]:
+    """Have the enclosed work end processes, and remove what they made then (`made_by`), if nobody uses it any more.
+
+    Args:
+        members: (pid, when it began) of each.
+    """
+    named = tuple(members)
+    segments = made_by((pid for pid, _ in named), min((began for _, began in named), default=0.0))
+    try:
+        yield
+    finally:
+        remove_unused(segments)
 
 
 def mapped_by(pids: Iterable[int]) -> set[str]:
-    """Paths of the segments that processes of this host use. Of others' processes nothing is known."""
-    return {path for pid in pids for path in _mapped(pid)}
+    """Paths of the segments in /dev/shm itself that processes of this host use. Of others' processes nothing is
+    known."""
+    inodes = {inode for pid in pids for inode in _mapped(pid)}
+    with suppress(OSError):
+        return {entry.path for entry in os.scandir(PLACE) if entry.inode() in inodes}
+    return set()
 
 
 def remove_unused(paths: Iterable[str]) -> None:
@@ -46,8 +66,10 @@ def _is_new(path: str, since: float) -> bool:
     return False
 
 
-def _mapped(pid: int) -> set[str]:
+def _mapped(pid: int) -> set[int]:
+    """Inodes in /dev/shm that a process maps. Names would not do: a semaphore has another one by the time it is used
+    (sem_open(3) makes a file, links it to its name, and removes the first)."""
     with suppress(OSError):  # it is gone, or another user's
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-        return {line[line.index(PLACE):] for line in lines if PLACE in line and not line.endswith(" (deleted)")}
+        return {int(line.split()[4]) for line in lines if PLACE in line}
     return set()

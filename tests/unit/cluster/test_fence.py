@@ -13,6 +13,7 @@ import pytest
 
 from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.cluster.processes import kill
+from rlhf_ray.cluster.segments import removed_after
 from rlhf_ray.errors import WorkerLost
 
 
@@ -111,3 +112,27 @@ def test_shared_memory_goes_with_the_last_killed_process_that_used_it():
     finally:
         segment.unlink(missing_ok=True)
         kill([one, other])
+
+
+LOCKER = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print("/dev/shm/sem." + lock._semlock.name.removeprefix("/"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_semaphore_goes_with_a_process_whose_tidier_was_killed_too():
+    """As Ray kills a worker: with all its children."""
+    process = subprocess.Popen([sys.executable, "-c", LOCKER], stdout=subprocess.PIPE, text=True)
+    segment = Path(process.stdout.readline().strip())
+    members = [(p.pid, p.create_time()) for p in (psutil.Process(process.pid),)]
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "Python's resource tracker"
+    with removed_after(members):
+        for each in (*children, process):
+            each.kill()
+        process.wait(10)
+        psutil.wait_procs(children, timeout=10)
+        assert segment.exists()
+    assert not segment.exists()
