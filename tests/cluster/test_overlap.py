@@ -32,9 +32,9 @@ def rows_of(directory):
 
 @pytest.fixture(scope="module")
 def late(configure, tmp_path_factory):
-    """The finished run once more, with late answers, a profile of its second step, and Ray's record of calls."""
+    """The finished run once more, with late answers, and a profile of its second step."""
     directory = tmp_path_factory.mktemp("late") / "run"
-    return make_run(configure, directory, delayed=True, logging={"profile_step": 2, "task_events": True})
+    return make_run(configure, directory, delayed=True, logging={"profile_step": 2})
 
 
 def test_without_overlap_neither_late_answers_nor_a_profile_change_a_bit(finished, late):
@@ -59,11 +59,17 @@ def test_a_profiled_step_leaves_traces_of_real_work_and_its_place_in_the_report(
     backward = [o["name"] for o in profile["workers"]["policy_learner/0"]["operators"] if "Backward" in o["name"]]
     assert backward, "the update is in it"
     assert {worker for worker, _, _ in profile["spans"]} >= {*names, "assembler/0", "reward_scorer/0"}
-    calls = json.loads((step / "ray.trace.json").read_text())
-    assert any("timed_call" in event["name"] for event in calls), "Ray's own timeline, with logging.task_events"
     report = (late / "report.html").read_text()
     assert '<svg class="timeline"' in report
     assert 'href="profile/step_2/policy_learner_1.trace.json.gz"' in report
+
+
+@pytest.mark.slow
+def test_a_profile_has_rays_own_timeline_where_ray_keeps_a_record_of_calls(configure, tmp_path):
+    logging = {"profile_step": 3, "task_events": True}
+    run = make_run(configure, tmp_path / "run", **{**SMALL, "logging": logging})
+    calls = json.loads((run / "profile/step_3/ray.trace.json").read_text())
+    assert any("timed_call" in event["name"] for event in calls)
 
 
 @pytest.fixture(scope="module")
