@@ -35,12 +35,11 @@ def check_before_submission(stage: str, config: StageConfig) -> list[str]:
     """
     if config.run.upload:
         require_no_password(config.run.upload)
-    module = importlib.import_module(f"rlhf_ray.stages.{stage.replace('-', '_')}")
     unseen = sorted({text for text in _paths(plain(config)) if Path(text).is_absolute() and not Path(text).exists()}
                     - {config.run.dir})
     if unseen:
         return [f"not to be seen from here, so the job checks it when it starts: {', '.join(unseen)}"]
-    module.preflight(config)
+    importlib.import_module(f"rlhf_ray.stages.{stage.replace('-', '_')}").preflight(config)
     return []
 
 

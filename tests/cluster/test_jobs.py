@@ -3,13 +3,26 @@
 import json
 import subprocess
 
+import httpx
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from rlhf_ray.cli.main import app
+from rlhf_ray.errors import RLHFError
 from tests.cluster.conftest import ppo_settings
-from tests.cluster.ray_head import ray_head
+from tests.cluster.ray_head import TOKEN, ray_head
 
 pytestmark = pytest.mark.cluster
+
+
+def ask(head, *words, token=TOKEN):
+    """Exit code and output of a command about the cluster's jobs, within this process."""
+    answer = CliRunner().invoke(app, [*words, "--address", head.url],
+                                env={"RAY_AUTH_TOKEN": token, "HOME": head.environment["HOME"]})
+    if isinstance(answer.exception, RLHFError):
+        return answer.exception.exit_code, str(answer.exception)
+    return answer.exit_code, answer.output
 
 
 @pytest.fixture(scope="module")
@@ -45,41 +58,37 @@ def test_what_cannot_be_seen_from_here_is_named_and_runs_are_not_packed(refused)
 
 
 def test_the_job_is_listed_with_its_run_stage_and_commit(refused):
-    code, output = refused["head"].run("jobs", "--address", refused["head"].url)
+    code, output = ask(refused["head"], "jobs")
     assert code == 0
     (line,) = [line for line in output.splitlines() if line.startswith("tiny-")]
     assert "ppo" in line and "failed (exit code 2)" in line and refused["commit"][:12] in line
 
 
 def test_logs_and_status_find_it_by_the_run_s_name(refused):
-    code, output = refused["head"].run("logs", "tiny", "--address", refused["head"].url)
+    code, output = ask(refused["head"], "logs", "tiny")
     assert code == 0 and "/nowhere/at/all" in output
-    code, output = refused["head"].run("status", "tiny", "--address", refused["head"].url)
+    code, output = ask(refused["head"], "status", "tiny")
     assert code == 0 and "failed (exit code 2)" in output and f"commit: {refused['commit']}" in output
 
 
 def test_a_job_that_is_over_is_not_stopped(refused):
-    code, output = refused["head"].run("stop", "tiny", "--address", refused["head"].url)
+    code, output = ask(refused["head"], "stop", "tiny")
     assert code == 0 and "is over: failed" in output
 
 
 def test_a_job_that_is_not_there_is_refused_with_those_that_are(refused):
-    code, output = refused["head"].run("logs", "other", "--address", refused["head"].url)
+    code, output = ask(refused["head"], "logs", "other")
     assert code == 1 and "there is no job and no run 'other'" in output and "tiny-" in output
 
 
 @pytest.mark.parametrize(("token", "said"), [("", "there is none here"),
                                              ("f" * 32, "refuses the token found here (403)")])
 def test_without_the_token_nothing_is_told(refused, token, said):
-    code, output = refused["head"].run("jobs", "--address", refused["head"].url, RAY_AUTH_TOKEN=token)
+    code, output = ask(refused["head"], "jobs", token=token)
     assert code == 1 and said in output and "ray get-auth-token" in output
 
 
 def test_the_job_server_keeps_what_the_job_was_submitted_with(refused):
-    import httpx
-
-    from tests.cluster.ray_head import TOKEN
-
     (job,) = httpx.get(f"{refused['head'].url}/api/jobs/", headers={"Authorization": f"Bearer {TOKEN}"}).json()
     about = job["metadata"]
     assert json.loads(about["arguments"]) == ["config/ppo.yaml", "--run.steps=3"] and about["stage"] == "ppo"
