@@ -1,5 +1,6 @@
 """`rlhf-ray jobs`, `logs`, `stop`: runs that were submitted to a cluster."""
 
+import shlex
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
@@ -94,7 +95,7 @@ def _kill(server: "JobServer", job: "Job") -> None:
     """Kill a job's driver by another job on its node, which is forgotten afterwards."""
     if job.node is None:
         return  # it has no process yet; Ray's own stop is enough
-    helper = server.run_on(job.node, f"python -m rlhf_ray.cluster.jobs.ending {job.id}", job.environment)
+    helper = server.run_on(job.node, f"python -m rlhf_ray.cluster.jobs.ending {shlex.quote(job.id)}", job.environment)
     until = time.monotonic() + KILL_S
     while not (state := server.job(helper)).over:
         if time.monotonic() > until:

@@ -29,10 +29,13 @@ class LiveGauges:
         self._seen: deque[tuple[float, dict[str, float]]] = deque()
         """When, and which share of each pool's workers had work then."""
         self._step, self._since = -1, now()
+        self._generators: set[int] = set()
+        """Ranks of all that there ever were."""
 
     def read(self, coordinator: Coordinator) -> list[LiveValue]:
         """The present values. Call it at regular intervals."""
-        return [*self._progress(coordinator), *self._workers(coordinator), *_held(coordinator)]
+        return [*self._progress(coordinator), *self._workers(coordinator), *_held(coordinator),
+                *self._behind(coordinator)]
 
     def _progress(self, coordinator: Coordinator) -> Iterator[LiveValue]:
         state, now = coordinator.state, self._now()
@@ -67,6 +70,15 @@ class LiveGauges:
             shares = [shares.get(pool, 0.0) for _, shares in self._seen]
             yield LiveValue("live/pool_busy", sum(shares) / len(shares), {"pool": pool})
 
+    def _behind(self, coordinator: Coordinator) -> Iterator[LiveValue]:
+        version, team = coordinator.state.step, coordinator.team
+        down = [rank for role, rank in team.healing.down if role == team.generators.role]
+        present = {*team.crew(team.generators).rotation.up, *down}
+        self._generators |= present
+        for rank in sorted(self._generators):  # a gauge keeps its last value: who was removed is behind nobody
+            behind = version - coordinator.weights.confirmed.get(rank, 0) if rank in present else 0
+            yield LiveValue("live/versions_behind", behind, {"worker": f"generator/{rank}"})
+
 
 def _held(coordinator: Coordinator) -> Iterator[LiveValue]:
     buffer, quarantine = coordinator.buffer.stats(), coordinator.pipeline.quarantine
@@ -76,9 +88,4 @@ def _held(coordinator: Coordinator) -> Iterator[LiveValue]:
     yield LiveValue("live/buffer_mb", buffer.bytes / 2**20, {})
     yield LiveValue("live/quarantined", quarantine.samples if quarantine else 0, {})
     yield LiveValue("live/lost_workers", coordinator.team.healing.log.lost_so_far, {})
-    version, team = coordinator.state.step, coordinator.team
-    yield LiveValue("live/policy_version", version, {})
-    down = [rank for role, rank in team.healing.down if role == team.generators.role]
-    for rank in sorted({*team.crew(team.generators).rotation.up, *down}):
-        behind = version - coordinator.weights.confirmed.get(rank, 0)
-        yield LiveValue("live/versions_behind", behind, {"worker": f"generator/{rank}"})
+    yield LiveValue("live/policy_version", coordinator.state.step, {})

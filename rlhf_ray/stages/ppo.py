@@ -75,11 +75,10 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
         RLHFError: anything that stops it, said for a person.
     """
     config, configured = resolve(config), config.generator.workers
-    if resume:
-        config = with_generators(config, remembered(RunDirectory(config.run.dir), configured))
     preflight(config)
     if resume:
-        fetch_uploaded(config)
+        fetch_uploaded(config)  # first: how many generators there were may be told there alone
+        config = with_generators(config, remembered(RunDirectory(config.run.dir), configured))
         check_resume(config, config.run.steps, _geometry(config))
     return run_stage(config, resume, lambda directory, session: _run(config, directory, session, resume, configured))
 

@@ -7,10 +7,14 @@ job, on the driver's node, does this.
 import json
 import os
 import sys
+import time
 from contextlib import suppress
 
 import psutil
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+PATIENCE_S = 30.0
+"""A process in the middle of a write to a disk that hangs cannot be killed, and this one must not wait for ever."""
 
 
 def processes_of(job_id: str) -> list[psutil.Process]:
@@ -25,9 +29,10 @@ def processes_of(job_id: str) -> list[psutil.Process]:
 
 
 def kill(job_id: str) -> int:
-    """Kill them until none is left; returns how many there were."""
+    """Kill them until none is left, for half a minute at most; returns how many there were."""
     killed: set[int] = set()
-    while left := processes_of(job_id):
+    until = time.monotonic() + PATIENCE_S
+    while (left := processes_of(job_id)) and time.monotonic() < until:
         for process in left:
             killed.add(process.pid)
             with suppress(psutil.NoSuchProcess):

@@ -92,3 +92,11 @@ def test_a_generator_that_did_not_confirm_is_behind(run, time):
 def test_the_pools_of_a_configuration_are_those_that_its_roles_name(ppo_config):
     config = ppo_config(pools={"default": {"cpus": 4}, "b": {"cpus": 4}}, policy={"pool": "b"})
     assert (pools_of(config)["generator"], pools_of(config)["policy_learner"]) == ("default", "b")
+
+
+def test_a_generator_that_was_removed_is_behind_nobody(run, time):
+    live, team = live_of(run, time), run.coordinator.team
+    run.coordinator.state.step = 3
+    assert read(live, run)["live/versions_behind", "generator/0"] == 3
+    team.crew(team.generators).leave_out(0)
+    assert read(live, run)["live/versions_behind", "generator/0"] == 0
