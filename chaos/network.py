@@ -67,12 +67,16 @@ def note_loss(course: Course, start: Start, faults: Sequence[Fault]) -> None:
     fault = lossy(faults)
     if fault is None:
         return
-    if lost_at_the_start(faults, start.code, start.log.read_text(errors="replace")):
+    log = start.log.read_text(errors="replace")
+    if lost_at_the_start(faults, start.code, log):
         course.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
                            state="a call while workers started")
     elif (event := _loss(course, start)) is not None:
         course.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=event["lost_at"],
                            role=event["role"], rank=event["rank"] or 0, state=f"a call of {event['method']}")
+    elif start.abrupt and SAID in log:
+        course.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
+                           state="a call; the driver ended before the worker was back")
 
 
 def _loss(course: Course, start: Start) -> dict[str, Any] | None:

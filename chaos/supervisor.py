@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from uuid import uuid4
 
@@ -192,9 +193,12 @@ def _wait(driver: subprocess.Popen[bytes], course: Course, log: Path) -> bool:
 
 
 def _damage(course: Course, pending: list[Fault]) -> None:
-    """Damage a checkpoint, if that is what comes next."""
-    if pending and pending[0].what.target == "checkpoint":
-        fault = pending.pop(0)
-        done = damage(fault, RunDirectory(course.directory).checkpoints)
-        if done is not None:
-            course.strikes.add("struck", fault=fault.number, kind=fault.kind, state=done, in_state=True)
+    """Damage a checkpoint, if that is what comes before anything is done to the next driver."""
+    coming = takewhile(lambda fault: fault.what.follows_an_end, pending)
+    fault = next((fault for fault in coming if fault.what.target == "checkpoint"), None)
+    if fault is None:
+        return
+    pending.remove(fault)
+    done = damage(fault, RunDirectory(course.directory).checkpoints)
+    if done is not None:
+        course.strikes.add("struck", fault=fault.number, kind=fault.kind, state=done, in_state=True)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from chaos.kinds import KILL
 from chaos.network import CALL, VARIABLE, environment, lossy_here_only, lost_at_the_start, note_loss
 from chaos.outcome import outcomes
 from chaos.plan import Fault, plan
@@ -63,6 +64,13 @@ def test_a_loss_while_workers_start_ends_the_driver_and_the_next_one_goes_on(mad
     made_up.line("loop", 230, step=0)
     (outcome,) = outcomes(course)
     assert outcome.survived and outcome.recovery_s == 30
+
+
+def test_a_loss_before_a_driver_s_abrupt_end_is_in_its_log_only(made_up):
+    course = lose(made_up, -KILL, SAID)
+    made_up.line("loop", 220, step=0)
+    (outcome,) = outcomes(course)
+    assert outcome.survived and outcome.recovery_s == 20
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -94,3 +94,10 @@ def test_a_second_sigterm_does_not_cut_short_what_the_first_one_asked_for():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_damage_does_not_wait_for_a_message_that_is_still_to_be_lost(made, monkeypatch):
+    damaged = []
+    monkeypatch.setattr(supervisor, "damage", lambda fault, _: damaged.append(fault.number))
+    made(["die", "well"], [Fault(1, "driver_kill", 1), Fault(2, "request_lost", 1), Fault(3, "checkpoint_flip", 1)])
+    assert damaged == [3]
