@@ -57,7 +57,7 @@ class MlflowSink:
     numbers in MLflow and not the run: they are in metrics.jsonl.
 
     Raises:
-        ConfigError: the package is not installed, or the tracking server refuses the experiment.
+        ConfigError: the package is not installed, or the tracking server refuses the experiment of a new run.
     """
 
     def __init__(self, run: RunDirectory, experiment: str, resume_at: int | None = None) -> None:
@@ -70,15 +70,21 @@ class MlflowSink:
                 "pip install 'rlhf-ray[mlflow]', or leave logging.mlflow_experiment empty"
             ) from error
         self._failure: type[Exception] = MlflowException
+        self._run: str | None = None
         where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path.resolve() / 'mlflow.db'}"
         try:
             self._client: Any = MlflowClient(tracking_uri=where)
             self._run = self._opened(run, experiment, resume_at)
         except MlflowException as error:
+            if resume_at is not None and (run.path / MLFLOW_RUN).is_file():  # as when it is lost later in the run
+                log.getLogger(__name__).warning("MLflow gets no numbers: %s cannot be opened: %s", where, error)
+                return
             raise ConfigError(f"logging.mlflow_experiment={experiment!r} cannot be opened at {where}: {error}; correct "
                               "MLFLOW_TRACKING_URI, or leave logging.mlflow_experiment empty") from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._run is None:
+            return
         from mlflow.entities import Metric
 
         now = _milliseconds()
@@ -89,6 +95,8 @@ class MlflowSink:
             log.getLogger(__name__).warning("MLflow did not take the numbers of step %d: %s", step, error)
 
     def close(self) -> None:
+        if self._run is None:
+            return
         try:
             self._client.set_terminated(self._run)
         except self._failure as error:

@@ -90,6 +90,16 @@ def test_a_tracking_server_that_is_not_there_is_refused_before_the_run(tmp_path,
 
 
 @needs("mlflow")
+def test_a_run_that_goes_on_does_so_without_a_tracking_server_that_is_away(tmp_path, mlflow_of, monkeypatch, caplog):
+    write_steps(tmp_path, (1, 2), 0.25)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    write_steps(tmp_path, (3,), 0.75, resume_at=2)
+    assert "MLflow gets no numbers" in caplog.text
+    assert '"reward/mean": 0.75' in RunDirectory(tmp_path).metrics.read_text()
+
+
+@needs("mlflow")
 def test_a_tracking_store_that_breaks_costs_its_numbers_and_not_the_run(tmp_path, mlflow_of, caplog):
     writer = MetricsWriter(tmp_path, MLFLOW)
     mlflow_of(tmp_path).delete_run((tmp_path / MLFLOW_RUN).read_text())
