@@ -10,7 +10,7 @@ import psutil
 
 MARK = "RLHF_RAY_CHAOS_RUN"
 """Variable in the environment of all processes of a run: which it is."""
-GONE_S = 30.0
+GONE_S = 60.0
 """What is left of a driver's processes must be gone so long after its end."""
 LOOK_S = 0.2
 
