@@ -24,6 +24,16 @@ def until(what, timeout_s=240):
     return found
 
 
+def read_to(process, pattern):
+    """What a process prints, to the first line that begins with the pattern."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.match(pattern, line):
+            break
+    return "".join(lines)
+
+
 def steps_of(directory):
     return [row["step"] for row in read_metrics(directory) if "reward/mean" in row] if directory.is_dir() else []
 
@@ -43,9 +53,9 @@ def submitted(files, tmp_path_factory):
     with ray_head() as head:
         follower = head.command("submit", "ppo.yaml", "--address", head.url, cwd=project)
         try:
-            until(lambda: len(steps_of(directory)) >= 2)
+            followed = read_to(follower, r"PPO: step \d+/100000  reward ")
             follower.send_signal(signal.SIGINT)
-            followed, _ = follower.communicate(timeout=60)
+            followed += follower.communicate(timeout=60)[0]
         finally:
             follower.kill()
         job = re.search(r"submitted (tiny-\w+)", followed)[1]
