@@ -1,12 +1,11 @@
-"""The doctor's look at GPUs: which there are, whether their driver is new enough, and NCCL between them."""
+"""The doctor's look at GPUs: whether their driver is new enough and their memory enough, and NCCL between them."""
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from rlhf_ray.cli.finding import Finding, installed
+from rlhf_ray.planning.nvidia_smi import GPU
 
 LEAST_DRIVER = 580
 """NVIDIA's driver branch for CUDA 13.0, which torch 2.13 is built for (CUDA 13.0 release notes, table 2)."""
@@ -15,29 +14,6 @@ LEAST_GIB = 16.0
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 SLOW_WAYS = {"NCCL_P2P_DISABLE": "GPUs of a node then talk through main memory",
              "NCCL_IB_DISABLE": "nodes then talk over TCP", "NCCL_SHM_DISABLE": "GPUs of a node then talk over TCP"}
-
-
-@dataclass(frozen=True)
-class GPU:
-    """What nvidia-smi says of one."""
-
-    name: str
-    gib: float
-    driver: str
-
-
-def gpus_here() -> list[GPU]:
-    """The NVIDIA GPUs of this machine, by nvidia-smi; empty without one, or with a driver that does not answer."""
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return []
-    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
-    return [GPU(row[0], float(row[1]) / 1024, row[2]) for row in rows if len(row) == 3 and row[1].isdecimal()]
 
 
 def check_gpus(gpus: Sequence[GPU]) -> Finding:

@@ -11,7 +11,7 @@ from rlhf_ray.cli.arguments import require_run
 def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
     generators: Annotated[int, typer.Option(min=1, help="How many generators there are to be.")],
-    wait: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the answer.")] = 900.0,
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the answer.")] = 900.0,
 ) -> None:
     """Add generators to a run that goes on, or remove some, and say what happened.
 
@@ -22,4 +22,4 @@ def scale(
     require_run(run)
     from rlhf_ray.observability.control import ask
 
-    typer.echo(ask(run, "scale", {"generators": generators}, timeout_s=wait)["said"])
+    typer.echo(ask(run, "scale", {"generators": generators}, timeout_s=timeout)["said"])

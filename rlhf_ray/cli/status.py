@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from rlhf_ray.cli.arguments import require_run
-from rlhf_ray.cli.submit import Address
 
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory; or a job's id, with --address.")],
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it anew every two seconds; Ctrl-C ends.")] = False,
-    address: Address = None,
+    address: Annotated[str | None, typer.Option(
+        envvar="RAY_API_SERVER_ADDRESS", help="The cluster's job server (http://HOST:8265) that has the job.")] = None,
 ) -> None:
     """Show how far a run is, what each role did and waited for, who holds what, and what to change first.
 

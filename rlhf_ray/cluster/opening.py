@@ -7,7 +7,7 @@ from rlhf_ray.cluster.present import present_nodes
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.errors import ClusterError
 from rlhf_ray.planning.feasible import fit_together
-from rlhf_ray.planning.nodes_table import asked_for, in_lines, nodes_table, why_never
+from rlhf_ray.planning.nodes_table import asked_for, nodes_table, why_never
 
 SAY_AFTER_S = 5.0
 """A wait for pools as long as that is told of."""
@@ -25,8 +25,8 @@ def require_feasible(pools: Mapping[str, PoolConfig]) -> None:
         said = [f"each pool fits on these nodes alone, but not all together: {', '.join(map(repr, pools))}. Lower "
                 "their bundles, cpus or gpus, or add nodes", *(asked_for(name, pool) for name, pool in pools.items())]
     if said:
-        raise ClusterError(in_lines([*said, nodes_table(pools, nodes),
-                                     "(if such nodes are about to join, cluster.nodes_may_join=true waits for them)"]))
+        raise ClusterError("\n".join([*said, nodes_table(pools, nodes),
+                                      "(if such nodes are about to join, cluster.nodes_may_join=true waits for them)"]))
 
 
 async def placed(waiting: Mapping[str, "asyncio.Future[None]"], timeout_s: float, say: Callable[[str], None]) -> None:
@@ -45,7 +45,7 @@ async def placed(waiting: Mapping[str, "asyncio.Future[None]"], timeout_s: float
 def not_in_time(pools: Mapping[str, PoolConfig], late: list[str], timeout_s: float) -> str:
     """What to say of pools that were late: what they ask for, and what the nodes have."""
     nodes = present_nodes()
-    return in_lines([
+    return "\n".join([
         f"{_listed(late)} found no place within {timeout_s:g} s (cluster.start_timeout_s); what was reserved is given "
         "back. Others may be using the nodes (`ray status` tells):",
         *(asked_for(name, pools[name]) for name in late),

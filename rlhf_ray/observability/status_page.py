@@ -21,7 +21,7 @@ from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.waiting import BUSY, COORDINATOR, mean_shares
-from rlhf_ray.observability.whereabouts import nodes_table
+from rlhf_ray.observability.whereabouts import whereabouts_table
 
 RECENT_STEPS = 20
 """Steps that shares of time are means over."""
@@ -54,7 +54,7 @@ def status_page(path: Path) -> RenderableType:
         said = diagnosis(steps, live.get("max_staleness", 0))
         parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(said.limit), Text(said.advice)]
     if live and not live.get("ended"):
-        parts += [Text(""), _held(live), Text(""), nodes_table(live.get("workers", ()))]
+        parts += [Text(""), _held(live), Text(""), whereabouts_table(live.get("workers", ()))]
     return Group(*parts)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 COLUMNS = ("node", "pool", "workers (process, GPUs)")
 
 
-def nodes_table(workers: Iterable[Mapping[str, Any]]) -> Table:
+def whereabouts_table(workers: Iterable[Mapping[str, Any]]) -> Table:
     """A line for each pool on each node."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in COLUMNS:

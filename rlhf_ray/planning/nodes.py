@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf, nan
 
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.planning.hardware import CORE, GPUS, Hardware, gpu_of
+from rlhf_ray.planning.memory import GIB
 
-GIB = 2**30
 CPUS_PER_GPU, GIB_PER_GPU = 12, 240
 """Of a node that is named by its GPUs alone, about as NVIDIA's DGX H100 has them (112 cores and 2 TiB for eight)."""
 GIB_PER_CPU = 4
@@ -89,16 +90,24 @@ def _group(number: int, given: Mapping[str, list[str]], spec: str, before: int) 
     cpus = _number(given, "cpus", gpus * CPUS_PER_GPU, spec)
     memory = _number(given, "memory", gpus * GIB_PER_GPU or cpus * GIB_PER_CPU, spec) * GIB
     labels = dict(_colon(text, spec) for text in given.get("label", []))
-    resources = {name: float(amount or 1) for name, amount in (_colon(t, spec) for t in given.get("resource", []))}
+    resources = {name: _amount(amount, f"resource={name}", spec)
+                 for name, amount in (_colon(text, spec) for text in given.get("resource", []))}
     return [Node(f"node-{before + i}", cpus, memory, gpus, gpu if gpus else None, labels, resources)
             for i in range(number)]
 
 
 def _number(given: Mapping[str, list[str]], key: str, default: float, spec: str) -> float:
+    return _amount(given[key][-1], key, spec) if key in given else default
+
+
+def _amount(text: str, key: str, spec: str) -> float:
     try:
-        return float(given[key][-1]) if key in given else default
+        amount = float(text)
     except ValueError:
-        raise ConfigError(f"--nodes {spec!r}: {key}={given[key][-1]!r} is no number") from None
+        amount = nan
+    if not 0 <= amount < inf:
+        raise ConfigError(f"--nodes {spec!r}: {key} {text!r} is no amount; write a number from 0 up")
+    return amount
 
 
 def _colon(text: str, spec: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rlhf_ray.config.run import PoolConfig
@@ -100,8 +100,3 @@ def _as_option(labels: Mapping[str, str]) -> str:
 
 def _bundles(count: int) -> str:
     return f"{count} bundle{'' if count == 1 else 's'}"
-
-
-def in_lines(parts: Iterable[str]) -> str:
-    """Parts of a message, each in a line of its own."""
-    return "\n".join(parts)

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_ray.cli import gpus, machine, network
 from rlhf_ray.cli.finding import Finding
-from rlhf_ray.cli.gpus import GPU
+from rlhf_ray.planning.nvidia_smi import GPU, gpus_here
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ class TestGPUs:
 
     def test_they_are_listed_by_nvidia_smi(self, says):
         says("echo 'NVIDIA H100, 81559, 580.95.05'\necho 'NVIDIA H100, 81559, 580.95.05'")
-        finding = gpus.check_gpus(gpus.gpus_here())
+        finding = gpus.check_gpus(gpus_here())
         assert (finding.status, finding.advice) == ("ok", "")
         assert finding.found == "NVIDIA H100 (80 GiB), NVIDIA H100 (80 GiB), driver 580.95.05"
 
     def test_a_broken_driver_is_no_gpu_and_is_told(self, says):
         says("exit 9")
-        assert gpus.gpus_here() == []
+        assert gpus_here() == []
         assert (gpus.check_gpus([]).status, "nvidia-smi" in gpus.check_gpus([]).advice) == ("warn", True)
 
     @pytest.mark.parametrize(("gib", "driver", "status", "advice"), [

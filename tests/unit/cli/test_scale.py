@@ -20,7 +20,7 @@ def test_it_asks_the_run_and_says_what_came_of_it(tmp_path, monkeypatch):
         return {"generators": [0, 1, 2], "said": "generators: 2 before, 3 now"}
 
     monkeypatch.setattr(control, "ask", ask)
-    result = invoke(tmp_path, "--generators", 3, "--wait", 20)
+    result = invoke(tmp_path, "--generators", 3, "--timeout", 20)
     assert result.exit_code == 0 and result.output == "generators: 2 before, 3 now\n"
     assert asked == [((tmp_path, "scale", {"generators": 3}), {"timeout_s": 20.0})]
 

@@ -33,7 +33,9 @@ class TestSpec:
 
     @pytest.mark.parametrize(("spec", "told"), [
         ("8xH100", "names no machines"), ("2x", "names no machines"), ("2x8xK80", "a K80 are not known"),
-        ("1x(gpus=many)", "is no number"), ("1x(ram=5)", "is no key=value"), ("1x(label=a)", "needs a colon"),
+        ("1x(gpus=many)", "gpus 'many' is no amount"), ("1x(memory=nan)", "is no amount"),
+        ("1x(cpus=-4)", "is no amount"), ("1x(cpus=8,resource=disk:x)", "resource=disk 'x' is no amount"),
+        ("1x(ram=5)", "is no key=value"), ("1x(label=a)", "needs a colon"),
         ("0x8xH100", "names no machines"),
     ])
     def test_what_is_no_machine_is_refused_with_an_example(self, spec, told):

@@ -8,7 +8,8 @@ import pytest
 
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.planning.machine import read_gpu
+from rlhf_ray.planning.machine import as_hardware
+from rlhf_ray.planning.nvidia_smi import read_gpu
 from rlhf_ray.stages.fit_preflight import check_fit
 
 
@@ -58,11 +59,11 @@ def test_it_takes_no_time(model, monkeypatch):
 
 
 def test_a_gpu_of_an_unknown_kind_has_the_memory_that_it_tells():
-    gpu = read_gpu("Quadro Z9, 10240")
+    gpu = as_hardware(read_gpu("Quadro Z9, 10240, 580.95.05"))
     assert (gpu.name, gpu.memory_bytes) == ("Quadro Z9", 10 * 2**30)
-    assert read_gpu("NVIDIA H100 80GB HBM3, 81559").name == "H100 SXM"
+    assert as_hardware(read_gpu("NVIDIA H100 80GB HBM3, 81559, 580.95.05")).name == "H100 SXM"
 
 
-@pytest.mark.parametrize("line", ["NVIDIA GB10, [N/A]", "", "Unable to determine the device handle for GPU0000"])
+@pytest.mark.parametrize("line", ["NVIDIA GB10, [N/A], 580.95", "", "Unable to determine the device handle of GPU0"])
 def test_a_gpu_that_tells_no_memory_is_not_planned_for(line):
     assert read_gpu(line) is None
