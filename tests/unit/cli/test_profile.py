@@ -21,7 +21,7 @@ PROFILE = {"step": 7, "seconds": 2.5, "spans": [["policy_learner/0", 0.5, 2.0]],
 @pytest.fixture
 def run(tmp_path):
     """A run's directory; whoever asks for a profile finds one of step 7."""
-    directory, over = RunDirectory(tmp_path), threading.Event()
+    directory, listening, over = RunDirectory(tmp_path), threading.Event(), threading.Event()
     directory.metrics.write_text('{"step": 6, "time": 0, "time/step": 1.0}\n')
     directory.write_json("status.json", {"time": time.time()})
 
@@ -33,11 +33,13 @@ def run(tmp_path):
 
     async def answer():
         async with answering(directory, {"profile": profile}):
+            listening.set()
             while not over.is_set():
                 await asyncio.sleep(0.05)
 
     thread = threading.Thread(target=lambda: asyncio.run(answer()))
     thread.start()
+    assert listening.wait(60)  # what was asked before is refused, as asked of an earlier process
     yield directory
     over.set()
     thread.join()
