@@ -66,10 +66,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def gauge(text: str, name: str) -> float | None:
-    """Value of a gauge of this run on the endpoint, or None."""
-    line = re.search(rf'^{name}\{{[^}}]*run="run"[^}}]*\}} (\S+)$', text, re.M)
-    return float(line[1]) if line else None
+def gauge(text: str, name: str, **labels: str) -> float | None:
+    """Value of a gauge of this run with these labels on the endpoint, or None."""
+    wanted = {f'{label}="{value}"' for label, value in (labels | {"run": "run"}).items()}
+    found = re.finditer(rf"^{name}\{{([^}}]*)\}} (\S+)$", text, re.M)
+    return next((float(line[2]) for line in found if wanted <= set(line[1].split(","))), None)
 
 
 def shown(port: int) -> str:

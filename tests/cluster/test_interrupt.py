@@ -14,9 +14,10 @@ RESUMABLE = 75
 def test_the_run_s_numbers_are_on_ray_s_metrics_endpoint(interrupted):
     rewards = [row["reward/mean"] for row in interrupted.rows if "reward/mean" in row]
     assert min(abs(gauge(interrupted.gauges, "ray_rlhf_reward_mean") - r) for r in rewards) < 1e-6
-    for name in ("kl_sequence", "policy_loss", "throughput_tokens_per_second", "share_generator_busy", "buffer_samples",
-                 "staleness_max", "weights_publish_seconds"):
+    for name in ("kl_sequence", "policy_loss", "throughput_tokens_per_second", "buffer_samples", "staleness_max",
+                 "weights_publish_seconds"):
         assert gauge(interrupted.gauges, f"ray_rlhf_{name}") is not None, name
+    assert 0 < gauge(interrupted.gauges, "ray_rlhf_share", role="generator", cause="busy") < 1
 
 
 def test_a_signal_ends_it_with_the_code_for_try_again_and_says_how(interrupted):
