@@ -23,11 +23,13 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.reviews import make_openings
+from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Span, StepClock, timeline
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger
@@ -138,6 +140,7 @@ class OverlapRun:
                 config, self._team, state, buffer, pipeline, self._weights, recovery=cast(Any, silent),
                 evaluator=None, best=cast(Any, silent), metrics=cast(Any, watch), samples=cast(Any, silent),
                 progress=cast(Any, silent), stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None,
+                profiler=StepProfiler(RunDirectory(Path(config.run.dir)), self._team),
             ).run()
         self._step, self._places = state.step, buffer.state_dict()
         return watch.middle(config.samples_per_step)
