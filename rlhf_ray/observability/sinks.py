@@ -6,13 +6,19 @@ Each package is imported when its sink is opened, never before. Values given to 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability.delivery import Delivery
 from rlhf_ray.observability.gauges import RaySink
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.trackers import MlflowSink, WandbSink
+from rlhf_ray.observability.trackers import Mlflow, Wandb
+
+TRACKERS = {"wandb_project": "wandb", "mlflow_experiment": "mlflow"}
+"""Packages of those that are asked for by a field of `logging`."""
 
 
 class Sink(Protocol):
@@ -25,17 +31,31 @@ class Sink(Protocol):
         """Deliver what is still held back."""
 
 
-def open_sinks(run: RunDirectory, logging: LoggingConfig, resume_at: int | None) -> list[Sink]:
-    """The sinks that the configuration asks for.
+def require_trackers(logging: LoggingConfig) -> None:
+    """Refuse a tracker whose package is missing, before anything is started.
 
     Raises:
-        ConfigError: a tracker's package is missing, or its server refuses.
+        ConfigError: naming the field and the package.
     """
+    for field, package in TRACKERS.items():
+        asked = getattr(logging, field)
+        if asked and find_spec(package) is None:
+            raise ConfigError(f"logging.{field}={asked!r} needs the {package} package: pip install "
+                              f"'rlhf-ray[{package}]', or leave logging.{field} empty")
+
+
+def open_sinks(run: RunDirectory, logging: LoggingConfig, resume_at: int | None) -> list[Sink]:
+    """The sinks that the configuration asks for. A run that goes on does not wait for its trackers.
+
+    Raises:
+        ConfigError: a tracker's package is missing, or a new run's tracker cannot be opened.
+    """
+    require_trackers(logging)
     sinks: list[Sink] = []
     if logging.wandb_project:
-        sinks.append(WandbSink(run.path, logging.wandb_project, resume_at))
+        sinks.append(Delivery(Wandb(run.path, logging.wandb_project, resume_at), must_open=resume_at is None))
     if logging.mlflow_experiment:
-        sinks.append(MlflowSink(run, logging.mlflow_experiment, resume_at))
+        sinks.append(Delivery(Mlflow(run, logging.mlflow_experiment, resume_at), must_open=resume_at is None))
     if logging.tensorboard:
         sinks.append(TensorBoardSink(run.tensorboard, resume_at))
     if logging.ray_metrics:

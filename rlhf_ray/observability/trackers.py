@@ -1,48 +1,49 @@
 """Experiment trackers beside metrics.jsonl: Weights & Biases and MLflow, each by configuration, each able to do without
-a server. Their packages are imported when a tracker is opened, never before."""
+a server. `delivery.py` calls them in a thread, and their packages are imported there."""
 
 from __future__ import annotations
 
 import logging as log
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
 
 MLFLOW_RUN = "mlflow_run.txt"
 """In the run's directory: MLflow's id of the run, which a resumed run goes on with."""
+WANDB_ANSWERS_S, WANDB_SENDS_S = 30.0, 20.0
+"""How long W&B's client waits for its server to open a run (another ten seconds go to the login), and to take its last
+numbers: within the deadlines of `delivery.py`."""
 
 
-class WandbSink:
-    """A Weights & Biases run. Without login or network it records offline (`wandb sync` sends it later).
+class Wandb:
+    """A Weights & Biases run. Without login or network it records offline (`wandb sync` sends it later)."""
 
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    title, where = "W&B", "the W&B server"
+    fix = "WANDB_MODE=offline records in the run's directory; logging.wandb_project leaves it out when empty"
 
     def __init__(self, run_dir: Path, project: str, resume_at: int | None = None) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"logging.wandb_project={project!r} needs the wandb package: "
-                "pip install 'rlhf-ray[wandb]', or leave logging.wandb_project empty"
-            ) from error
-        arguments: dict[str, Any] = {"project": project, "name": run_dir.name, "dir": str(run_dir)}
+        # A resumed run is a new W&B run in the group of the first: rewinding one in place needs a server that may be
+        # out of reach.
+        self._arguments: dict[str, Any] = {"project": project, "name": run_dir.name, "group": run_dir.name,
+                                           "dir": str(run_dir)}
         if resume_at is not None:
-            # A new W&B run in the group of the first: rewinding one in place needs a server that may be out of reach.
-            arguments["notes"] = f"resumed at step {resume_at}"
-        arguments["group"] = run_dir.name
+            self._arguments["notes"] = f"resumed at step {resume_at}"
+
+    def open(self) -> None:
+        import wandb
+
+        settings = wandb.Settings(init_timeout=WANDB_ANSWERS_S, finish_timeout=WANDB_SENDS_S)
         try:
-            self._run: Any = wandb.init(**arguments)
+            self._run: Any = wandb.init(settings=settings, **self._arguments)
         except wandb.errors.Error as error:
-            log.getLogger(__name__).warning("W&B records offline, in %s/wandb: %s", run_dir, error)
-            self._run = wandb.init(mode="offline", **arguments)
+            log.getLogger(__name__).warning("W&B records offline, in %s/wandb: %s", self._arguments["dir"], error)
+            self._run = wandb.init(mode="offline", **self._arguments)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -51,73 +52,50 @@ class WandbSink:
         self._run.finish()
 
 
-class MlflowSink:
+class Mlflow:
     """An MLflow run. Without MLFLOW_TRACKING_URI it is kept in a database file of the run's directory
-    (`mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows it). A tracking server that is out of reach costs
-    numbers in MLflow and not the run: they are in metrics.jsonl.
-
-    Raises:
-        ConfigError: the package is not installed, or the tracking server refuses the experiment of a new run.
-    """
+    (`mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db` shows it)."""
 
     def __init__(self, run: RunDirectory, experiment: str, resume_at: int | None = None) -> None:
-        try:
-            from mlflow import MlflowClient
-            from mlflow.exceptions import MlflowException
-        except ImportError as error:
-            raise ConfigError(
-                f"logging.mlflow_experiment={experiment!r} needs the mlflow package: "
-                "pip install 'rlhf-ray[mlflow]', or leave logging.mlflow_experiment empty"
-            ) from error
-        self._failure: type[Exception] = MlflowException
-        self._run: str | None = None
-        where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path.resolve() / 'mlflow.db'}"
-        try:
-            self._client: Any = MlflowClient(tracking_uri=where)
-            self._run = self._opened(run, experiment, resume_at)
-        except MlflowException as error:
-            if resume_at is not None and (run.path / MLFLOW_RUN).is_file():  # as when it is lost later in the run
-                log.getLogger(__name__).warning("MLflow gets no numbers: %s cannot be opened: %s", where, error)
-                return
-            raise ConfigError(f"logging.mlflow_experiment={experiment!r} cannot be opened at {where}: {error}; correct "
-                              "MLFLOW_TRACKING_URI, or leave logging.mlflow_experiment empty") from error
+        self.title = "MLflow"
+        self.where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path.resolve() / 'mlflow.db'}"
+        self.fix = f"correct MLFLOW_TRACKING_URI, or leave logging.mlflow_experiment={experiment!r} empty"
+        self._directory, self._experiment, self._resumed = run, experiment, resume_at is not None
+        self._run = ""
+
+    def open(self) -> None:
+        """Go on in the MLflow run of a resumed run, or make one, with the configuration as parameters. Steps that are
+        made again stand in MLflow twice, the later value last."""
+        from mlflow import MlflowClient
+
+        log.getLogger("urllib3.connectionpool").setLevel(log.ERROR)  # each of its many tries, to no server
+        self._client: Any = MlflowClient(tracking_uri=self.where)
+        mark = self._directory.path / MLFLOW_RUN
+        if self._resumed and mark.is_file():
+            self._run = str(self._client.get_run(mark.read_text().strip()).info.run_id)
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = str(self._client.create_run(self._place(), run_name=self._directory.path.name).info.run_id)
+        for name, value in parameters(self._directory.config):
+            self._client.log_param(self._run, name, value)
+        mark.write_text(self._run)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        if self._run is None:
-            return
         from mlflow.entities import Metric
 
-        now = _milliseconds()
+        now = int(time.time() * 1000)
         metrics = [Metric(mlflow_name(name), value, now, step) for name, value in values.items()]
-        try:
-            self._client.log_batch(self._run, metrics=metrics, synchronous=True)
-        except self._failure as error:
-            log.getLogger(__name__).warning("MLflow did not take the numbers of step %d: %s", step, error)
+        self._client.log_batch(self._run, metrics=metrics, synchronous=True)
 
     def close(self) -> None:
-        if self._run is None:
-            return
-        try:
-            self._client.set_terminated(self._run)
-        except self._failure as error:
-            log.getLogger(__name__).warning("MLflow was not told that the run is over: %s", error)
+        self._client.set_terminated(self._run)
 
-    def _opened(self, run: RunDirectory, experiment: str, resume_at: int | None) -> str:
-        """The id of the run that a resumed run goes on with, or of a new one with the configuration as parameters.
-        Steps that are made again stand in MLflow twice, the later value last."""
-        mark = run.path / MLFLOW_RUN
-        if resume_at is not None and mark.is_file():
-            found = str(self._client.get_run(mark.read_text().strip()).info.run_id)
-            self._client.update_run(found, status="RUNNING")
-            return found
-        known = self._client.get_experiment_by_name(experiment)
-        own = None if os.environ.get("MLFLOW_TRACKING_URI") else str(run.path.resolve())
-        place = known.experiment_id if known else self._client.create_experiment(experiment, artifact_location=own)
-        made = str(self._client.create_run(place, run_name=run.path.name).info.run_id)
-        for name, value in parameters(run.config):
-            self._client.log_param(made, name, value)
-        mark.write_text(made)
-        return made
+    def _place(self) -> str:
+        """The id of the experiment, which is made where there is none."""
+        if known := self._client.get_experiment_by_name(self._experiment):
+            return str(known.experiment_id)
+        own = None if os.environ.get("MLFLOW_TRACKING_URI") else str(self._directory.path.resolve())
+        return str(self._client.create_experiment(self._experiment, artifact_location=own))
 
 
 def parameters(config: Path) -> list[tuple[str, str]]:
@@ -138,9 +116,3 @@ def parameters(config: Path) -> list[tuple[str, str]]:
 def mlflow_name(metric: str) -> str:
     """A name MLflow accepts: letters, digits, `_-. :/` alone; `eval/pass@4` becomes `eval/pass_4`."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in metric)
-
-
-def _milliseconds() -> int:
-    import time
-
-    return int(time.time() * 1000)

@@ -71,7 +71,8 @@ class Course:
     async def _stretch(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
         kept = start.step if start else NOTHING if resume else None
         self.evaluations = EvaluationLog(self._directory, kept)
-        metrics = MetricsWriter(self._directory.path, self._config.logging, kept)
+        # In a thread, as its end: trackers may take their time, and workers are heard meanwhile.
+        metrics = await asyncio.to_thread(MetricsWriter, self._directory.path, self._config.logging, kept)
         try:
             coordinator = self.coordinator = self._wire(metrics, self.evaluations, kept)
             if metrics.dropped:
@@ -86,7 +87,7 @@ class Course:
                 coordinator.pipeline.ledger.close()
                 raise
         finally:
-            metrics.close()
+            await asyncio.to_thread(metrics.close)
         return coordinator
 
     async def _timed(self, coordinator: Coordinator) -> None:

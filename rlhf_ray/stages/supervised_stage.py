@@ -56,7 +56,9 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
     config, began = stage.config, time.perf_counter()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     start = newest_checkpoint(store, resume)
-    metrics = MetricsWriter(directory.path, config.logging, start.step if start else NOTHING if resume else None)
+    # In a thread, as its end: trackers may take their time.
+    metrics = await asyncio.to_thread(MetricsWriter, directory.path, config.logging,
+                                      start.step if start else NOTHING if resume else None)
     with StageProgress(stage.title, config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
@@ -74,7 +76,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                         evaluation = await run.train()
                         await run.export()
         finally:
-            metrics.close()
+            await asyncio.to_thread(metrics.close)
     return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began, **evaluation,
             **run.keeper.summary()}
 

@@ -20,6 +20,7 @@ from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import RLHFError, StoppedEarly, UploadError
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.sinks import require_trackers
 from rlhf_ray.stages.needs import require_shared_files
 
 T = TypeVar("T")
@@ -130,8 +131,10 @@ def run_stage(
         The summary.
 
     Raises:
+        ConfigError: `logging` asks for a package that is not installed.
         StoppedEarly: the run ended itself before its last step; summary and report are written then, too.
     """
+    require_trackers(config.logging)
     directory = RunDirectory.create(config.run.dir, resume)
     with directory.alone(), uploading(config, directory, resume):
         save_config(config, directory.config)
