@@ -111,13 +111,26 @@ def test_configurations_in_the_readme_are_accepted(stage, tmp_path):
     load(STAGES[stage], file, [])
 
 
-def test_the_pools_in_the_readme_hold_their_roles(tmp_path):
-    (pools,) = (text for text in fragments() if "pools" in yaml.safe_load(text))
+@pytest.fixture
+def nine_gpus(tmp_path):
+    """The README's PPO configuration with its lines for nine GPUs."""
+    (lines,) = (text for text in fragments() if "pools" in yaml.safe_load(text))
     file = tmp_path / "config.yaml"
-    file.write_text(recipes()["ppo"] + pools)
-    config = load(STAGES["ppo"], file, [])
-    assert config.pools.keys() == yaml.safe_load(pools)["pools"].keys()
+    file.write_text(yaml.safe_dump(yaml.safe_load(recipes()["ppo"]) | yaml.safe_load(lines)))
+    return file
+
+
+def test_the_pools_in_the_readme_hold_their_roles(nine_gpus):
+    config = load(STAGES["ppo"], nine_gpus, [])
+    assert config.pools.keys() == {"rollouts", "learners", "scorers"}
     assert sum(pool.bundles * pool.gpus for pool in config.pools.values()) == 9  # as the README says
+
+
+def test_the_nine_gpus_in_the_readme_hold_an_8b_model_and_compute_in_bfloat16(nine_gpus):
+    answer = CliRunner().invoke(app, [
+        "plan", str(nine_gpus), "--nodes", "2x8xH100", "--model.path=allenai/Llama-3.1-Tulu-3-8B-SFT",
+        "--rewards.quality.path=Skywork/Skywork-Reward-Llama-3.1-8B-v0.2"])
+    assert answer.exit_code == 0 and "it fits" in answer.output and "float32" not in answer.output, answer.output
 
 
 def test_the_estimator_in_the_readme_needs_no_critic(tmp_path):

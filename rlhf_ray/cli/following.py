@@ -6,7 +6,7 @@ import shlex
 import typer
 
 from rlhf_ray.cluster.jobs.following import follow
-from rlhf_ray.cluster.jobs.job import Job
+from rlhf_ray.cluster.jobs.job import KILLED, Job
 from rlhf_ray.cluster.jobs.server import JobServer
 from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.observability.followed import FollowedProgress
@@ -28,7 +28,7 @@ def follow_job(server: JobServer, job_id: str, address: str | None, skip: int = 
     typer.echo(f"{job_id}: {job.standing()}", err=job.exit_code != 0)
     if job.state == "FAILED" and job.code is None and job.message:
         typer.echo(job.message.strip(), err=True)  # Ray's own word of a job whose command was never run
-    if job.exit_code == RunInterrupted.exit_code and job.ours:
+    if job.exit_code in (RunInterrupted.exit_code, KILLED) and job.ours:
         typer.echo(f"go on with: {resume_command(job, address)}", err=True)
     return job.exit_code
 

@@ -81,28 +81,34 @@ def stop(
         typer.echo(f"{found.id} is over: {found.standing()}")
         return
     seen = len(server.logs(found.id)) if found.state == "RUNNING" else 0
-    server.stop(found.id)
-    if force:
-        _kill(server, found)
+    if force and found.node:
+        _kill(server, found, found.node)
+    elif force:
+        server.stop(found.id)  # it has no process yet
     else:
+        server.stop(found.id)
         typer.echo(f"asked {found.id} to stop: it finishes an update under way, saves a checkpoint and ends. Ray kills "
                    f"it after {found.about.get('stop_wait_s', '3')} s; --force does so now")
     if wait:
         follow_job(server, found.id, address, seen)
 
 
-def _kill(server: "JobServer", job: "Job") -> None:
-    """Kill a job's driver by another job on its node, which is forgotten afterwards."""
-    if job.node is None:
-        return  # it has no process yet; Ray's own stop is enough
-    helper = server.run_on(job.node, f"python -m rlhf_ray.cluster.jobs.ending {shlex.quote(job.id)}", job.environment)
+def _kill(server: "JobServer", job: "Job", node: str) -> None:
+    """Kill a job's driver by another job on its node, which is forgotten afterwards. The driver is not asked to stop
+    before: it would begin to save what nobody waits for."""
+    typer.echo(f"killing {job.id}")
+    helper = server.run_on(node, f"python -m rlhf_ray.cluster.jobs.ending {shlex.quote(job.id)}", job.environment)
     until = time.monotonic() + KILL_S
     while not (state := server.job(helper)).over:
         if time.monotonic() > until:
             raise ClusterError(f"nothing killed {job.id} within {KILL_S:g} s: the job {helper}, which was to do so, is "
                                f"{state.standing()}")
         time.sleep(0.5)
-    typer.echo(server.logs(helper).strip().splitlines()[-1])
+    said = server.logs(helper).strip().splitlines()[-1:]
+    if state.exit_code != 0:
+        raise ClusterError(f"{job.id} was not killed: the job {helper}, which was to do so, {state.standing()}: "
+                           f"{' '.join(said) or state.message}")
+    typer.echo("".join(said))
     server.forget(helper)
 
 

@@ -3,7 +3,9 @@
 import re
 import signal
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -39,9 +41,15 @@ def steps_of(directory):
 
 
 @pytest.fixture(scope="module")
-def submitted(files, tmp_path_factory):
-    """A long run: submitted and detached from, stopped, gone on with to a near end. With a parent that starts it again,
-    so that Ray's request to stop reaches it twice."""
+def head():
+    with ray_head() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def project(files, tmp_path_factory):
+    """A directory with a long run's configuration. A parent starts it again, so that Ray's request to stop reaches it
+    twice."""
     project, directory = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("shared") / "tiny"
     upload = f"file://{tmp_path_factory.mktemp('elsewhere')}/tiny"
     settings = ppo_settings(files, directory)
@@ -50,25 +58,32 @@ def submitted(files, tmp_path_factory):
     settings["run"] = {"dir": str(directory), "steps": 100_000, "seed": 5, "upload": upload, "auto_resume": True}
     settings["checkpoint"] = {"every": 0, "keep": 2}
     (project / "ppo.yaml").write_text(yaml.safe_dump(settings))
-    with ray_head() as head:
-        follower = head.command("submit", "ppo.yaml", "--address", head.url, cwd=project)
-        try:
-            followed = read_to(follower, r"PPO: step \d+/100000  reward ")
-            follower.send_signal(signal.SIGINT)
-            followed += follower.communicate(timeout=60)[0]
-        finally:
-            follower.kill()
-        job = re.search(r"submitted (tiny-\w+)", followed)[1]
-        standing = head.run("status", job, "--address", head.url)
-        stopped = head.run("stop", job, "--address", head.url, timeout_s=120)
-        step = read_metrics(directory)[-1]["step"]
-        listed = head.run("jobs", "--address", head.url)
-        copies = RemoteDirectory(upload).steps()
-        resumed = head.run("submit", "ppo.yaml", "--address", head.url, "--resume", f"--run.steps={step + 2}",
-                           cwd=project, timeout_s=240)
-        yield {"head": head, "project": project, "directory": directory, "job": job, "code": follower.returncode,
-               "followed": followed, "standing": standing, "stopped": stopped, "step": step, "listed": listed,
-               "copies": copies, "resumed": resumed, "upload": upload}
+    return project
+
+
+@pytest.fixture(scope="module")
+def submitted(head, project):
+    """The run: submitted and detached from, stopped, gone on with to a near end."""
+    run = yaml.safe_load((project / "ppo.yaml").read_text())["run"]
+    directory, upload = Path(run["dir"]), run["upload"]
+    follower = head.command("submit", "ppo.yaml", "--address", head.url, cwd=project)
+    try:
+        followed = read_to(follower, r"PPO: step \d+/100000  reward ")
+        follower.send_signal(signal.SIGINT)
+        followed += follower.communicate(timeout=60)[0]
+    finally:
+        follower.kill()
+    job = re.search(r"submitted (tiny-\w+)", followed)[1]
+    standing = head.run("status", job, "--address", head.url)
+    stopped = head.run("stop", job, "--address", head.url, timeout_s=120)
+    step = read_metrics(directory)[-1]["step"]
+    listed = head.run("jobs", "--address", head.url)
+    copies = RemoteDirectory(upload).steps()
+    resumed = head.run("submit", "ppo.yaml", "--address", head.url, "--resume", f"--run.steps={step + 2}",
+                       cwd=project, timeout_s=240)
+    return {"head": head, "project": project, "directory": directory, "job": job, "code": follower.returncode,
+            "followed": followed, "standing": standing, "stopped": stopped, "step": step, "listed": listed,
+            "copies": copies, "resumed": resumed, "upload": upload}
 
 
 def test_its_progress_is_followed_and_control_c_leaves_it_running(submitted):
@@ -107,22 +122,29 @@ def test_on_another_machine_the_run_goes_on_from_its_copies(submitted, tmp_path)
     assert steps_of(elsewhere) == list(range(1, steps + 1))
 
 
-def test_what_the_cluster_s_nodes_cannot_hold_is_refused_before_it_is_submitted(submitted):
-    head = submitted["head"]
+def test_what_the_cluster_s_nodes_cannot_hold_is_refused_before_it_is_submitted(head, project):
     code, said = head.run("submit", "ppo.yaml", "--address", head.url, "--pools.default.cpus=100",
-                          "--run.dir=/tmp/never", cwd=submitted["project"], timeout_s=120)
+                          "--run.dir=/tmp/never", cwd=project, timeout_s=120)
     assert code == 2 and "does not fit" in said and f"the nodes of {head.url}" in said, said
     assert "never" not in head.run("jobs", "--address", head.url)[1]
 
 
-def test_a_killed_job_is_gone_at_once(submitted, tmp_path):
-    head = submitted["head"]
-    code, said = head.run("submit", "ppo.yaml", "--address", head.url, f"--run.dir={tmp_path}/killed",
-                          f"--run.upload={tmp_path.as_uri()}/copies", "--no-follow", cwd=submitted["project"])
+def processes_of_run(directory):
+    """Those on this machine that name a run's directory on their command lines."""
+    return [process for process in psutil.process_iter(["cmdline"])
+            if any(str(directory) in word for word in process.info["cmdline"] or [])]
+
+
+def test_a_killed_job_is_gone_at_once_without_being_asked(head, project, tmp_path):
+    directory = tmp_path / "killed"
+    code, said = head.run("submit", "ppo.yaml", "--address", head.url, f"--run.dir={directory}",
+                          f"--run.upload={tmp_path.as_uri()}/copies", "--no-follow", cwd=project)
     assert code == 0 and "rlhf-ray logs killed-" in said
-    until(lambda: steps_of(tmp_path / "killed"))
+    until(lambda: steps_of(directory))
+    assert len(processes_of_run(directory)) >= 2, "the run and the parent that starts it again"
     began = time.monotonic()
     code, said = head.run("stop", "killed", "--address", head.url, "--force", timeout_s=100)
-    assert code == 0 and re.search(r"killed \d+ processes of killed-", said), said
+    assert code == 0 and re.search(r"killed [1-9]\d* processes of killed-", said), said
     assert time.monotonic() - began < 60 and "the checkpoint is saved" not in said
-    assert not list((tmp_path / "killed").glob("checkpoints/step_*"))
+    assert not processes_of_run(directory) and not list(directory.glob("checkpoints/step_*"))
+    assert "killed; --resume may go on" in head.run("jobs", "--address", head.url)[1]

@@ -1,16 +1,20 @@
 """One job as a person asks for it: which run it is, how it stands, how it ended."""
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.errors import RunInterrupted, StoppedEarly, WorkerError
 
+KILLED = 128 + signal.SIGKILL
+"""As a shell has it."""
 ENDINGS = {
     RunInterrupted.exit_code: "stopped; --resume goes on",
     StoppedEarly.exit_code: "stopped itself early",
     WorkerError.exit_code: "lost a worker; --resume may go on",
+    KILLED: "killed; --resume may go on",
 }
 """Exit codes of a run that say more than that it failed."""
 
@@ -28,7 +32,7 @@ class Job:
     began: float | None = None
     ended: float | None = None
     code: int | None = None
-    """Exit code of the run; None before its end, and for one that was killed."""
+    """Exit code of the run, or minus the signal that it died of; None before its end, and for one that Ray stopped."""
     node: str | None = None
     """Ray's name of the node that its driver is on."""
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -46,9 +50,10 @@ class Job:
 
     @property
     def exit_code(self) -> int:
-        """What a command that followed it to its end exits with: the run's own code, 75 for one that was stopped."""
+        """What a command that followed it to its end exits with: the run's own code, 128 and the signal's number for
+        one that died of a signal, 75 for one that was stopped."""
         if self.code is not None:
-            return self.code
+            return self.code if self.code >= 0 else 128 - self.code
         return {"SUCCEEDED": 0, "STOPPED": RunInterrupted.exit_code}.get(self.state, 1)
 
     @property

@@ -57,7 +57,8 @@ def test_a_server_that_stays_away_ends_the_following_and_not_the_job(monkeypatch
 
 @pytest.mark.parametrize(("state", "code", "exit_code", "said"), [
     ("SUCCEEDED", 0, 0, "finished"), ("FAILED", 2, 2, "failed (exit code 2)"), ("FAILED", None, 1, "failed"),
-    ("FAILED", 75, 75, "--resume goes on"), ("FAILED", 69, 69, "lost a worker"), ("STOPPED", None, 75, "--resume"),
+    ("FAILED", 75, 75, "--resume goes on"), ("FAILED", 69, 69, "lost a worker"),
+    ("FAILED", -9, 137, "killed; --resume"), ("STOPPED", None, 75, "--resume"),
     ("FAILED", 3, 3, "stopped itself early")])
 def test_how_a_job_ended(state, code, exit_code, said):
     job = Job("it", state, code=code)
