@@ -40,8 +40,8 @@ def require_trackers(logging: LoggingConfig) -> None:
     for field, package in TRACKERS.items():
         asked = getattr(logging, field)
         if asked and find_spec(package) is None:
-            raise ConfigError(f"logging.{field}={asked!r} needs the {package} package: pip install "
-                              f"'rlhf-ray[{package}]', or leave logging.{field} empty")
+            raise ConfigError(f"logging.{field}={asked!r} needs the {package} package: pip install {package}, or leave "
+                              f"logging.{field} empty")
 
 
 def open_sinks(run: RunDirectory, logging: LoggingConfig, resume_at: int | None) -> list[Sink]:

@@ -21,8 +21,8 @@ def needs(package):
 
 
 @pytest.mark.parametrize("logging, package, said", [
-    (WANDB, "wandb", r"logging\.wandb_project='p' .*pip install 'rlhf-ray\[wandb\]'"),
-    (MLFLOW, "mlflow", r"logging\.mlflow_experiment='e' .*pip install 'rlhf-ray\[mlflow\]'"),
+    (WANDB, "wandb", r"logging\.wandb_project='p' .*pip install wandb,"),
+    (MLFLOW, "mlflow", r"logging\.mlflow_experiment='e' .*pip install mlflow,"),
 ])
 def test_a_missing_package_is_a_config_error_that_names_the_fix(tmp_path, monkeypatch, logging, package, said):
     monkeypatch.setitem(sys.modules, package, None)
