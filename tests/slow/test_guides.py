@@ -16,7 +16,7 @@ import pytest
 
 from tests.models import make_tiny_llama, make_tiny_reward_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in (ROOT / "docs/guides").glob("*.md") if page.name != "README.md")
 FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
