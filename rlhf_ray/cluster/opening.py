@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
-from rlhf_ray.cluster.present import present_nodes
+from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.errors import ClusterError
-from rlhf_ray.planning.feasible import fit_together
-from rlhf_ray.planning.nodes_table import asked_for, nodes_table, why_never
+from rlhf_ray.planning.arrangement import arrange
+from rlhf_ray.planning.nodes_table import nodes_table
+from rlhf_ray.planning.shortage import asked_for, why_not
 
 SAY_AFTER_S = 5.0
 """A wait for pools as long as that is told of."""
@@ -20,12 +21,9 @@ def require_feasible(pools: Mapping[str, PoolConfig]) -> None:
         ClusterError: with a line for each pool that is at fault, and a table of the nodes.
     """
     nodes = present_nodes()
-    said = why_never(pools, nodes)
-    if not said and not fit_together(pools, nodes):
-        said = [f"each pool fits on these nodes alone, but not all together: {', '.join(map(repr, pools))}. Lower "
-                "their bundles, cpus or gpus, or add nodes", *(asked_for(name, pool) for name, pool in pools.items())]
-    if said:
-        raise ClusterError("\n".join([*said, nodes_table(pools, nodes),
+    found = arrange(pools, nodes)
+    if found.never:
+        raise ClusterError("\n".join([*why_not(pools, nodes, found), nodes_table(pools, nodes),
                                       "(if such nodes are about to join, cluster.nodes_may_join=true waits for them)"]))
 
 

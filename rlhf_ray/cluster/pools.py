@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.cluster.opening import not_in_time, placed, require_feasible
-from rlhf_ray.cluster.present import present_nodes
 from rlhf_ray.config.bundles import Bundles, settled, spread
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
-from rlhf_ray.planning.feasible import fit_together, what_is_free
+from rlhf_ray.planning.arrangement import arrange
+from rlhf_ray.planning.feasible import what_is_free
 from rlhf_ray.planning.nodes_table import nodes_table
 
 
@@ -111,7 +112,7 @@ class Pools:
         """
         one = {name: self.configs[name].model_copy(update={"bundles": 1})}
         nodes = await asyncio.to_thread(present_nodes)
-        if not self._cluster.nodes_may_join and not fit_together(one, nodes, what_is_free):
+        if not self._cluster.nodes_may_join and arrange(one, nodes, what_is_free).missing:
             raise ClusterError(f"pools.{name} is full, and the cluster has no room for one more of its bundles now:\n"
                                + nodes_table(one, nodes))
         self._grown += 1

@@ -10,7 +10,7 @@ from uuid import uuid4
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_ray.cluster.present import present_nodes
+from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.errors import ClusterError
 
 ANSWER_S = 120.0

@@ -16,7 +16,7 @@ def plan_as_values(plan: Plan) -> dict[str, Any]:
     return {
         "fits": not plan.refused,
         "nodes": [{"name": n.name, "cpus": n.cpus, "gpus": n.gpus, "gpu": n.gpu.name if n.gpu else None,
-                   "memory_bytes": n.memory_bytes, "labels": dict(n.labels), "resources": dict(n.resources)}
+                   "memory_bytes": n.memory_bytes, "labels": dict(n.labels), "resources": n.custom}
                   for n in plan.nodes],
         "roles": {r.name: {"workers": r.placement.workers, "pool": r.placement.pool, "gpus": r.placement.gpus,
                            "cpus": r.placement.cpus, "model": r.named,

@@ -24,8 +24,8 @@ def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:
     custom: Counter[str] = Counter()
     for pool in pools:
         custom.update({kind: amount * pool.bundles for kind, amount in pool.resources.items()})
-    return Node("this machine", max(pooled, cores), memory_bytes, len(gpus), gpus[0] if gpus else None,
-                resources=custom, real_cores=cores)
+    resources = {"CPU": max(pooled, cores), "GPU": float(len(gpus)), **custom}
+    return Node("this machine", resources, memory_bytes, gpus[0] if gpus else None, real_cores=cores)
 
 
 def as_hardware(gpu: GPU) -> Hardware:

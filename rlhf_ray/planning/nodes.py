@@ -1,4 +1,4 @@
-"""Machines to plan for: written down as a person would say them, or this one."""
+"""One machine of a cluster, there or only thought of, and how a person writes some down."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,23 +18,45 @@ DISK_GIB = 1000
 FORM = "such as 2x8xH100, 4x(gpus=8,gpu=A100,cpus=96,memory=1024,label=team:rl) or 1x8xH100+2x(cpus=32,memory=128)"
 
 
+INTERNAL = ("node:", "memory", "object_store_memory", "bundle_group", "accelerator_type:")
+"""Beginnings of the names of resources that Ray gives nodes by itself."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One machine of a cluster."""
 
     name: str
-    cpus: float
-    """Logical ones, as Ray counts them."""
-    memory_bytes: float
+    """For people."""
+    resources: Mapping[str, float]
+    """All that it has, by Ray's names: CPU (logical ones), GPU, and those it was started with."""
+    memory_bytes: float = 0.0
     """Main memory."""
-    gpus: int = 0
     gpu: Hardware | None = None
     """Which kind; None without any, or of a kind whose figures are not known."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    resources: Mapping[str, float] = field(default_factory=dict)
-    """Custom ones."""
+    free: Mapping[str, float] = field(default_factory=dict)
+    """What nobody has reserved of its resources; nothing for a node that is only planned."""
+    id: str = ""
+    """Ray's."""
     real_cores: float | None = None
     """Processors, where they are fewer than the logical ones that Ray was told of."""
+
+    @property
+    def cpus(self) -> float:
+        """Logical ones, as Ray counts them."""
+        return self.resources.get("CPU", 0.0)
+
+    @property
+    def gpus(self) -> int:
+        """Devices."""
+        return int(self.resources.get("GPU", 0.0))
+
+    @property
+    def custom(self) -> dict[str, float]:
+        """Resources that it was started with."""
+        return {kind: amount for kind, amount in self.resources.items()
+                if kind not in ("CPU", "GPU") and not kind.startswith(INTERNAL)}
 
     @property
     def cores(self) -> float:
@@ -92,8 +114,8 @@ def _group(number: int, given: Mapping[str, list[str]], spec: str, before: int) 
     labels = dict(_colon(text, spec) for text in given.get("label", []))
     resources = {name: _amount(amount, f"resource={name}", spec)
                  for name, amount in (_colon(text, spec) for text in given.get("resource", []))}
-    return [Node(f"node-{before + i}", cpus, memory, gpus, gpu if gpus else None, labels, resources)
-            for i in range(number)]
+    resources = {"CPU": cpus, "GPU": float(gpus), **resources}
+    return [Node(f"node-{before + i}", resources, memory, gpu if gpus else None, labels) for i in range(number)]
 
 
 def _number(given: Mapping[str, list[str]], key: str, default: float, spec: str) -> float:

@@ -17,7 +17,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from rlhf_ray.cluster.jobs.job import Job
 from rlhf_ray.cluster.jobs.token import HOW, find_token
-from rlhf_ray.cluster.nodes import as_node
+from rlhf_ray.cluster.nodes import as_node, head_first
 from rlhf_ray.config.hosts import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
 from rlhf_ray.planning.nodes import Node
@@ -57,10 +57,8 @@ class JobServer:
             if answer.status_code != 200:
                 raise RuntimeError(f"it does not say which nodes it has (status {answer.status_code})")
             found = [node for node in answer.json()["data"]["result"]["result"] if node["state"] == "ALIVE"]
-        return [as_node({"Resources": node["resources_total"], "Labels": node.get("labels"),
-                         "NodeManagerHostname": node["node_name"], "NodeManagerAddress": node["node_ip"],
-                         "NodeManagerPort": node["node_id"][:8]})
-                for node in sorted(found, key=lambda node: not node["is_head_node"])]
+        return head_first([as_node(node["node_id"], node["node_name"], node["node_ip"], node["resources_total"],
+                                   node.get("labels")) for node in found])
 
     def jobs(self) -> list[Job]:
         """All that were submitted, newest first."""

@@ -7,12 +7,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ray.config.run import PoolConfig
-from rlhf_ray.planning.feasible import Node, capacity, carries, fit_together, room_for, what_is_free
-from rlhf_ray.planning.nodes_table import nodes_table, why_never
+from rlhf_ray.planning.arrangement import arrange
+from rlhf_ray.planning.feasible import capacity, carries, everything, room_for, what_is_free
+from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.nodes_table import nodes_table
+from rlhf_ray.planning.shortage import why_not
 
 
 def node(name="n", labels=None, free=None, **resources):
-    return Node(name, resources, labels or {}, resources if free is None else free)
+    return Node(name, resources, labels=labels or {}, free=resources if free is None else free)
+
+
+def fit_together(pools, nodes, amounts=everything):
+    found = arrange(pools, nodes, amounts)
+    assert bool(found.missing) >= found.never
+    return not found.missing
+
+
+def keeps_the_rules(pools, nodes):
+    """Whether what is arranged is within every node's amounts, labels and each pool's strategy."""
+    shares = arrange(pools, nodes).shares
+    for i, one in enumerate(nodes):
+        if any(shares[name][i] and not carries(one.labels, pool.labels) for name, pool in pools.items()):
+            return False
+        if sum(shares[name][i] * pool.cpus for name, pool in pools.items()) > one.resources["CPU"] + 1e-6:
+            return False
+    strict = {name: pool.strategy for name, pool in pools.items() if pool.strategy.startswith("STRICT")}
+    return all(max(shares[name]) <= (pools[name].bundles if kind == "STRICT_PACK" else 1)
+               and (kind != "STRICT_PACK" or sum(map(bool, shares[name])) <= 1) for name, kind in strict.items())
 
 
 @pytest.mark.parametrize("value, wanted, agrees", [
@@ -81,7 +103,10 @@ NODES = st.builds(node, CPU=st.integers(0, 5), labels=st.sampled_from([{}, {"kin
 @settings(max_examples=150)
 @given(st.lists(POOLS, min_size=1, max_size=3), st.lists(NODES, min_size=1, max_size=3))
 def test_the_verdict_is_that_of_trying_all_arrangements(pools, nodes):
-    assert fit_together(dict(enumerate(pools)), nodes) is by_trying_all(pools, nodes)
+    found = arrange(dict(enumerate(pools)), nodes)
+    assert found.never is not by_trying_all(pools, nodes)
+    assert bool(found.missing) is found.never
+    assert keeps_the_rules(dict(enumerate(pools)), nodes)
 
 
 def test_many_bundles_on_many_nodes_are_judged_at_once():
@@ -95,16 +120,17 @@ NODES_OF_A_CLUSTER = [node("10.0.0.1", CPU=8, free={"CPU": 3.0}),
 
 
 @pytest.mark.parametrize("pool, words", [
-    ({"labels": {"kind": "tpu"}}, ["labelled kind=tpu", "no node carries such labels", "--labels=\"kind=tpu\""]),
-    ({"gpus": 16}, ["16 GPU needed, 8 the most that one has", "Make its bundles smaller (pools.p.cpus and gpus)"]),
-    ({"resources": {"nvme": 1}}, ["1 nvme needed, 0 the most"]),
+    ({"labels": {"kind": "tpu"}}, ["labelled kind=tpu", "none of the 3 nodes carries", "--labels=\"kind=tpu\""]),
+    ({"gpus": 16}, ["16 GPU needed, 8 the most that one has", "Set pools.p.gpus to 8 at most and raise"]),
+    ({"resources": {"nvme": 1}}, ["1 nvme needed, 0 the most", "start nodes with nvme"]),
     ({"gpus": 8, "bundles": 3}, ["room for 2 on all such nodes together", "lower pools.p.bundles to 2"]),
     ({"gpus": 1, "bundles": 3, "strategy": "STRICT_SPREAD"}, ["room for 2 on as many nodes, one on each"]),
     ({"gpus": 1, "bundles": 9, "strategy": "STRICT_PACK"}, ["room for 8 on the one node that has most room"]),
     ({"cpus": 12, "labels": {"kind": "!gpu"}}, ["12 CPU needed, 8 the most that one has"]),
 ])
 def test_what_can_never_be_placed_is_told_with_what_to_change(pool, words):
-    (said,) = why_never({"p": PoolConfig(**pool), "fine": PoolConfig()}, NODES_OF_A_CLUSTER)
+    pools = {"p": PoolConfig(**pool), "fine": PoolConfig()}
+    (said,) = why_not(pools, NODES_OF_A_CLUSTER, arrange(pools, NODES_OF_A_CLUSTER))
     assert said.startswith("pool 'p' asks for")
     assert [word for word in words if word not in said] == []
 

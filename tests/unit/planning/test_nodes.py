@@ -25,7 +25,7 @@ class TestSpec:
         assert (first.gpus, first.gpu, first.cpus, first.memory_bytes) == (4, A100, 64, 512 * GIB)
         assert first.labels == {"team": "rl", "zone": "a"}
         assert (second.name, third.name, third.gpus, third.memory_bytes) == ("node-1", "node-2", 0, 32 * GIB)
-        assert third.resources == {"disk": 2.0}
+        assert third.custom == {"disk": 2.0}
 
     def test_keys_may_follow_gpus(self):
         [node] = parse_nodes("1x8xH200(cpus=16,label=ray.io/region:eu)")
@@ -50,7 +50,7 @@ class TestSpec:
 
 
 def node(name="n", cpus=8.0, gpus=0, **more):
-    return Node(name, cpus, 64 * GIB, gpus, H100 if gpus else None, **more)
+    return Node(name, {"CPU": cpus, "GPU": gpus}, 64 * GIB, H100 if gpus else None, **more)
 
 
 class TestPlacement:
@@ -80,13 +80,26 @@ class TestPlacement:
         assert placed.bundles == {("bound", 0): "x", ("free", 0): "y"}
 
     @pytest.mark.parametrize(("pool", "told"), [
-        (PoolConfig(cpus=2, labels={"role": "critic"}), "none of the 2 nodes carries them"),
-        (PoolConfig(cpus=9), r"pools.p.cpus=9 is more than any node has \(8\)"),
-        (PoolConfig(cpus=1, gpus=1), r"pools.p.gpus=1 is more than any node has \(0\)"),
-        (PoolConfig(bundles=3, cpus=2, strategy="STRICT_SPREAD"), "2 find a place"),
+        (PoolConfig(cpus=2, labels={"role": "critic"}), "none of the 2 nodes carries such labels"),
+        (PoolConfig(cpus=9), r"8 the most that one has\. Set pools.p.cpus to 8 at most and raise pools.p.b"),
+        (PoolConfig(cpus=1, gpus=1), r"1 GPU needed, 0 the most that one has\. Set pools.p.gpus to 0, or"),
+        (PoolConfig(bundles=3, cpus=2, strategy="STRICT_SPREAD"), "room for 2 on as many nodes, one on each"),
         (PoolConfig(bundles=5, cpus=4), "lower pools.p.bundles to 4"),
-        (PoolConfig(bundles=3, cpus=4, strategy="STRICT_PACK"), "0 find a place"),
+        (PoolConfig(bundles=3, cpus=4, strategy="STRICT_PACK"), "room for 2 on the one node that has most room"),
     ])
     def test_what_finds_no_place_says_what_to_change(self, pool, told):
         [shortage] = place({"p": pool}, {}, [node("x"), node("y")]).shortages
         assert re.search(told, shortage)
+
+    def test_what_fits_alone_but_not_together_says_for_whom_there_is_no_room(self):
+        pools = {"a": PoolConfig(bundles=2, cpus=4), "b": PoolConfig(bundles=3, cpus=4)}
+        placed = place(pools, {}, [node("x"), node("y")])
+        [shortage] = placed.shortages
+        assert "not all together: pool 'a' asks for 2 bundles" in shortage
+        assert "room for 2 of the 3 bundles of pool 'b'" in shortage
+
+    def test_an_arrangement_that_must_be_looked_for_is_the_one_planned_for(self):
+        pools = {"a": PoolConfig(cpus=3), "b": PoolConfig(bundles=2, cpus=2)}
+        placed = place(pools, {}, [node("x", cpus=4.0), node("y", cpus=3.0)])
+        assert not placed.shortages
+        assert placed.bundles == {("a", 0): "y", ("b", 0): "x", ("b", 1): "x"}

@@ -1,0 +1,135 @@
+"""All pools on these nodes at once: which bundle lies where, or that they can never lie there together.
+
+Ray itself never says that a bundle cannot be placed: it waits for a node that may join. A label that nobody carries,
+or a bundle larger than any node, would let a run wait until its deadline for what can be known at once. Ray may choose
+other nodes of the same kind than are chosen here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_ray.config.run import PoolConfig
+from rlhf_ray.planning.feasible import Amounts, carries, everything, holds, room_for
+from rlhf_ray.planning.nodes import Node
+
+EFFORT = 20_000
+"""Arrangements that are tried before it counts as unknown whether there is one."""
+DEEPEST = 200
+"""Nodes times pools, up to which all arrangements are tried: in larger clusters pools are seldom in each other's way,
+and an answer that is sure would take long."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Bundles on nodes."""
+
+    shares: Mapping[str, Sequence[int]]
+    """By pool, in the order in which they were placed: bundles on each node."""
+    missing: Mapping[str, int]
+    """By pool, bundles that found no place; nothing where all have one."""
+    never: bool = False
+    """Whether no arrangement holds all of them. Else what is missing found no place in those that were tried."""
+
+
+def arrange(pools: Mapping[str, PoolConfig], nodes: Sequence[Node], amounts: Amounts = everything) -> Arrangement:
+    """Lay each pool by its strategy on the nodes, those with the least choice first; where that leaves some out, try
+    all ways to lay them."""
+    order = sorted(pools, key=lambda name: _choice(pools[name], nodes))
+    first = _one_by_one({name: pools[name] for name in order}, nodes, amounts)
+    if not first.missing:
+        return first
+    if any(room_for(pool, nodes, amounts) < pool.bundles for pool in pools.values()):
+        return Arrangement(first.shares, first.missing, never=True)
+    if len(nodes) * len(pools) > DEEPEST:
+        return first
+    search = _Search(nodes, amounts)
+    if search.places([pools[name] for name in order]):
+        return Arrangement(dict(zip(order, search.shares, strict=True)), {})
+    return Arrangement(first.shares, first.missing, never=search.tries <= EFFORT)
+
+
+def _choice(pool: PoolConfig, nodes: Sequence[Node]) -> tuple[float, ...]:
+    """Who has the least choice comes first, and of those the largest."""
+    return (sum(carries(node.labels, pool.labels) for node in nodes), -len(pool.resources),
+            -float(pool.strategy.startswith("STRICT")), -pool.gpus, -pool.cpus)
+
+
+def _one_by_one(pools: Mapping[str, PoolConfig], nodes: Sequence[Node], amounts: Amounts) -> Arrangement:
+    left = [dict(amounts(node)) for node in nodes]
+    shares, missing = {}, {}
+    for name, pool in pools.items():
+        shares[name] = _laid(pool, [holds(pool, node.labels, has) for node, has in zip(nodes, left, strict=True)])
+        for has, count in zip(left, shares[name], strict=True):
+            _reserve(has, pool, count)
+        if sum(shares[name]) < pool.bundles:
+            missing[name] = pool.bundles - sum(shares[name])
+    return Arrangement(shares, missing)
+
+
+def _laid(pool: PoolConfig, held: Sequence[int]) -> list[int]:
+    """Bundles of a pool on nodes that have room for so many each, by its strategy; fewer than all where they do not."""
+    if pool.strategy == "STRICT_PACK":
+        home = next((number for number, most in enumerate(held) if most >= pool.bundles), None)
+        return [pool.bundles * (number == home) for number in range(len(held))]
+    most_each = 1 if pool.strategy.endswith("SPREAD") else pool.bundles
+    shares, left = [0] * len(held), pool.bundles
+    while left and any(share < most for share, most in zip(shares, held, strict=True)):
+        for number, most in enumerate(held):
+            more = min(most_each, most - shares[number], left)
+            shares[number], left = shares[number] + more, left - more
+        if pool.strategy == "STRICT_SPREAD":
+            break
+    return shares
+
+
+def _reserve(left: dict[str, float], pool: PoolConfig, count: int) -> None:
+    for kind, amount in pool.bundle.items():
+        left[kind] = left.get(kind, 0.0) - count * amount
+
+
+class _Search:
+    """Depth first over the number of bundles that each node takes of each pool."""
+
+    def __init__(self, nodes: Sequence[Node], amounts: Amounts) -> None:
+        self._labels, self._left = [node.labels for node in nodes], [dict(amounts(node)) for node in nodes]
+        self.tries = 0
+        self.shares: list[list[int]] = []
+        """Bundles on each node, of each pool that has its places."""
+
+    def places(self, pools: Sequence[PoolConfig]) -> bool:
+        """Find a place for all bundles of these pools in what is left."""
+        if not pools:
+            return True
+        self.shares.append([0] * len(self._left))
+        if self._share(pools, pools[0].bundles, 0):
+            return True
+        self.shares.pop()
+        return False
+
+    def _share(self, pools: Sequence[PoolConfig], bundles: int, node: int) -> bool:
+        """Find places for the first pool's remaining bundles on nodes from `node` on, and for the pools after it."""
+        self.tries += 1
+        if self.tries > EFFORT:
+            return False
+        if bundles == 0:
+            return self.places(pools[1:])
+        if node == len(self._left):
+            return False
+        return any(self._with(pools, bundles, node, count) for count in self._counts(pools[0], bundles, node))
+
+    def _counts(self, pool: PoolConfig, bundles: int, node: int) -> Iterator[int]:
+        """How many bundles a node may take, the most first."""
+        most = min(bundles, holds(pool, self._labels[node], self._left[node]))
+        if pool.strategy == "STRICT_PACK":
+            yield from (bundles, 0) if most == bundles else (0,)
+        else:
+            yield from range(min(most, 1) if pool.strategy == "STRICT_SPREAD" else most, -1, -1)
+
+    def _with(self, pools: Sequence[PoolConfig], bundles: int, node: int, count: int) -> bool:
+        before, shares = dict(self._left[node]), self.shares[-1]
+        _reserve(self._left[node], pools[0], count)
+        shares[node] = count
+        if self._share(pools, bundles - count, node + 1):
+            return True
+        self._left[node], shares[node] = before, 0
+        return False
