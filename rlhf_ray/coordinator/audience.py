@@ -16,6 +16,7 @@ class Audience:
         self._crew, self.ranks = crew, list(ranks)
         self.lost: WorkerLost | None = None
         """How the last one that left was lost."""
+        self._next_loss: asyncio.Future[WorkerLost] | None = None
 
     def calls(self, method: str, *args: Any, only: Collection[int] | None = None,
               timeout_s: float | None = None) -> list[Call]:
@@ -60,8 +61,28 @@ class Audience:
         except WorkerLost as error:
             if error.kind == "result" or error.role != call.role or self._crew.on_lost is None:
                 raise
-            self._crew.on_lost(self._crew, error, 0)
-            self.ranks = [rank for rank in self.ranks if rank != error.rank]
-            self.lost = error
+            self._leaves(error)
             return False
         return True
+
+    def next_loss(self) -> "asyncio.Future[WorkerLost]":
+        """How the next one that leaves was lost; there is one such future at a time."""
+        self._next_loss = asyncio.get_running_loop().create_future()
+        return self._next_loss
+
+    def dismiss(self, method: str, reason: str) -> None:
+        """Give up all that are left: what they began with `method` will not end."""
+        if self._crew.on_lost is None:
+            return
+        for rank in list(self.ranks):
+            group = self._crew.group
+            self._leaves(WorkerLost(f"{group.role}/{rank} {reason}", group.role, rank, group.incarnation(rank), method,
+                                    "hung"))
+
+    def _leaves(self, error: WorkerLost) -> None:
+        if self._crew.on_lost is not None:
+            self._crew.on_lost(self._crew, error, 0)
+        self.ranks = [rank for rank in self.ranks if rank != error.rank]
+        self.lost = error
+        if self._next_loss is not None and not self._next_loss.done():
+            self._next_loss.set_result(error)

@@ -5,58 +5,75 @@ after the other here; the next one is gathered while one travels.
 """
 
 import asyncio
+from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.coordinator.audience import Audience
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import WeightsError
+from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize, WeightRoute
 
 DIRECT = ("nccl", "ipc")
+
+
+ALONE_S = 20.0
+"""What the others of a broadcast get to end it when one of them is lost: a bucket takes a second or so."""
 
 
 class DirectSync:
     """One transport from GPU to GPU.
 
     A broadcast joins the learner's first rank with every process of every generator. It is joined anew when one of them
-    is another process than before. One that is lost in the middle of it leaves the others waiting, the learner too,
-    until a deadline finds them hung: then they are replaced as well.
+    is another process than before. One that is lost in the middle of it leaves the others waiting, the learner too:
+    there is no way to leave a collective call of NCCL's, so they are given up soon after it, and replaced as well.
     """
 
-    def __init__(self, transport: str, team: Team) -> None:
-        self._transport, self._team = transport, team
+    def __init__(self, transport: str, team: Team, patience_s: float | None = None) -> None:
+        """`patience_s`: longest wait for a generator to take one bucket; that of any call where there is none."""
+        self._transport, self._team, self._patience_s = transport, team, patience_s
         self._joined: tuple[tuple[str, int, int], ...] = ()
 
-    async def connect(self, audience: Audience) -> None:
-        """Let the learner and these generators meet, where they have not."""
+    async def connect(self, audience: Audience) -> bool:
+        """Let the learner and these generators meet, where they have not; whether they had to.
+
+        Raises:
+            WorkerLost: a learner was lost, or waits for a generator that was, which it names.
+        """
         members = self._members(audience)
         if members == self._joined:
-            return
+            return False
         self._joined = ()
         offsets, world = await self._offsets(audience)
         route = await self._route(world)
         learners = self._team.policy.call_all("connect_weights", route)
         group = self._team.generators
         generators = [group.call(rank, "connect_weights", route, offset) for rank, offset in offsets.items()]
-        await asyncio.gather(audience.without(generators), *(call.done() for call in learners))
+        await self._together(audience, learners, generators, "the meeting")
         if self._members(audience) == members:  # else one was lost, and the others are joined to nobody
             self._joined = members
+        return True
 
     async def send(self, audience: Audience, version: int, size: PublicationSize, whole: bool) -> None:
         """Hand all buckets over.
 
         Raises:
             WeightsError: a generator refused one, or did not get its description.
-            WorkerLost: a learner was lost.
+            WorkerLost: a learner was lost, or waits for a generator that was, which it names.
         """
-        offered = self._offer(version, 0, whole)
+        offered: list[Call] = []
         for index in range(size.buckets):
-            loads = audience.calls("load_weights", offered[0].ref)
+            # Where one was lost between two buckets, the others meet again, and what was offered before is forgotten.
+            if await self.connect(audience) or not offered:
+                offered = self._offer(version, index, whole)
+            if not audience.ranks:
+                return
+            loads = audience.calls("load_weights", offered[0].ref, timeout_s=self._patience_s)
             sends = self._team.policy.call_all("send_bucket") if self._transport == "nccl" else []
             present, offered = offered, self._offer(version, index + 1, whole) if index + 1 < size.buckets else []
-            await asyncio.gather(*(call.done() for call in (*present, *sends)))
-            if await audience.without(loads):
-                raise WeightsError(f"bucket {index} of weights version {version} was not announced to all")
+            await asyncio.gather(*(call.done() for call in present))
+            what = f"bucket {index} of weights version {version}"
+            if await self._together(audience, sends, loads, what):
+                raise WeightsError(f"{what} was not announced to all")
 
     async def finished(self) -> None:
         """All have confirmed: the learner keeps no bucket any more."""
@@ -65,6 +82,34 @@ class DirectSync:
     def forget(self) -> None:
         """The learners are others than before."""
         self._joined = ()
+
+    async def _together(self, audience: Audience, learners: list[Call], generators: list[Call], what: str) -> set[int]:
+        """Wait for calls in which both sides wait for each other; the generators that did not get their argument.
+
+        Raises:
+            WorkerLost: the learner did not come to an end although a generator did, or was lost.
+        """
+        ours, theirs = asyncio.create_task(_done(learners)), asyncio.create_task(audience.without(generators))
+        left = audience.next_loss()
+        try:
+            await asyncio.wait({ours, theirs, left}, return_when=asyncio.FIRST_COMPLETED)
+            # The learner may notice that one is gone before Ray tells of it, and have sent all the same.
+            await asyncio.wait({left} if _failed(ours) else {ours}, timeout=ALONE_S)
+            if ours.done() and not _failed(ours):
+                return await theirs
+            if _failed(ours) and not left.done():
+                await ours
+            raise self._broken(audience, what, left.result() if left.done() else _outcome(theirs))
+        finally:
+            for waiting in (ours, theirs, left):
+                waiting.cancel()
+
+    def _broken(self, audience: Audience, what: str, reason: object) -> WorkerLost:
+        """What to say of the learner. Who was to receive has a part of the model at best, and is given up as well."""
+        audience.dismiss("load_weights", f"waits for {what}, which one left: {reason}")
+        learner = self._team.policy
+        return WorkerLost(f"{learner.role}/0 waits for generators with {what}, and one will not come: {reason}",
+                          learner.role, 0, learner.incarnation(0), "send_bucket", "hung")
 
     def _offer(self, version: int, index: int, whole: bool) -> list[Call]:
         return self._team.policy.call_all("offer_bucket", version, index, whole)
@@ -92,3 +137,16 @@ class DirectSync:
         host = await first.call(0, "node_host").value()
         _, _, port = (await first.call(0, "rendezvous", host).value()).rpartition(":")
         return WeightRoute(self._transport, host, int(port), world)
+
+
+async def _done(calls: list[Call]) -> None:
+    await asyncio.gather(*(call.done() for call in calls))
+
+
+def _failed(calls: "asyncio.Task[Any]") -> bool:
+    return calls.done() and not calls.cancelled() and calls.exception() is not None
+
+
+def _outcome(calls: "asyncio.Task[Any]") -> object:
+    """Why calls that are over ended as they did: an error, or the ranks that did not get their argument."""
+    return calls.exception() or f"what was announced did not reach {sorted(calls.result())}"

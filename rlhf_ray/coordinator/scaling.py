@@ -23,14 +23,16 @@ GOODBYE_S = 10.0
 class Scaling:
     """Changes the number of generators of a team; one request after the other."""
 
-    def __init__(self, config: ClusterConfig, team: Team, weights: WeightSync, changed: Callable[[int], None],
-                 say: Callable[[str], None]) -> None:
+    def __init__(self, config: ClusterConfig, team: Team, weights: WeightSync, possible: Callable[[int], object],
+                 changed: Callable[[int], None], say: Callable[[str], None]) -> None:
         """
         Args:
+            possible: raises a `ConfigError` where the run cannot have so many, wherever there is room.
             changed: told of every new number.
             say: told what happens, in words.
         """
-        self._config, self._team, self._weights, self._changed, self._say = config, team, weights, changed, say
+        self._config, self._team, self._weights = config, team, weights
+        self._possible, self._changed, self._say = possible, changed, say
         self._one_at_a_time = asyncio.Lock()
 
     async def asked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,13 +42,14 @@ class Scaling:
             their ranks, and what happened in words.
 
         Raises:
-            ConfigError: that is no such number.
+            ConfigError: that is no such number, or one that the run cannot have.
             ClusterError: there is no room for them.
             WorkerError: one could not be started.
         """
         wanted = arguments.get("generators")
         if not isinstance(wanted, int) or wanted < 1:
             raise ConfigError(f"generators={wanted!r}: a run needs one generator at least; to end it, stop it")
+        self._possible(wanted)
         async with self._one_at_a_time:
             group = self._team.generators
             before = len(group)

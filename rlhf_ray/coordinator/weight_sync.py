@@ -51,7 +51,8 @@ class WeightSync:
                  phases: Phases | None = None) -> None:
         """
         Args:
-            finish_timeout_s: longest wait for a generator to put weights in service.
+            finish_timeout_s: longest wait for a generator to put weights in service, or to take a bucket from GPU to
+                GPU.
             phases: turns on GPUs that generators share with learners.
         """
         self.phases = phases
@@ -64,7 +65,7 @@ class WeightSync:
         self._finish_timeout_s = finish_timeout_s
         self._crew = team.crew(team.generators)
         self._steady, self._settled = asyncio.Lock(), True
-        self._direct = DirectSync(config.transport, team) if config.transport in DIRECT else None
+        self._direct = DirectSync(config.transport, team, finish_timeout_s) if config.transport in DIRECT else None
         self._plan: WeightsPlan | None = None
         self._lasting: Any = None
         """Digests of what may stay out, in the object store; None before a whole publication was confirmed."""

@@ -139,8 +139,8 @@ async def _run(
                         config, team, weights, prompts, directory, store, metrics, progress, stop, evaluations,
                         resume_at),
                 )
-                scaling = Scaling(config.cluster, team, weights, partial(remember, directory, configured),
-                                  progress.note)
+                scaling = Scaling(config.cluster, team, weights, partial(with_generators, config),
+                                  partial(remember, directory, configured), progress.note)
                 watch = Watch(team, config.cluster.lease_s)
                 frozen = [group for group in team.groups() if not team.trains(group.role)]
                 async with (live_status(lambda: course.coordinator, directory, show_live(config, directory)),

@@ -1,11 +1,15 @@
 """Weights handed over to vLLM's own processes, by each transport: the whole way with real learners and real engines.
+Generators that are lost in the middle of it, and one that comes later.
 
 NCCL needs GPUs, so gloo carries the bytes here; all around it is what a GPU runs too: learner and generators meet, each
 bucket is offered, sent, verified in vLLM's processes and loaded into the paused model.
 """
 
 import asyncio
-from contextlib import asynccontextmanager
+import os
+import signal
+import time
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import pytest
@@ -19,6 +23,8 @@ from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
+from rlhf_ray.coordinator.direct_sync import ALONE_S
+from rlhf_ray.coordinator.scaling import Scaling
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.engine.distributed import accelerator_environment
@@ -35,19 +41,28 @@ from tests.models import make_tiny_llama
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 CONTEXT, TIMEOUT_S, DAMAGED = 96, 240.0, 3
+LATE, LATE_S, PATIENCE_S = 4, 3.0, 15.0
 GENERATION = GenerationConfig(engine="async", workers=2, max_sequences=8, kv_cache_mb=16, sampling=SHORT)
 
 
 class Damaging(PolicyLearner):
-    """Says of version DAMAGED's first tensor what it is not."""
+    """Says of version DAMAGED's first tensor what it is not, and sends version LATE late."""
 
-    def offer_bucket(self, version: int, index: int, whole: bool = True) -> WeightOffer | None:
+    def _offered(self, version: int, index: int, whole: bool) -> WeightOffer | None:
         offer = super().offer_bucket(version, index, whole)
         if offer is None or version != DAMAGED or index:
             return offer
         digests = ["0" * 32, *offer.digests[1:]]
         return WeightOffer(version, index, offer.count, offer.entries, digests,
                            checksum(offer.entries, digests, version, index, offer.count), offer.handles)
+
+    def offer_bucket(self, version: int, index: int, whole: bool = True) -> WeightOffer | None:
+        self.late = version == LATE
+        return self._offered(version, index, whole)
+
+    def send_bucket(self) -> None:
+        time.sleep(LATE_S if self.late else 0.0)
+        super().send_bucket()
 
 
 @asynccontextmanager
@@ -120,4 +135,67 @@ def test_weights_reach_every_generator_verified(tmp_path, transport, zero_stage)
             await the_whole_way(team, transport)
 
     torch.manual_seed(0)
+    asyncio.run(run())
+
+
+async def killed(team):
+    """Generator 1 dies while it waits for a bucket."""
+    await asyncio.sleep(LATE_S / 2)
+    for pid, _ in reversed(team.generators.processes(1).members):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def stopped(team):
+    """A process of vLLM's stands still: its generator answers, and takes no bucket."""
+    for pid, _ in team.generators.processes(1).members[1:]:
+        os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("fate", [killed, stopped], ids=lambda fate: fate.__name__)
+def test_a_generator_lost_in_a_broadcast_holds_nobody_for_long_and_is_named(tmp_path, fate):
+    shape = {"vocab": VOCAB, "hidden": 64, "heads": 2, "tied": False}
+    learner, generator = (ModelConfig(path=str(make_tiny_llama(tmp_path / str(seed), seed=seed, **shape)))
+                          for seed in (0, 1))
+
+    async def run():
+        policy = PolicyConfig(workers=1, micro_batch_tokens=256)
+        async with team_of(learner, generator, policy, "nccl") as team:
+            lost = []
+            team.crew(team.generators).on_lost = lambda crew, error, _: (
+                lost.append(error.rank), crew.group.give_up(error.rank, str(error)))
+            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), team, PATIENCE_S)
+            await sync.publish(1)
+            publishing, began = asyncio.create_task(sync.publish(LATE)), time.monotonic()
+            await fate(team)
+            with pytest.raises(WorkerLost, match="generator/1") as raised:
+                await publishing
+            assert (raised.value.role, raised.value.rank) == ("policy_learner", 0)
+            assert time.monotonic() - began < LATE_S + PATIENCE_S + ALONE_S + 5
+            assert sorted(lost) == [0, 1], "the other one has a part of the model"
+            for pid, _ in team.generators.processes(1).members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    asyncio.run(run())
+
+
+def test_a_generator_that_comes_later_meets_the_learner_and_the_others_again(tmp_path):
+    shape = {"vocab": VOCAB, "hidden": 64, "heads": 2, "tied": False}
+    learner, generator = (ModelConfig(path=str(make_tiny_llama(tmp_path / str(seed), seed=seed, **shape)))
+                          for seed in (0, 1))
+
+    async def run():
+        policy = PolicyConfig(workers=1, micro_batch_tokens=256)
+        async with team_of(learner, generator, policy, "nccl") as team:
+            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), team, PATIENCE_S)
+            await sync.publish(1)
+            scaling = Scaling(ClusterConfig(start_timeout_s=TIMEOUT_S), team, sync, lambda count: None,
+                              lambda count: None, lambda text: None)
+            await scaling.asked({"generators": 3})
+            rollout = (await drawn(team, SHORT))[0]
+            assert len(team.generators) == 3 and max(await gaps(team, rollout)) < 1e-4
+            assert await team.generators.values("version") == [1, 1, 1]
+            await sync.publish(2)
+            assert await team.generators.values("version") == [2, 2, 2]
+
     asyncio.run(run())

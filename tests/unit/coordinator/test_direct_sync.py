@@ -2,9 +2,13 @@
 
 import asyncio
 
+import pytest
+
+from rlhf_ray.coordinator import direct_sync
 from rlhf_ray.coordinator.audience import Audience
 from rlhf_ray.coordinator.direct_sync import DirectSync
-from rlhf_ray.errors import WorkerLost
+from rlhf_ray.errors import WeightsError, WorkerLost
+from rlhf_ray.records import PublicationSize
 from tests.unit.coordinator.stand_ins import StandInGroup, team_of
 
 
@@ -35,3 +39,114 @@ def test_a_generator_that_is_lost_before_all_have_met_ends_nothing():
     log, lost, ranks = asyncio.run(work())
     assert [rank for method, rank in log if method == "connect_weights"] == [0, 2]
     assert (lost, ranks) == ([1], [0, 2])
+
+
+class Broadcast:
+    """A learner and three generators in a publication of two buckets; `log` keeps what was called."""
+
+    def __init__(self, monkeypatch, generator, send):
+        monkeypatch.setattr(direct_sync, "ALONE_S", 0.05)
+        self.lost = []
+        self._generator, self._send = generator, send
+        self.team = team_of(generators=Group("generator", self._generators, 3),
+                            policy=Group("policy_learner", self._learner))
+        self.crew = self.team.crew(self.team.generators)
+        self.crew.on_lost = lambda _, error, __: self.lost.append((error.rank, str(error)))
+        self.audience = Audience(self.crew, range(3))
+
+    async def _generators(self, rank, method, *args):
+        if method == "load_weights":
+            return await self._generator(rank, args[0])
+        return 1 if method == "devices" else None
+
+    async def _learner(self, rank, method, *args):
+        if method == "send_bucket":
+            return await self._send()
+        return {"offer_bucket": args[1:2], "rendezvous": "host:7", "node_host": "host"}.get(method)
+
+    async def send(self):
+        sync = DirectSync("nccl", self.team)
+        await sync.connect(self.audience)
+        await asyncio.wait_for(sync.send(self.audience, 5, PublicationSize(2, 100), True), 10)
+
+    def called(self, method):
+        return [rank for name, rank in self.team.generators.log if name == method]
+
+    def offers(self):
+        return sum(name == "offer_bucket" for name, _ in self.team.policy.log)
+
+
+async def for_ever(*_):
+    await asyncio.Event().wait()
+
+
+async def at_once(*_):
+    return None
+
+
+def dies(rank):
+    return WorkerLost(f"generator/{rank} died in load_weights", "generator", rank, 1, "load_weights")
+
+
+async def breaks(*_):
+    raise ConnectionError("closed by peer")
+
+
+@pytest.mark.parametrize("others", [for_ever, at_once])
+def test_a_learner_that_waits_for_a_lost_generator_is_given_up_with_the_others_and_told_which(monkeypatch, others):
+    async def generator(rank, bucket):
+        if rank == 1:
+            raise dies(1)
+        await others()
+
+    async def work():
+        broadcast = Broadcast(monkeypatch, generator, for_ever)
+        with pytest.raises(WorkerLost, match=r"bucket 0 of weights version 5, .*: generator/1 died in") as raised:
+            await broadcast.send()
+        return broadcast, raised.value
+
+    broadcast, error = asyncio.run(work())
+    assert (error.role, error.rank, error.kind) == ("policy_learner", 0, "hung")
+    assert [rank for rank, _ in broadcast.lost] == [1, 0, 2]
+    assert "waits for bucket 0 of weights version 5, which one left: generator/1 died" in broadcast.lost[1][1]
+
+
+def test_a_learner_that_notices_first_is_blamed_no_more_than_one_that_waits(monkeypatch):
+    async def generator(rank, bucket):
+        await asyncio.sleep(0.01)
+        raise dies(rank)
+
+    with pytest.raises(WorkerLost, match="one will not come: generator/0 died"):
+        asyncio.run(Broadcast(monkeypatch, generator, breaks).send())
+
+
+def test_what_breaks_the_learner_alone_is_raised_as_it_is(monkeypatch):
+    with pytest.raises(ConnectionError):
+        asyncio.run(Broadcast(monkeypatch, for_ever, breaks).send())
+
+
+def test_a_generator_that_refuses_its_bucket_leaves_no_learner_waiting(monkeypatch):
+    async def generator(rank, bucket):
+        if rank == 1:
+            raise WeightsError("bucket 0 was not expected")
+        await for_ever()
+
+    with pytest.raises(WorkerLost, match="one will not come: bucket 0 was not expected"):
+        asyncio.run(Broadcast(monkeypatch, generator, for_ever).send())
+
+
+def test_one_that_dies_when_the_bucket_is_sent_leaves_and_the_others_meet_again(monkeypatch):
+    async def generator(rank, bucket):
+        if rank == 1 and bucket == (0,):
+            raise dies(1)
+
+    async def work():
+        broadcast = Broadcast(monkeypatch, generator, at_once)
+        await broadcast.send()
+        return broadcast
+
+    broadcast = asyncio.run(work())
+    assert [rank for rank, _ in broadcast.lost] == [1]
+    assert broadcast.called("connect_weights") == [0, 1, 2, 0, 2]
+    assert broadcast.called("load_weights") == [0, 1, 2, 0, 2]
+    assert broadcast.offers() == 3, "the second bucket, which was offered to those who met before, is offered again"

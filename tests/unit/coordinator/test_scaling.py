@@ -66,7 +66,13 @@ class Scaled(Publishing):
         Growing.__init__(self.group, **growing)
         self.crew.rotation.__init__(self.group)
         object.__setattr__(self.team, "healing", self.healing)
-        self.scaling = Scaling(ClusterConfig(lease_s=30), self.team, self.sync, self.numbers.append, self.said.append)
+        self.scaling = Scaling(ClusterConfig(lease_s=30), self.team, self.sync, self._possible, self.numbers.append,
+                               self.said.append)
+
+    @staticmethod
+    def _possible(number):
+        if number > 6:
+            raise ConfigError(f"weights do not reach {number}")
 
     async def to(self, number):
         return await self.scaling.asked({"generators": number})
@@ -88,6 +94,17 @@ def test_one_that_is_new_has_the_present_weights_before_it_is_given_work():
     answer, asked, versions = run_in_virtual_time(run())
     assert answer == {"generators": [0, 1, 2], "said": "generators: 2 before, 3 now"}
     assert asked == [0, 1, 2] and versions == {0: 3, 1: 3, 2: 3} and it.numbers == [3]
+
+
+def test_a_number_that_the_run_cannot_have_is_refused_before_anything_is_started():
+    it = Scaled(room=9)
+
+    async def run():
+        with pytest.raises(ConfigError, match="weights do not reach 7"):
+            await it.to(7)
+
+    run_in_virtual_time(run())
+    assert it.group.present == [0, 1] and it.numbers == it.said == []
 
 
 def test_one_that_goes_finishes_what_it_has_and_is_given_nothing_new():

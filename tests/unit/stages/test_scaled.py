@@ -4,15 +4,17 @@ import pytest
 
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.scaled import remember, remembered, with_generators
 
 
-def config(**pools):
+def config(generator=None, **pools):
     return PPOConfig(
         model={"path": "m"}, rewards={"main": {"type": "model", "path": "r"}}, prompts={"path": "p"},
         pools={"default": PoolConfig(cpus=2), **pools},
-        generator={"pool": "gen" if "gen" in pools else "default", "workers": 2, "cpus": 0.5})
+        generator={"pool": "gen" if "gen" in pools else "default", "workers": 2, "cpus": 0.5,
+                   **(generator or {})})
 
 
 def test_a_run_remembers_what_it_was_scaled_to(tmp_path):
@@ -45,3 +47,16 @@ def test_a_pool_has_as_many_bundles_more_as_the_generators_need():
 def test_fewer_generators_leave_the_pool_as_it_is():
     assert with_generators(config(gen=PoolConfig(cpus=1)), 1).pools["gen"].bundles == 1
     assert with_generators(config(), 2) == config()
+
+
+def test_generators_that_ipc_does_not_reach_are_refused_and_those_on_the_gpu_are_not():
+    shared = config({"gpus": 0.2, "cpus": 0.1}, gen=PoolConfig(cpus=2, gpus=1))
+    alone = shared.model_copy(update={
+        "policy": shared.policy.model_copy(update={"pool": "gen", "gpus": 0.5}),
+        "weights": shared.weights.model_copy(update={"transport": "ipc"})})
+    assert with_generators(alone, 1).generator.workers == 1
+    assert with_generators(alone, 2).pools["gen"].bundles == 1
+    with pytest.raises(ConfigError, match="3 generators of 0.2 gpus need 2 bundles of pools.gen, .*transport=ipc"):
+        with_generators(alone, 3)
+    by_store = alone.model_copy(update={"weights": shared.weights})
+    assert with_generators(by_store, 3).pools["gen"].bundles == 2
