@@ -71,6 +71,7 @@ class Copies:
 def copy_on_demand(orders: Connection, name: str, nbytes: int, inwards: bool) -> None:
     """In a worker's process: copy between own and shared memory each time it is told when to begin."""
     shared = SharedMemory(name=name)
+    assert shared.buf is not None  # only of memory that was closed
     between = np.frombuffer(shared.buf, dtype=np.uint8, count=nbytes)
     own = np.random.default_rng(os.getpid()).integers(0, 256, nbytes, dtype=np.uint8)
     if inwards:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import ParamSpec, TypeVar
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def elsewhere(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

@@ -64,8 +64,8 @@ def run_config(directory: Path, **sections: Any) -> PPOConfig:
         "algorithm": {"estimator": "grpo", "epochs": 2, "mini_batches": 4, "old_logprobs": "generator"},
         "coordinator": {"prompts_per_step": 32, "samples_per_prompt": 4},
     }
-    return resolve(PPOConfig(**{name: {**settings.get(name, {}), **sections.get(name, {})}
-                                for name in settings | sections}))
+    whole: dict[str, Any] = {name: {**settings.get(name, {}), **sections.get(name, {})} for name in settings | sections}
+    return resolve(PPOConfig(**whole))
 
 
 @dataclass(frozen=True)
@@ -210,5 +210,6 @@ def give_cores() -> None:
         return
     for process in psutil.Process().children(recursive=True):
         core = titles.get(process.name().split(".")[0])
-        for thread in process.threads() if core is not None else []:
-            os.sched_setaffinity(thread.id, {core})
+        if core is not None:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})

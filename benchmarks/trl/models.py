@@ -1,5 +1,6 @@
 """The SFT and reward models that both sides start from: a quickstart's, or those of shorter lessons of its kind."""
 
+from functools import partial
 from pathlib import Path
 
 from benchmarks.trl.environment import CACHE
@@ -29,5 +30,5 @@ def models() -> Path:
     with ray_session(ClusterConfig(dashboard=False), {"default": PoolConfig(cpus=2)}, "models"):
         for name, stage in stages.items():
             config = RECIPE.config(name, home, 0, LESSONS[name])
-            run_once(name, lambda stage=stage, config=config: stage.run(config, True), Path(config.run.dir))
+            run_once(name, partial(stage.run, config, True), Path(config.run.dir))
     return home

@@ -30,7 +30,8 @@ class Paced(TrainerCallback):
     """Takes turns, and keeps TRL's own numbers of each update."""
 
     def __init__(self, pacing: Pacing) -> None:
-        self.pacing, self.rows = pacing, []
+        self.pacing = pacing
+        self.rows: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         """One row an update."""

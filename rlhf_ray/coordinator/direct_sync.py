@@ -89,12 +89,13 @@ class DirectSync:
         Raises:
             WorkerLost: the learner did not come to an end although a generator did, or was lost.
         """
-        ours, theirs = asyncio.create_task(_done(learners)), asyncio.create_task(audience.without(generators))
-        left = audience.next_loss()
+        ours: asyncio.Future[Any] = asyncio.create_task(_done(learners))
+        theirs: asyncio.Future[Any] = asyncio.create_task(audience.without(generators))
+        left: asyncio.Future[Any] = audience.next_loss()
         try:
             await asyncio.wait({ours, theirs, left}, return_when=asyncio.FIRST_COMPLETED)
             # The learner may notice that one is gone before Ray tells of it, and have sent all the same.
-            await asyncio.wait({left} if _failed(ours) else {ours}, timeout=ALONE_S)
+            await asyncio.wait({left if _failed(ours) else ours}, timeout=ALONE_S)
             if ours.done() and not _failed(ours):
                 return await theirs
             if _failed(ours) and not left.done():
@@ -143,10 +144,10 @@ async def _done(calls: list[Call]) -> None:
     await asyncio.gather(*(call.done() for call in calls))
 
 
-def _failed(calls: "asyncio.Task[Any]") -> bool:
+def _failed(calls: "asyncio.Future[Any]") -> bool:
     return calls.done() and not calls.cancelled() and calls.exception() is not None
 
 
-def _outcome(calls: "asyncio.Task[Any]") -> object:
+def _outcome(calls: "asyncio.Future[Any]") -> object:
     """Why calls that are over ended as they did: an error, or the ranks that did not get their argument."""
     return calls.exception() or f"what was announced did not reach {sorted(calls.result())}"
