@@ -14,9 +14,9 @@ class Audience:
 
     def __init__(self, crew: Crew, ranks: Iterable[int]) -> None:
         self._crew, self.ranks = crew, list(ranks)
-        self.lost: WorkerLost | None = None
-        """How the last one that left was lost."""
-        self._next_loss: asyncio.Future[WorkerLost] | None = None
+        self.losses: list[WorkerLost] = []
+        """How those that left were lost, in that order."""
+        self._next_loss: asyncio.Future[None] | None = None
 
     def calls(self, method: str, *args: Any, only: Collection[int] | None = None,
               timeout_s: float | None = None) -> list[Call]:
@@ -65,8 +65,8 @@ class Audience:
             return False
         return True
 
-    def next_loss(self) -> "asyncio.Future[WorkerLost]":
-        """How the next one that leaves was lost; there is one such future at a time."""
+    def next_loss(self) -> "asyncio.Future[None]":
+        """Done when the next one leaves; there is one such future at a time."""
         self._next_loss = asyncio.get_running_loop().create_future()
         return self._next_loss
 
@@ -83,6 +83,6 @@ class Audience:
         if self._crew.on_lost is not None:
             self._crew.on_lost(self._crew, error, 0)
         self.ranks = [rank for rank in self.ranks if rank != error.rank]
-        self.lost = error
+        self.losses.append(error)
         if self._next_loss is not None and not self._next_loss.done():
-            self._next_loss.set_result(error)
+            self._next_loss.set_result(None)

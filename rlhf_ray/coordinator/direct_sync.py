@@ -92,6 +92,7 @@ class DirectSync:
         ours: asyncio.Future[Any] = asyncio.create_task(_done(learners))
         theirs: asyncio.Future[Any] = asyncio.create_task(audience.without(generators))
         left: asyncio.Future[Any] = audience.next_loss()
+        before = len(audience.losses)
         try:
             await asyncio.wait({ours, theirs, left}, return_when=asyncio.FIRST_COMPLETED)
             # The learner may notice that one is gone before Ray tells of it, and have sent all the same.
@@ -100,12 +101,12 @@ class DirectSync:
                 return await theirs
             if _failed(ours) and not left.done():
                 await ours
-            raise self._broken(audience, what, left.result() if left.done() else _outcome(theirs))
+            raise self._broken(audience, what, "; ".join(map(str, audience.losses[before:])) or _outcome(theirs))
         finally:
             for waiting in (ours, theirs, left):
                 waiting.cancel()
 
-    def _broken(self, audience: Audience, what: str, reason: object) -> WorkerLost:
+    def _broken(self, audience: Audience, what: str, reason: str) -> WorkerLost:
         """What to say of the learner. Who was to receive has a part of the model at best, and is given up as well."""
         audience.dismiss("load_weights", f"waits for {what}, which one left: {reason}")
         learner = self._team.policy
@@ -148,6 +149,6 @@ def _failed(calls: "asyncio.Future[Any]") -> bool:
     return calls.done() and not calls.cancelled() and calls.exception() is not None
 
 
-def _outcome(calls: "asyncio.Future[Any]") -> object:
+def _outcome(calls: "asyncio.Future[Any]") -> str:
     """Why calls that are over ended as they did: an error, or the ranks that did not get their argument."""
-    return calls.exception() or f"what was announced did not reach {sorted(calls.result())}"
+    return str(calls.exception() or f"what was announced did not reach {sorted(calls.result())}")

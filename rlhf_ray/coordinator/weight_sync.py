@@ -130,8 +130,8 @@ class WeightSync:
         except WorkerLost as error:
             self._crew.interrupt(error)
             return False
-        if alone.lost is not None:
-            raise alone.lost
+        if alone.losses:
+            raise alone.losses[-1]
         return True
 
     async def _publish_to(self, audience: Audience, resend: bool) -> Published:
