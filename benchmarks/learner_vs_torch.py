@@ -24,16 +24,20 @@ from rlhf_ray.roles.updates import mini_batches
 class BareTorchSide:
     """A loop without DeepSpeed, records or statistics."""
 
+    attention = "rows"
+    """As `transformers` knows it."""
+
     def __init__(self, directory: Path) -> None:
         torch.set_num_threads(1)
         AttentionInterface.register("rows", attention_within_rows)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="rows")
-        self._model.train()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0,
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32,
+                                                          attn_implementation=self.attention)
+        self.model.train()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0,
                                             betas=LEARNER.optimizer.betas, eps=LEARNER.optimizer.eps, fused=True)
         whole = experience(directory)
-        self._starts, self._lengths = torch.as_tensor(whole.offsets[:-1]), torch.as_tensor(whole.lengths)
-        self._tokens, self._mask = torch.as_tensor(whole.tokens).long(), torch.as_tensor(whole.response_mask)
+        self._starts, self.lengths = torch.as_tensor(whole.offsets[:-1]), torch.as_tensor(whole.lengths)
+        self.tokens, self.mask = torch.as_tensor(whole.tokens).long(), torch.as_tensor(whole.response_mask)
         self._old, self._advantages = torch.as_tensor(whole.old_logprobs), torch.as_tensor(whole.advantages)
         self._step, self._norms = 0, [0.0]
 
@@ -42,28 +46,41 @@ class BareTorchSide:
         self._step += 1
         plan = mini_batches(ROWS, ALGORITHM.epochs, ALGORITHM.mini_batches, SEED, self._step)
         self._norms = [self._optimizer_step(rows) for rows in plan]
-        return float(self._lengths.sum())
+        return float(self.lengths.sum())
 
     def proof(self) -> list[float]:
         """Mean norm of the gradients."""
         return [float(np.mean(self._norms))]
 
-    def _optimizer_step(self, rows: np.ndarray) -> float:
-        lengths = self._lengths[rows]
-        places = torch.arange(int(lengths.max()))
+    def logprobs(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Of the rows' response tokens, and those tokens' numbers in the whole batch."""
+        real, chosen = self.grid(rows)
+        positions = torch.arange(real.shape[1]).expand_as(real)[real]
+        tokens, chosen = self.tokens[chosen[real]], chosen[real]  # [T] the rows end to end
+        hidden = self.model.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
+                                  real=real).last_hidden_state[0]
+        predicted = self.mask[chosen].nonzero()[:, 0]
+        logits = self.model.lm_head(hidden[predicted - 1])
+        return -cross_entropy(logits, tokens[predicted], reduction="none"), chosen[predicted]
+
+    def grid(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """[N, L] which places of the padded rows hold tokens, and the numbers of those in the whole batch."""
+        lengths = self.lengths[rows]
+        places = torch.arange(self.longest(lengths))
         real = places < lengths[:, None]
-        chosen = (self._starts[rows][:, None] + places)[real]  # [T] the rows' tokens in the whole batch
-        positions = places.expand_as(real)[real]
-        tokens, mask = self._tokens[chosen], self._mask[chosen]
-        hidden = self._model.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-                                   real=real).last_hidden_state[0]
-        predicted = mask.nonzero()[:, 0]
-        logprobs = -cross_entropy(self._model.lm_head(hidden[predicted - 1]), tokens[predicted], reduction="none")
-        ratio, gain = (logprobs - self._old[chosen][mask]).exp(), self._advantages[chosen][mask]
+        return real, (self._starts[rows][:, None] + places).where(real, 0)
+
+    def longest(self, lengths: Tensor) -> int:
+        """Width of the grid of rows with these lengths."""
+        return int(lengths.max())
+
+    def _optimizer_step(self, rows: np.ndarray) -> float:
+        logprobs, chosen = self.logprobs(rows)
+        ratio, gain = (logprobs - self._old[chosen]).exp(), self._advantages[chosen]
         clipped = ratio.clamp(1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
         loss = -torch.minimum(ratio * gain, clipped * gain).mean()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), LEARNER.optimizer.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), LEARNER.optimizer.grad_clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(norm)

@@ -7,6 +7,7 @@ TITLES = {
     "rollout_vs_raw_vllm": "Rollouts beside vLLM itself",
     "learner_vs_torch": "Learner beside bare torch",
     "learner_vs_padded": "Packed rows beside padded ones",
+    "learner_vs_padded_torch": "Learner beside bare torch on padded rows",
     "publish_vs_copies_100mb": "Publishing 100 MB beside its copies",
     "publish_vs_copies_400mb": "Publishing 400 MB beside its copies",
     "publish_pause_share": "Generation paused while publishing",

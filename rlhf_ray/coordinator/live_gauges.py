@@ -48,17 +48,18 @@ class LiveGauges:
 
     def _workers(self, coordinator: Coordinator) -> Iterator[LiveValue]:
         team = coordinator.team
-        under_way, down = team.clock.under_way, {f"{role}/{rank}" for role, rank in team.healing.down}
-        busy_of = {f"{task.role}/{task.worker}" for task in under_way} - down
+        now, under_way, down = team.clock.now(), team.clock.under_way, team.healing.down.keys()
+        lost = Counter(role for role, _ in down)
+        busy = Counter(role for role, _ in {(task.role, task.worker) for task in under_way} - down)
         numbers: dict[str, Counter[str]] = defaultdict(Counter)
         for role, count in team.workers().items():
-            busy, lost = (sum(name.startswith(f"{role}/") for name in names) for names in (busy_of, down))
             pool = self._pool[role]
-            for state, number in (("busy", busy), ("idle", count - busy - lost), ("down", lost)):
+            idle = count - busy[role] - lost[role]
+            for state, number in (("busy", busy[role]), ("idle", idle), ("down", lost[role])):
                 numbers[pool][state] += number
                 yield LiveValue("live/workers", number, {"role": role, "pool": pool, "state": state})
-            ages = [team.clock.now() - task.since for task in under_way if task.role == role]
-            yield LiveValue("live/oldest_call", max(ages, default=0.0), {"role": role})
+            oldest = max((now - task.since for task in under_way if task.role == role), default=0.0)
+            yield LiveValue("live/oldest_call", oldest, {"role": role})
         yield from self._pools({pool: its["busy"] / its.total() for pool, its in numbers.items()})
 
     def _pools(self, busy: dict[str, float]) -> Iterator[LiveValue]:
