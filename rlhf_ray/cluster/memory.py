@@ -1,6 +1,4 @@
-"""How worker processes on CPUs keep their memory, and the driver gives it back."""
-
-import ctypes
+"""How worker processes on CPUs keep their memory."""
 
 KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -9,14 +7,3 @@ KEEP_MEMORY = {
 """The C library keeps what is freed, and asks for large pages. Every optimizer step and every publication of weights
 needs again what the one before let go: to have the kernel take and give the pages costs several times as much as a copy
 into them, a seventh of a small model's update. (glibc's mallopt(3), and its manual's "Memory Allocation Tunables")"""
-
-
-def give_back_freed() -> None:
-    """Give the system the pages that this process has freed, in every arena; some milliseconds.
-
-    A driver frees as much as it takes, in small pieces by many threads. Between those that live on, what is freed is
-    never again the size that is asked for, and the resident memory of a long run grows though nothing is kept.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other C libraries do without
-    if trim is not None:
-        trim(0)

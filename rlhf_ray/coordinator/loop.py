@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rlhf_ray.cluster.calls import traffic
-from rlhf_ray.cluster.memory import give_back_freed
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best import BestKeeper
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
@@ -135,7 +134,6 @@ class Coordinator:
         self._pause_s = None
         await self.profiler.end(self.state.step, began, outcome.ended)
         self._record(outcome, depth)
-        give_back_freed()
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
         if self.state.unmeasured and await self._evaluate():

@@ -49,10 +49,13 @@ class Watch:
             await self.look()
 
     async def look(self) -> None:
-        """Look at everybody who is busy; once."""
+        """Look once at everybody who has been at a call for a part of the lease. Most calls are over before, and to ask
+        costs the driver as much as a call does."""
         phases: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
         for task in self._team.clock.under_way:
             phases[task.role, task.worker].append((task.since, task.phase))
+        begun = self._team.clock.now() - self._lease_s / LOOKS
+        phases = {who: calls for who, calls in phases.items() if min(calls)[0] <= begun}
         self._shown = {who: shown for who, shown in self._shown.items() if who in phases}
         await asyncio.gather(*(self._look_at(self._crews[role], rank, found)
                                for (role, rank), found in phases.items() if role in self._crews))

@@ -430,6 +430,22 @@ def test_one_that_has_answered_since_the_last_look_is_not_asked(monkeypatch):
     assert asked[0] == "tokens_made" and len(asked) < 8, asked
 
 
+def test_nobody_is_asked_in_the_first_part_of_a_call(monkeypatch):
+    it, asked = Watched(lease_s=40.0), []
+
+    async def run():
+        monkeypatch.setattr(it.group, "call", lambda *call, **_: asked.append(call))
+        under_way, now = it.team.clock.under_way, asyncio.get_running_loop().time
+        watched = asyncio.create_task(it.look_on(60))
+        for _ in range(6):  # it is done with a call in 9 s, and with the next
+            await asyncio.sleep(9)
+            under_way.clear()
+            under_way.add(Task("generator", 0, "generate", now()))
+        return await watched
+
+    assert run_in_virtual_time(run()) is None and asked == []
+
+
 def test_while_it_takes_weights_an_answer_is_enough():
     assert run_in_virtual_time(Watched().look_on(60, phase="publish")) is None
 
