@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.invariants import Books, broken
-from chaos.kinds import KINDS, TOO_LARGE, of_target
+from chaos.kinds import KINDS, REFUSED, TOO_LARGE, of_target
 from chaos.nodes import SPARE
 from chaos.outcome import outcomes
 from chaos.plan import fewest_steps, plan
@@ -38,10 +38,11 @@ SYNCHRONOUS = {
 """Faults of the run at max_staleness 0, by kind."""
 OVERLAPPED = {"generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1,
               "reference_kill": 1, "assembler_kill": 1, "policy_kill": 1, "critic_stop": 1, "driver_kill": 1,
-              "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1, TOO_LARGE: 1, "loss_nan": 1,
-              "gradient_nan": 1}
+              "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1, TOO_LARGE: 1, REFUSED: 1,
+              "loss_nan": 1, "gradient_nan": 1}
 """Of that at max_staleness 1, where it is not the bits that must be the same, but the books."""
-SCATTERED = {"node_lost": 1, "generator_kill": 1, "generator_stop": 1, "generator_kill_in_publication": 1}
+SCATTERED = {"node_lost": 1, "partition": 1, "generator_kill": 1, "generator_stop": 1,
+             "generator_kill_in_publication": 1}
 """Of that on a cluster of several nodes, one for each generator."""
 
 
@@ -75,8 +76,8 @@ def trials(seed: int, minutes: float, only: Sequence[str] = (), disk: bool = Tru
         disk: whether there is one that may be filled.
     """
     if only:
-        kinds = tuple(kind for kind in only if disk or kind != "disk_full" for _ in range(ALONE))
-        nodes, others = (tuple(k for k in kinds if (k == "node_lost") is which) for which in (True, False))
+        kinds = _some({kind: ALONE for kind in only if disk or kind != "disk_full"}, 1.0)
+        nodes, others = (tuple(k for k in kinds if (KINDS[k].target == "node") is which) for which in (True, False))
         found = (Trial("alone", others, 0, seed), Trial("alone_scattered", nodes[:SPARE], 0, seed, True))
         return [trial for trial in found if trial.kinds]
     share = min(1.0, minutes / USUAL_MINUTES)

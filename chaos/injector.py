@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from chaos.damage import whole_checkpoints
 from chaos.nodes import Nodes
+from chaos.partition import come_back
 from chaos.plan import Fault
 from chaos.poison import order_poison, poison_file
 from chaos.service import give_order, order_file
@@ -66,12 +68,12 @@ class Injector:
 
     def _must_wait(self, coordinator: Coordinator) -> bool:
         """Whether the next fault is due and its victim still down from an earlier one, or none is left and somebody is
-        down. Training would go on without them, and perhaps end before they are back."""
+        down, or cut off. Training would go on without them, and perhaps end before they are back."""
         if not self._planned:
             return False
         down = {worker for worker, loss in coordinator.team.healing.down.items() if not loss.told}
         if not self._left:
-            return bool(down)
+            return bool(down or self._confirming)
         fault = self._left[0]
         return coordinator.state.step >= fault.step and (fault.what.role, fault.rank) in down
 
@@ -148,20 +150,28 @@ class Injector:
             state=f"{what.phase} under way for {clock.now() - task.since:.3f} s")
         await self._strike(fault, group, process)
         self._learners_lost |= what.target == "learner"
-        confirming = asyncio.create_task(asyncio.to_thread(note_effect, self._strikes, fault, process))
-        self._confirming.add(confirming)  # a task that nobody holds may be collected
-        confirming.add_done_callback(self._confirming.discard)
+        self._meanwhile(note_effect, self._strikes, fault, process)
+
+    def _meanwhile(self, see: Callable[..., None], *arguments: Any) -> None:
+        """See to what a strike does, in a thread of its own."""
+        seeing = asyncio.create_task(asyncio.to_thread(see, *arguments))
+        self._confirming.add(seeing)  # a task that nobody holds may be collected
+        seeing.add_done_callback(self._confirming.discard)
 
     def _is_spared(self, fault: Fault) -> bool:
         """Whether its victim is about to be ended anyway: with a learner all of them are."""
         return fault.what.target == "learner" and self._learners_lost
 
     async def _strike(self, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
-        """Send the signal, or take the node away."""
+        """Send the signal, or take the node away, for a while or for good."""
         if fault.what.target == "node":
-            processes = group.processes(fault.rank)
+            processes, incarnation = group.processes(fault.rank), group.incarnation(fault.rank)
             assert processes is not None and self._nodes is not None, "a node is lost only where there are several"
-            await asyncio.to_thread(self._nodes.lose, processes.node)
+            if fault.what.comes_back:
+                self._meanwhile(come_back, self._strikes, fault, self._nodes.cut_off(processes.node),
+                                lambda: group.incarnation(fault.rank) > incarnation)
+            else:
+                await asyncio.to_thread(self._nodes.lose, processes.node)
             return
         with suppress(psutil.NoSuchProcess):
             process.send_signal(fault.what.signal)

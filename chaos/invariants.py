@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos.refusals import others_left
 from chaos.supervisor import Course
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
@@ -99,6 +100,7 @@ def _books(course: Course) -> Iterator[str]:
     books = Books.of(course)
     if books.lost or books.duplicated:
         yield f"of {books.wanted} samples {books.lost} are lost and {books.duplicated} were trained on twice"
+    yield from others_left(course)
 
 
 def _rows(course: Course) -> Iterator[str]:

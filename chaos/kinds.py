@@ -11,12 +11,13 @@ from rlhf_ray.failpoints import POINTS
 Target = Literal["worker", "node", "learner", "numbers", "service", "driver", "failpoint", "disk", "network",
                  "checkpoint"]
 KILL, STOP, TERM = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGTERM)
-TOO_LARGE = "http_largest"
+TOO_LARGE, REFUSED = "http_largest", "http_400"
 SERVED = {
     "500": "answers 500", "429": "answers 429, with Retry-After", "slow": "takes longer than a request may",
     "truncated": "ends in the middle of an answer", "reset": "resets the connection", "nan": "scores NaN",
     "too_few": "gives too few scores",
     "largest": "gives scores so large that a loss is not finite",
+    "400": "refuses a prompt from now on: its samples leave the run by name",
 }
 """How the reward service may fail, by the names of its behaviours."""
 
@@ -49,13 +50,18 @@ class Kind:
     @property
     def changes_results(self) -> bool:
         """Whether a run that gets over it ends with other weights: a score that is a number is believed, a step whose
-        gradient is none is left out."""
-        return self.name == TOO_LARGE or self.target == "numbers"
+        gradient is none is left out, and so is a prompt that has no score."""
+        return self.name in (TOO_LARGE, REFUSED) or self.target == "numbers"
 
     @property
     def stops(self) -> bool:
         """Whether the victim is stopped, and lives on."""
         return self.signal == STOP
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether what was stopped goes on later, when the run has given it up."""
+        return self.target == "node" and self.stops
 
 
 KINDS = {kind.name: kind for kind in (
@@ -75,6 +81,8 @@ KINDS = {kind.name: kind for kind in (
     Kind("critic_kill", "learner", "a critic's rank is killed in an update", "critic_learner", "critic_update", KILL),
     Kind("critic_stop", "learner", "a critic's rank is stopped in an update", "critic_learner", "critic_update", STOP),
     Kind("node_lost", "node", "a node with a generator at work is lost", "generator", "generate"),
+    Kind("partition", "node", "a node with a generator at work is cut off, and comes back when it was given up",
+         "generator", "generate", STOP),
     Kind("loss_nan", "numbers", "a loss of one rank of the policy is NaN", "policy_learner", "loss"),
     Kind("gradient_nan", "numbers", "a gradient of one rank of the critic is NaN", "critic_learner", "gradient"),
     *(Kind(f"http_{name}", "service", f"the reward service {words}") for name, words in SERVED.items()),

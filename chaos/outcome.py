@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chaos.kinds import KINDS
+from chaos.kinds import KINDS, REFUSED
 from chaos.plan import Fault
+from chaos.refusals import left_by_name
 from chaos.supervisor import Course, Start
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -85,6 +86,8 @@ def _of_worker(course: Course, fault: Fault, told: dict[str, Any], events: list[
         return Outcome(run, fault, told["state"], problem=problem)
     events.remove(event)  # it is no other fault's
     problem = "" if confirmed else "its victim neither died nor stopped"
+    if fault.what.comes_back and not _is_mended(course, fault):
+        problem = problem or "what was cut off was not stopped until it was replaced, or did not end when it was back"
     if event["recovery_s"] is None and start is course.starts[-1] and "the run ended" not in event["outcome"]:
         problem = problem or f"it was not made good: {event['outcome']}"
     return Outcome(run, fault, told["state"], max(0.0, event["lost_at"] - told["time"]), event["recovery_s"], problem)
@@ -135,9 +138,19 @@ def _of_failure(course: Course, fault: Fault, told: dict[str, Any]) -> Outcome:
         good = "request was answered well" if fault.what.target == "service" else "optimizer step was applied"
         problem = f"no {what} met it" if failed is None else f"no {good} afterwards"
         return Outcome(course.config.stem, fault, told["state"], problem=problem)
-    problem = "" if not fault.what.changes_results or _left_out(course, failed) else "no optimizer step was left out"
     return Outcome(course.config.stem, fault, told["state"], recovery_s=mended["time"] - failed["time"],
-                   problem=problem)
+                   problem=_not_as_it_should(course, fault, failed))
+
+
+def _not_as_it_should(course: Course, fault: Fault, failed: dict[str, Any]) -> str:
+    """Where a failure changes the results: why it did not do so as the run promises."""
+    if fault.kind == REFUSED:
+        return "" if left_by_name(course, failed["prompt"]) else f"no prompt {failed['prompt']!r} left the run by name"
+    return "" if not fault.what.changes_results or _left_out(course, failed) else "no optimizer step was left out"
+
+
+def _is_mended(course: Course, fault: Fault) -> bool:
+    return any(line["fault"] == fault.number for line in course.strikes.read("mended"))
 
 
 def _left_out(course: Course, failed: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "logging": {"tensorboard": False, "samples_per_step": 0},
     "checkpoint": {"every": SAVED_EVERY, "keep": 2},
     "evaluation": {"limit": 2},
+    "reward": {"on_failure": "quarantine", "quarantine_limit": 0.2},
 }
 """What differs from the runs of the tests."""
 SERVICE = {"type": "http", "weight": 0.01, "send": "tokens", "request_timeout_s": 2.0, "timeout_s": 60.0}
@@ -52,7 +53,7 @@ class Ground:
         settings = ppo_settings(self.files, directory)
         for sections in (SECTIONS, scattered(RANKS["generator"]) if several_nodes else {}):
             for section, fields in sections.items():
-                settings[section] = {**settings[section], **fields}
+                settings[section] = {**settings.get(section, {}), **fields}
         settings["run"]["steps"] = steps
         settings["rewards"]["service"] = {**SERVICE, "urls": [self.service.url]}
         settings["coordinator"]["max_staleness"] = max_staleness

@@ -45,18 +45,26 @@ async def at_work(fault: Fault, coordinator: Coordinator, group: WorkerGroup,
 
 def is_up(process: psutil.Process) -> bool:
     """Whether it is neither gone nor stopped."""
-    return _state(process) not in (GONE, psutil.STATUS_STOPPED)
+    return state_of(process) not in (GONE, psutil.STATUS_STOPPED)
 
 
 def note_effect(strikes: Strikes, fault: Fault, process: psutil.Process) -> None:
     """Wait until the process is dead, or stopped, and note it."""
     began = time.monotonic()
     while (seconds := time.monotonic() - began) < EFFECT_S:
-        state = _state(process)
+        state = state_of(process)
         if state == GONE or (state == psutil.STATUS_STOPPED and fault.what.stops):
             strikes.add("confirmed", fault=fault.number, state=state, seconds=seconds)
             return
         time.sleep(LOOK_S)
+
+
+def state_of(process: psutil.Process) -> str:
+    """What the system says of it; GONE when it is over, also where nobody has asked about its end."""
+    with suppress(psutil.NoSuchProcess):
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return process.status()
+    return GONE
 
 
 def _process(fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psutil.Process | None:
@@ -69,10 +77,3 @@ def _process(fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psut
     except psutil.NoSuchProcess:
         return None
     return process if is_up(process) else None
-
-
-def _state(process: psutil.Process) -> str:
-    with suppress(psutil.NoSuchProcess):
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            return process.status()
-    return GONE

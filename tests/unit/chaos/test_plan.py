@@ -7,6 +7,7 @@ import pytest
 
 from chaos.campaign import OVERLAPPED, SCATTERED, SYNCHRONOUS, trials
 from chaos.kinds import KINDS
+from chaos.nodes import SPARE
 from chaos.plan import Fault, fewest_steps, plan
 
 RANKS = {"generator": 2, "policy_learner": 2}
@@ -77,11 +78,13 @@ def test_one_kind_alone():
 
 
 def test_a_lost_node_alone_is_lost_where_there_are_several():
-    others, scattered = trials(1, 15, ["policy_stop", "node_lost"])
-    assert (others.several_nodes, scattered.several_nodes, scattered.kinds) == (False, True, ("node_lost",))
+    others, scattered = trials(1, 15, ["policy_stop", "node_lost", "partition"])
+    assert (others.several_nodes, scattered.several_nodes, scattered.kinds) == (False, True, ("node_lost", "partition"))
+    assert len(trials(1, 15, ["partition"])[0].kinds) <= SPARE
 
 
 def test_results_are_compared_where_no_fault_may_change_them():
     scattered, overlapped, synchronous = trials(1, 15)
     assert synchronous.same and scattered.same and not overlapped.same
     assert trials(1, 15, ["http_nan"])[0].same and not trials(1, 15, ["http_largest"])[0].same
+    assert not trials(1, 15, ["http_400"])[0].same

@@ -50,3 +50,18 @@ def test_a_source_gets_its_scores_all_the_same(tmp_path, behaviour):
         give_order(strikes, 1, behaviour)
         assert asyncio.run(scores(service.url)) == [0, 1, 2]
     assert [line["event"] for line in strikes.read()] == ["confirmed", "mended"]
+
+
+def test_a_prompt_that_is_refused_stays_so_and_others_have_scores(tmp_path):
+    service, strikes = Service(), Strikes(tmp_path / "strikes.jsonl")
+    service.serve(strikes)
+    refused, other, same = ([{"tokens": tokens}] for tokens in ([7, 8, 1], [7, 9, 1], [7, 8, 2]))
+    give_order(strikes, 4, "400")
+    assert [service.behaviour(samples) for samples in ([*refused, *other], refused, other, same)] == [
+        "400", "400", "ok", "400"]
+    assert [(line["event"], line.get("prompt")) for line in strikes.read()] == [
+        ("confirmed", "w7 w8"), ("mended", None)]
+    give_order(strikes, 5, "400")
+    assert service.behaviour([*same, *other]) == "400" == service.behaviour(other), "another prompt each time"
+    service.serve(strikes)
+    assert service.behaviour(refused) == "ok", "another run"

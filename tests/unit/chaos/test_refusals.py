@@ -1,0 +1,59 @@
+"""Of a prompt that the service refused the run must tell in ledger and file; of no other."""
+
+import json
+from contextlib import closing
+
+import pytest
+
+from chaos.outcome import outcomes
+from chaos.refusals import others_left
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.ledger import Ledger
+from tests.unit.replay.test_audit import FACTS
+
+
+@pytest.fixture
+def refused(made_up):
+    """refused(*samples) -> a run that has quarantined these (row, prompt, reason), after "w7 w8" was refused."""
+    made_up.start(100, 200, 0, 0)
+    number = made_up.struck("http_400", 110, confirmed=False)
+    made_up.line("confirmed", 111, fault=number, prompt="w7 w8")
+    made_up.line("mended", 112, fault=number)
+
+    def leave(*samples, named=True):
+        place = made_up.course.directory
+        with closing(Ledger.create(place / "ledger.sqlite", FACTS)) as ledger:
+            for row, _, reason in samples:
+                ledger.lease([SampleKey(0, row, 0)], 0)
+                ledger.quarantine([SampleKey(0, row, 0)], reason)
+        lines = [{"key": [0, row, 0], "prompt": prompt, "reason": reason} for row, prompt, reason in samples]
+        (place / "quarantine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if named))
+        return made_up.course
+
+    return leave
+
+
+def test_it_left_by_name(refused):
+    course = refused((5, "w7 w8 w9", "it answers 400: no such sample"))
+    (outcome,) = outcomes(course)
+    assert outcome.survived and list(others_left(course)) == []
+
+
+@pytest.mark.parametrize("samples, named", [
+    ([(5, "w7 w88", "it answers 400")], True), ([(5, "w7 w8", "it answers 500")], True),
+    ([(5, "w7 w8", "it answers 400")], False)])
+def test_another_one_or_another_reason_or_no_name_will_not_do(refused, samples, named):
+    course = refused(*samples, named=named)
+    (outcome,) = outcomes(course)
+    assert "no prompt 'w7 w8' left the run by name" in outcome.problem
+    assert "rows [5]" in "".join(others_left(course))
+
+
+def test_one_that_was_trained_on_did_not_leave(refused):
+    (outcome,) = outcomes(refused())
+    assert not outcome.survived
+
+
+def test_a_prompt_that_left_besides_is_told_of(refused):
+    course = refused((5, "w7 w8", "it answers 400"), (6, "w1 w2", "it answers 400"))
+    assert "rows [6] are quarantined" in "".join(others_left(course))
