@@ -1,5 +1,5 @@
 """A few faults of `make chaos`, always the same: a generator and the assembler killed at work, and, in a slow variant,
-the driver ended between the two, before a checkpoint has its name."""
+the driver ended at every failpoint."""
 
 import shutil
 import sqlite3
@@ -12,15 +12,16 @@ from chaos.campaign import looked_through
 from chaos.invariants import Books, broken
 from chaos.plan import Fault
 from chaos.supervisor import run
-from rlhf_ray.failpoints import EXIT_CODE
+from rlhf_ray.failpoints import EXIT_CODE, POINTS
 
 pytestmark = pytest.mark.cluster
 KILLED = [
     Fault(1, "generator_kill", step=1, rank=1, sightings=2, delay_s=0.01),
     Fault(2, "assembler_kill", step=2, sightings=2),
 ]
-ENDED = [KILLED[0], Fault(2, "exit_at_checkpoint_unnamed", step=1, sightings=2),
-         Fault(3, "assembler_kill", step=2, sightings=2)]
+ENDS = ["checkpoint_uncommitted", *(name for name in POINTS if name != "checkpoint_uncommitted")]
+"""Every failpoint; first the one that leaves a checkpoint to go on from."""
+ENDED = [Fault(number, f"exit_at_{name}", step=1 if number == 1 else 2) for number, name in enumerate(ENDS, start=1)]
 
 
 def looked_at(faults, configure, finished, tmp_path_factory):
@@ -42,14 +43,14 @@ def test_each_fault_met_its_victim_in_the_state_that_was_meant_and_was_survived(
 
 
 @pytest.mark.slow
-def test_the_driver_ends_at_its_failpoint_and_the_next_one_at_the_run_s_end(configure, finished, tmp_path_factory):
+def test_a_driver_that_ends_at_every_failpoint_in_turn_ends_as_the_undisturbed_one(
+        configure, finished, tmp_path_factory):
     found = looked_at(ENDED, configure, finished, tmp_path_factory)
     assert [(outcome.fault.kind, outcome.problem) for outcome in found.outcomes] == [
         (fault.kind, "") for fault in ENDED]
-    assert [start.code for start in found.course.starts] == [EXIT_CODE, 0]
-    assert "resuming after step 2" in found.course.starts[1].log.read_text()
-    _, ended, killed = found.outcomes  # a driver that ends does not tell of a generator that was still down
-    assert ended.recovery_s > 1 and killed.recovery_s > 1
+    assert [start.code for start in found.course.starts] == [EXIT_CODE] * len(POINTS) + [0]
+    assert all("resuming after step 2" in start.log.read_text() for start in found.course.starts[1:])
+    assert all(outcome.recovery_s > 1 for outcome in found.outcomes)
     assert found.broken == [] and (found.books.lost, found.books.duplicated) == (0, 0)
 
 

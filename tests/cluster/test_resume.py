@@ -2,11 +2,15 @@
 
 import json
 import logging
+import re
 import shutil
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from rlhf_ray.checkpoint.atomic import files_under
+from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.manifest import verify_manifest
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
@@ -99,6 +103,28 @@ def test_the_texts_of_the_steps_made_again_are_the_same(finished, resumed):
 
 def test_the_damaged_checkpoint_was_replaced_by_a_whole_one(resumed):
     assert verify_manifest(resumed[0] / "checkpoints/step_4").step == 4
+
+
+def cut_short(path):
+    """Leave the first half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("harm", [flip_a_byte, cut_short, Path.unlink])
+def test_harm_to_any_file_of_a_checkpoint_is_noticed_by_its_name(copy_of_the_run, harm):
+    """Of every file that a run has written, of learners, coordinator, ledger and manifest alike."""
+    newest = copy_of_the_run / "checkpoints/step_4"
+    files = list(files_under(newest))
+    assert {"coordinator.json", "ledger.sqlite", "manifest.json", "rank_0.safetensors", "rank_1.safetensors",
+            "rng_0.pt", "average_0.pt"} <= {file.name for file in files}
+    for file in files:
+        whole = file.read_bytes()
+        harm(file)
+        with pytest.raises(CheckpointError, match=re.escape(file.name)):
+            verify_manifest(newest)
+        assert CheckpointStore(newest.parent, keep=2).latest().step == 2
+        file.write_bytes(whole)
+    assert verify_manifest(newest).step == 4
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(copy_of_the_run, configure):
