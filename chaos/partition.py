@@ -32,8 +32,15 @@ def come_back(strikes: Strikes, fault: Fault, cut_off: Sequence[psutil.Process],
             with suppress(psutil.NoSuchProcess):
                 process.resume()
     seconds = time.monotonic() - began
-    if _wait(lambda: all(state_of(process) == GONE for process in cut_off), HEARD_S) and meant:
+    if _wait(lambda: _ended(cut_off), HEARD_S) and meant:
         strikes.add("mended", fault=fault.number, processes=len(cut_off), seconds=seconds)
+
+
+def _ended(processes: Sequence[psutil.Process]) -> bool:
+    """Whether all are over. A raylet is this process's child: before somebody asks about its end, its workers take it
+    for alive, and stay."""
+    psutil.wait_procs(processes, timeout=0)
+    return all(state_of(process) == GONE for process in processes)
 
 
 def _wait(for_what: Callable[[], bool], seconds: float) -> bool:

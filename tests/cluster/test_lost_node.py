@@ -14,6 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
+from chaos.nodes import HEALTH
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
@@ -27,9 +28,6 @@ from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 AWAY = {"where": "away"}
-HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_timeout_ms": 1000,
-          "health_check_failure_threshold": 4}
-"""A node that does not answer for some four seconds is declared dead."""
 
 
 @pytest.fixture
