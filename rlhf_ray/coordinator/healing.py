@@ -131,8 +131,8 @@ class Healing:
         except Exception as bug:
             error = WorkerError(f"{crew.group.role}/{rank} cannot be restarted: {type(bug).__name__}: {bug}")
         if error is not None:
-            self._record(crew, loss, None, str(error))
             crew.fail(error)
+            self._record(crew, loss, None, str(error))
 
     async def _restarted(self, crew: Crew, rank: int, error: WorkerLost) -> WorkerError | None:
         """Restart a worker until it stays, as often as is allowed; else what to say of that."""

@@ -54,12 +54,17 @@ class FaultLog:
         self._note(text)
 
     def write(self, event: Mapping[str, Any], seconds_down: float = 0.0) -> None:
-        """Keep an event, with the time of day (seconds since 1970) at which it was over."""
+        """Keep an event, with the time of day (seconds since 1970) at which it was over. A file that cannot be written
+        is told of and ends nothing: what the event is about was made good."""
         self._redispatched += event.get("redispatched", 0)
         self._seconds_down += seconds_down
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        if self._path is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"
+        try:
+            _append(self._path, line)
+        except OSError as error:
+            self._warn(f"{self._path} cannot be written ({error.strerror or error}); it lacks this: {line.decode()}")
 
     def wall_time(self, ago_s: float) -> float:
         """The time of day `ago_s` seconds ago."""
@@ -78,6 +83,14 @@ class FaultLog:
                  "faults/redispatched": float(self._redispatched)}
         self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
         return found
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line to a file. What a crash or a full disk left there of another one, half written, goes."""
+    with path.open("a+b") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line)
 
 
 def note_restart(path: Path, step: int) -> None:

@@ -51,6 +51,21 @@ def test_a_line_that_a_crash_tore_is_passed_over(faults):
     assert len(read_faults(faults)) == 4
 
 
+def test_what_a_crash_tore_goes_when_the_next_event_comes(faults):
+    with faults.open("a") as file:
+        file.write('{"time": 1.0, "role": "gen')
+    FaultLog(faults).write(event("critic", 0, "died"))
+    assert [e["role"] for e in read_faults(faults)][-2:] == ["policy", "critic"] and len(read_faults(faults)) == 5
+
+
+def test_a_file_that_cannot_be_written_is_told_of_and_ends_nothing(tmp_path):
+    said = []
+    log = FaultLog(tmp_path / "away/faults.jsonl", said.append)
+    log.write(event("generator", 1, "hung"), seconds_down=2.0)
+    assert "faults.jsonl cannot be written (No such file or directory)" in said[0] and '"generator"' in said[0]
+    assert log.take()["faults/seconds_down"] == 2.0
+
+
 def test_a_damaged_line_is_named(faults):
     faults.write_text("{}\n" + faults.read_text())
     with pytest.raises(DataError, match=r"faults.jsonl, line 1: not a lost worker: b'\{\}'"):
