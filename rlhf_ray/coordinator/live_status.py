@@ -63,8 +63,9 @@ async def _keep_writing(
 ) -> None:
     while not over.is_set():
         if (coordinator := present()) is not None:
-            # A slow disk must not hold up the loop.
-            await asyncio.to_thread(directory.write_json, directory.status.name, snapshot(coordinator))
+            with suppress(OSError):  # a disk that is full for a while, or does not answer: the next one may be written
+                # A slow disk must not hold up the loop.
+                await asyncio.to_thread(directory.write_json, directory.status.name, snapshot(coordinator))
             show(coordinator)
         with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), EVERY_S)

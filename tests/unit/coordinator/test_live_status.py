@@ -129,3 +129,22 @@ def test_a_disk_that_is_full_does_not_bury_what_the_run_says_of_it(run, tmp_path
 
     with pytest.raises(TrainingError, match="the disk is full"):
         asyncio.run(work())
+
+
+def test_a_disk_that_is_full_for_a_while_ends_no_status(run, tmp_path, monkeypatch):
+    write, refused = RunDirectory.write_json, []
+
+    def full_at_first(directory, name, value):
+        if len(refused) < 2:
+            refused.append(name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(directory, name, value)
+
+    async def work():
+        async with live_status.live_status(lambda: run.coordinator, RunDirectory(tmp_path)):
+            while not (tmp_path / "status.json").exists():
+                await asyncio.sleep(0.01)
+            return status(tmp_path)
+
+    monkeypatch.setattr(RunDirectory, "write_json", full_at_first)
+    assert "ended" not in asyncio.run(asyncio.wait_for(work(), 10)) and len(refused) == 2
