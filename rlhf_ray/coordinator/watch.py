@@ -7,6 +7,7 @@ only with their process or their node; what hangs otherwise is left to the deadl
 
 import asyncio
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rlhf_ray.cluster.group import WorkerGroup
@@ -89,7 +90,9 @@ class Watch:
     async def _sign(self, group: WorkerGroup, rank: int, publishing: bool, now: float) -> float | None:
         """Something that changes while the worker lives; None where nothing can be seen."""
         if group is not self._team.generators:
-            return await group.sign_of_life(rank)
+            with suppress(Exception):  # a control service that gives no answer now: there is another look
+                return await group.sign_of_life(rank)
+            return None
         try:
             tokens: int = await group.call(rank, "tokens_made", timeout_s=self._period_s).value()
         except RLHFError:

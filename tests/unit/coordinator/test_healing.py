@@ -194,6 +194,17 @@ def test_one_that_cannot_start_ends_the_run_with_its_own_words():
         run_in_virtual_time(run())
 
 
+def test_what_cannot_start_is_told_to_who_waits_whatever_becomes_of_the_log():
+    ward = Ward(workers=1, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
+
+    def broken(*_, **__):
+        raise RuntimeError("no log")
+
+    ward.healing.log.write = broken
+    with pytest.raises(ModelError, match="the model is gone"):
+        run_in_virtual_time(asyncio.wait_for(ward.ask_all(1), 100))
+
+
 def test_a_role_s_own_error_and_a_lost_argument_are_no_business_of_healing():
     ward = Ward()
     for error in (RewardError("no score"), lost(ward.group, 0, kind="result")):
@@ -497,6 +508,7 @@ def scorer_hangs_after(counts):
 def test_a_scorer_whose_count_stands_still_for_a_lease_is_hung_wherever_it_is():
     assert scorer_hangs_after(lambda seconds: int(seconds)) is None
     assert scorer_hangs_after(lambda _: None) is None, "it has not begun to count"
+    assert scorer_hangs_after(lambda seconds: 1 // (seconds > 13) and 1) is not None, "a look that failed was the last"
     seconds, error = scorer_hangs_after(lambda seconds: min(int(seconds), 20))
     assert 30 < seconds < 36 and error.kind == "hung"
     assert "reward/0 gave no sign of life for" in str(error)
