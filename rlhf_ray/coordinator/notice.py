@@ -41,29 +41,31 @@ class Notices:
                  others: tuple[WorkerGroup, ...]) -> None:
         self._stop, self._warn, self._learners, self._others = stop, warn, learners, others
         self._driver = own_node()
-        self._known: set[str] = set()
+        self._told: set[tuple[str, bool]] = set()
+        """Nodes, and whether it was said that the run ends for them. One that is nobody's at first may become a
+        learner's: they may be about to start there."""
 
     async def keep_looking(self) -> None:
         """Look until cancelled."""
         while True:
             with suppress(Exception):  # a control service that gives no answer is met elsewhere
                 found = await asyncio.to_thread(draining_nodes)
-                for node in found.keys() - self._known:
-                    self._known.add(node)
-                    self.heed(node, found[node])
+                for node, left_s in found.items():
+                    self.heed(node, left_s)
             await asyncio.sleep(LOOK_S)
 
     def heed(self, node: str, left_s: float | None) -> None:
         """A node is being drained, and goes away in `left_s` seconds if that is known."""
         when = "" if left_s is None else f" in {max(0.0, left_s):.0f} s"
         bound = ["the driver"] * (node == self._driver) + workers_on(node, self._learners)
+        workers = bound or workers_on(node, self._others)
+        if not workers or (node, bool(bound)) in self._told:
+            return
+        self._told.add((node, bool(bound)))
+        self._warn(f"the node of {', '.join(workers)} is being drained and goes away{when}" + (
+            ": the run is saved and ends" if bound else "; they are replaced where there is room for them then"))
         if bound:
-            self._warn(f"the node of {', '.join(bound)} is being drained and goes away{when}: the run is saved and "
-                       "ends")
             self._stop.ask("the drain of its node")
-        elif workers := workers_on(node, self._others):
-            self._warn(f"the node of {', '.join(workers)} is being drained and goes away{when}; they are replaced "
-                       "where there is room for them then")
 
 
 def workers_on(node: str, groups: Iterable[WorkerGroup]) -> list[str]:

@@ -75,17 +75,35 @@ def test_other_workers_are_waited_out(heed):
     assert asked is None and told[0].startswith("the node of generator/1 is being drained and goes away in 100 s; they")
 
 
+def test_a_learner_that_starts_on_a_node_which_is_being_drained_already_ends_the_run_too(heed, monkeypatch):
+    learner, started = Group("policy_learner", None), []
+    monkeypatch.setattr(Group, "processes", lambda self, rank: SimpleNamespace(node="b") if (
+        self.role == "generator" or started) else None)
+
+    def drained():
+        started.extend([True] * (len(told) > 0))
+        return {"b": None}
+
+    told, stop = [], StopRequest(lambda _: None)
+    monkeypatch.setattr(notice, "draining_nodes", drained)
+
+    async def run():
+        async with heeding_notices(stop, told.append, [learner], [Group("generator", "b")]):
+            while stop.requested is None:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    assert len(told) == 2 and "generator/0" in told[0] and "policy_learner/0" in told[1], told
+
+
 def test_a_look_that_fails_is_made_again(heed, monkeypatch):
     looks = iter([OSError("no answer"), {"head": 5.0}])
 
     class Failing(dict):
-        def keys(self):
+        def items(self):
             found = next(looks, {})
             if isinstance(found, Exception):
                 raise found
-            return found.keys()
-
-        def __getitem__(self, _):
-            return 5.0
+            return found.items()
 
     assert heed(Failing(), Failing())[0] == "the drain of its node"
