@@ -5,13 +5,14 @@ Who loads a tokenizer alone does without torch, whose import is a second of each
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
 from rlhf_ray.models.hub import check_on_hub
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -81,8 +82,11 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def load_causal_lm(config: ModelConfig | NewModelConfig) -> "PreTrainedModel":
+def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -> "PreTrainedModel":
     """A causal language model ready for packed forward passes (see `packed_model.PackedLanguageModel`).
+
+    Args:
+        mapped: see `_mapped`.
 
     Raises:
         ModelError: the directory or Hub name has no such model.
@@ -91,15 +95,18 @@ def load_causal_lm(config: ModelConfig | NewModelConfig) -> "PreTrainedModel":
 
     if isinstance(config, NewModelConfig):
         return new_causal_lm(config)
-    return _load(AutoModelForCausalLM, config)
+    return (_mapped if mapped else _load)(AutoModelForCausalLM, config)
 
 
-def load_scalar_model(config: ModelConfig, new_head: bool, packed: bool = True) -> "PreTrainedModel":
+def load_scalar_model(
+    config: ModelConfig, new_head: bool, packed: bool = True, mapped: bool = False
+) -> "PreTrainedModel":
     """A backbone with a one-number head per token: a reward model or a critic.
 
     Args:
         new_head: start the head at zero-centred small random weights instead of requiring one in the directory.
         packed: with attention over packed rows; transformers' own, over padded ones, otherwise.
+        mapped: see `_mapped`; a new head is as it would be otherwise.
 
     Raises:
         ModelError: no such model, or it carries no one-label head although `new_head` is False.
@@ -109,8 +116,10 @@ def load_scalar_model(config: ModelConfig, new_head: bool, packed: bool = True) 
 
     if not new_head:
         check_scalar_head(config)
-    model = _load(AutoModelForSequenceClassification, config, packed, num_labels=1)
+    load = _mapped if mapped else _load
+    model = load(AutoModelForSequenceClassification, config, packed=packed, num_labels=1)
     if new_head:
+        model.score.to(getattr(torch, config.dtype))
         # Ouyang et al. 2022 and Huang et al. 2024 start scalar heads with std 1/sqrt(hidden + 1).
         torch.nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
     return model
@@ -189,7 +198,38 @@ def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def _load(auto: Any, config: ModelConfig, packed: bool = True, **more: Any) -> "PreTrainedModel":
+def _mapped(auto: Any, config: ModelConfig, **more: Any) -> "PreTrainedModel":
+    """A model whose weights are the mapped pages of its files, in their own precision: all processes of a node that
+    read them share one copy, which the kernel may drop. Who trains them casts them one by one (see `engine.sharding`).
+
+    Files of several precisions are read in the configuration's instead, so that nothing is lost.
+    """
+    import torch
+
+    model = _load(auto, config, dtype="auto", **more)
+    if model.dtype is torch.float32 or stored_precisions(config) == {model.dtype}:
+        return model
+    return _load(auto, config, **more)
+
+
+def stored_precisions(config: ModelConfig) -> set["torch.dtype"]:
+    """Those of the floating-point tensors in a model's files, which have been fetched from the Hub."""
+    import torch
+    from transformers.utils import cached_file
+
+    kinds = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    found = set()
+    for path in Path(cached_file(config.path, "config.json", revision=config.revision)).parent.glob("*.safetensors"):
+        with path.open("rb") as file:  # eight bytes: the length of the header, which is JSON
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        found |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    return {kinds[name] for name in found & kinds.keys()}
+
+
+def _load(
+    auto: Any, config: ModelConfig, packed: bool = True, dtype: Literal["auto"] | None = None, **more: Any
+) -> "PreTrainedModel":
+    """`dtype`: "auto" for the files' own precision; the configuration's otherwise."""
     import torch
 
     from rlhf_ray.models.attention import register
@@ -198,7 +238,8 @@ def _load(auto: Any, config: ModelConfig, packed: bool = True, **more: Any) -> "
     attention = {"attn_implementation": register()} if packed else {}
     try:
         return use_onednn(auto.from_pretrained(
-            config.path, dtype=getattr(torch, config.dtype), use_safetensors=True, **config.trust, **attention, **more,
+            config.path, dtype=dtype or getattr(torch, config.dtype), use_safetensors=True, **config.trust,
+            **attention, **more,
         ))
     except Exception as error:  # a damaged file, a pickle where none may be, weights of another shape
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error

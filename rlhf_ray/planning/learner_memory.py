@@ -79,14 +79,22 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
         learning = [{**moment, **rest} for moment in _update(config, model, state)]
         return Memory(host=at_the_peak(*learning, {**state, GRADIENTS: 0.0, **copies, **rest}))
     moved = {OPTIMIZER: state.pop(OPTIMIZER)} if config.offload_optimizer else {}
-    # A publication's buckets under way, and the whole model when it is exported in Hugging Face format.
-    sending = {BUFFERS: 3 * model.bucket_bytes + model.shape.weight_bytes * (model.bucket_bytes > 0)}
     buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
-    # Each rank reads the whole model into main memory before it is moved, or sharded layer by layer, to the devices.
-    starting = {WEIGHTS: float(model.shape.weight_bytes if config.lora else FLOAT * model.shape.parameters)}
-    host = at_the_peak({**moved, **copies}, {**moved, **sending}, starting)
     learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
-    return Memory(device=at_the_peak(*learning), host={**host, RUNTIME: LEARNER + GPU_HOST})
+    # A publication's buckets under way and, on the first rank, the whole model when it is exported.
+    sending = 3 * model.bucket_bytes
+    host = at_the_peak({**moved, **copies}, {**moved, BUFFERS: sending}, {WEIGHTS: _starting(config, model.shape)})
+    first = at_the_peak(host, {**moved, BUFFERS: sending + model.shape.weight_bytes})
+    process = {RUNTIME: float(LEARNER + GPU_HOST)}
+    return Memory(device=at_the_peak(*learning), host={**host, **process}, first={**first, **process})
+
+
+def _starting(config: LearnerConfig, shape: ModelShape) -> float:
+    """Main memory in which a rank has the model before it is on the devices: whole, or at stage 3 a tensor in float32
+    and its share of the files' pages, which are there once for all ranks of a node."""
+    if stage_of(config) == 3:
+        return shape.weight_bytes / config.workers + FLOAT * shape.vocabulary * shape.hidden
+    return float(shape.weight_bytes if config.lora else FLOAT * shape.parameters)
 
 
 def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> list[dict[str, float]]:

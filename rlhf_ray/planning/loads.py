@@ -73,6 +73,7 @@ def loads_of(
             capacity = node.gpu.memory_bytes if node.gpu else 0.0
             loads.append(Load(node.name, device, node.gpu.name if node.gpu else "unknown GPU", capacity, taken))
         main: dict[str, Mapping[str, float]] = {worker.name: held[worker.role].host for worker in here}
+        main |= {worker.name: held[worker.role].first for worker in here if not worker.rank and held[worker.role].first}
         main["object store"] = {"object store": store_bytes(config, nodes, node)}
         main["Ray"] = {RUNTIME: float(RAY_HEAD + (DRIVER if not number else 0))}
         loads.append(Load(node.name, None, "memory", node.memory_bytes, main))

@@ -19,6 +19,8 @@ class Memory:
     """Bytes on each GPU by part; nothing for a worker on the CPU."""
     host: Mapping[str, float] = field(default_factory=dict)
     """Bytes of main memory by part."""
+    first: Mapping[str, float] = field(default_factory=dict)
+    """That of the role's first worker, where it holds more: what is gathered from all is gathered there."""
     fixed: float = 0.0
     """Of the bytes on a device, what is reserved whatever the model needs: vLLM's share of a GPU."""
 

@@ -24,7 +24,7 @@ class ActorCriticLearner(PolicyLearner):
 
     def build(self) -> PackedActorCritic:  # type: ignore[override]
         """The language model with a new value head."""
-        return PackedActorCritic(load_causal_lm(self.model_config), self.temperature, self.chunks)
+        return PackedActorCritic(load_causal_lm(self.model_config, self.mapped), self.temperature, self.chunks)
 
     def logprobs_and_values(self, *rollouts: Rollout) -> tuple[TokenScores, TokenScores]:
         """What `PolicyLearner.logprobs` and `CriticLearner.values` answer, out of one forward pass."""

@@ -27,7 +27,8 @@ class CriticLearner(Learner):
 
     def build(self) -> PackedScalarModel:
         """A scalar model: a new head on the policy's weights, or the reward model with its own."""
-        return PackedScalarModel(load_scalar_model(self.model_config, new_head=self.config.init == "policy"))
+        return PackedScalarModel(load_scalar_model(
+            self.model_config, new_head=self.config.init == "policy", mapped=self.mapped))
 
     def values(self, *rollouts: Rollout) -> TokenScores:
         """Value of the state before each response token, for this rank's contiguous share of all rows."""

@@ -137,6 +137,11 @@ class Learner:
         return self.config.zero_stage == 3
 
     @property
+    def mapped(self) -> bool:
+        """Whether the model is read as its files have it, and becomes float32 when it is sharded, layer by layer."""
+        return self.lockstep and not self.config.lora
+
+    @property
     def chunks(self) -> Chunks:
         """How the output head's work is cut. In lockstep, where each call of the head is a collective one, all ranks
         cut alike, whatever is in their micro-batches."""

@@ -59,7 +59,7 @@ class PolicyLearner(Learner):
 
     def build(self) -> PackedLanguageModel:
         """The language model, answering with log-probabilities at the sampling temperature."""
-        return PackedLanguageModel(load_causal_lm(self.model_config), self.temperature, self.chunks)
+        return PackedLanguageModel(load_causal_lm(self.model_config, self.mapped), self.temperature, self.chunks)
 
     def logprobs(self, *rollouts: Rollout) -> TokenScores:
         """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under present weights."""

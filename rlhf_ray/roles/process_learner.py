@@ -31,7 +31,7 @@ class ProcessRewardLearner(SupervisedLearner):
     def build(self) -> PackedStepModel:
         """The language model, and the ids of the tokens it is asked at and answers with."""
         self._ids = StepTokens.of(self.steps, load_tokenizer(self.model_config))
-        return PackedStepModel(load_causal_lm(self.model_config))
+        return PackedStepModel(load_causal_lm(self.model_config, self.mapped))
 
     def loss(self, part: StepRows) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean loss per labelled step, in nats; the share of steps on whose better half the model is, and the mean

@@ -86,7 +86,7 @@ class SFTLearner(SupervisedLearner):
 
     def build(self) -> PackedLanguageModel:
         """The language model at temperature 1."""
-        return PackedLanguageModel(load_causal_lm(self.model_config), chunks=self.chunks)
+        return PackedLanguageModel(load_causal_lm(self.model_config, self.mapped), chunks=self.chunks)
 
     def loss(self, part: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean negative log-probability per predicted token, in nats."""
@@ -114,7 +114,7 @@ class RewardModelLearner(SupervisedLearner):
 
     def build(self) -> PackedScalarModel:
         """The backbone with a new scalar head."""
-        return PackedScalarModel(load_scalar_model(self.model_config, new_head=True))
+        return PackedScalarModel(load_scalar_model(self.model_config, new_head=True, mapped=self.mapped))
 
     def loss(self, part: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean pairwise loss, beyond the pairs' margins if they have any; with accuracy, mean score and mean margin

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rlhf_ray.models.loading import (
     load_causal_lm,
     load_scalar_model,
     load_tokenizer,
+    stored_precisions,
 )
 from tests.models import make_tiny_llama
 
@@ -200,3 +202,39 @@ def test_foreign_code_needs_a_pinned_revision():
     pinned = ModelConfig(path="a/b", trust_remote_code=True, revision=commit)
     assert pinned.trust == {"revision": commit, "trust_remote_code": True, "code_revision": commit}
     assert ModelConfig(path="a/b", revision="main").trust == {"revision": "main", "trust_remote_code": False}
+
+
+def stored(path, **dtypes):
+    """Rewrite a model's weights in bfloat16, those named here in another precision."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {name: w.to(dtypes.get(name.split(".")[-2], torch.bfloat16))
+               for name, w in load_file(path / "model.safetensors").items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, "dtype": "bfloat16"}))
+    return path
+
+
+def test_a_mapped_model_is_its_files_pages_in_their_precision(copy):
+    plain, mapped = load_causal_lm(config(stored(copy))), load_causal_lm(config(copy), mapped=True)
+    assert (plain.dtype, mapped.dtype) == (torch.float32, torch.bfloat16)
+    for (name, weight), (_, pages) in zip(plain.named_parameters(), mapped.named_parameters(), strict=True):
+        assert torch.equal(weight, pages.float()), name
+    assert str(copy / "model.safetensors") in Path("/proc/self/maps").read_text()
+
+
+def test_files_of_several_precisions_lose_nothing(copy):
+    stored(copy, norm=torch.float32)
+    assert stored_precisions(config(copy)) == {torch.bfloat16, torch.float32}
+    assert load_causal_lm(config(copy), mapped=True).dtype is torch.float32
+
+
+def test_a_new_head_is_drawn_in_float32_whatever_the_files_have(copy):
+    heads = []
+    for path in (copy, stored(copy)):
+        torch.manual_seed(3)
+        model = load_scalar_model(config(path), new_head=True, mapped=True)
+        heads.append(model.score.weight)
+    assert [head.dtype for head in heads] == [torch.float32, torch.float32]
+    assert len(set(heads[1].flatten().tolist()) - set(heads[1].bfloat16().float().flatten().tolist())) > 1
