@@ -43,7 +43,8 @@ class RemoteDirectory:
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"run.upload={url!r} cannot be used: {first_line(error)}") from error
+            raise ConfigError(f"run.upload={url!r} cannot be used: {first_line(error)}. Name a place such as "
+                              "s3://bucket/runs/mine, or a mounted directory") from error
         self.url, self._root, self._moved = url.rstrip("/"), root.rstrip("/"), moved
 
     def check(self, resume: bool) -> None:

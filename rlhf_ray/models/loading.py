@@ -125,20 +125,23 @@ def load_scalar_model(
     return model
 
 
-def check_scalar_head(config: ModelConfig) -> None:
+def check_scalar_head(config: ModelConfig, field: str = "") -> None:
     """Refuse a model that is no sequence classifier with one label, by its configuration alone.
 
+    Args:
+        field: the section of the configuration that names the model, for the message.
+
     Raises:
-        ModelError: says what it is instead, or why its configuration cannot be read.
+        ModelError: names the field, and says what the model is instead or why its configuration cannot be read.
     """
+    named = f"{field}.path={config.path!r}" if field else repr(config.path)
     try:
         heads, labels = _heads_and_labels(config)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
+        raise ModelError(f"no model could be loaded from {named}: {first_line(error)}") from error
     if not any("SequenceClassification" in name for name in heads) or labels != 1:
-        raise ModelError(f"{config.path!r} is no reward model: it has architectures {heads} with "
-                         f"{labels} labels, and a sequence classifier with one label is needed. "
-                         "Train one with `rlhf-ray reward-model`.")
+        raise ModelError(f"{named} is no reward model: it has architectures {heads} with {labels} labels, and "
+                         "a sequence classifier with one label is needed. Train one with `rlhf-ray reward-model`.")
 
 
 def pretrained_config(config: ModelConfig) -> "PretrainedConfig":

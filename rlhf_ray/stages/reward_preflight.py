@@ -62,7 +62,7 @@ def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> No
     """A model of another tokenizer reads texts, of a length by its own count; ours is checked here."""
     field = f"rewards.{name}"
     check_model(reward, field)
-    check_scalar_head(reward)
+    check_scalar_head(reward, field)
     if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward)):
         check_context(reward, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                       ("prompts.max_tokens", "generator.sampling.max_tokens"))

@@ -95,7 +95,7 @@ async def _check(component: str, reward: RewardConfig, model: ModelConfig) -> No
     match reward:
         case ModelReward():
             check_model_directory(reward, f"rewards.{component}")
-            check_scalar_head(reward)
+            check_scalar_head(reward, f"rewards.{component}")
         case ProcessReward():
             check_model_directory(reward, f"rewards.{component}")
             StepTokens.of(load_steps(reward, f"rewards.{component}"), load_tokenizer(reward))

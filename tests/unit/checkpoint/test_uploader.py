@@ -169,7 +169,7 @@ def test_another_run_is_never_written_over(run, url, quick, tmp_path):
 
 @pytest.mark.parametrize(("url", "said"), [
     ("s3://key:secret@bucket/run", "holds a password"),
-    ("nowhere://x", "cannot be used"),
+    ("nowhere://x", "cannot be used: .*Name a place such as s3://"),
     ("file:///proc/nowhere/run", "cannot be written"),
 ])
 def test_a_place_that_cannot_work_is_refused_before_the_run(url, said, tmp_path):
