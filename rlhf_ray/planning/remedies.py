@@ -14,6 +14,8 @@ from rlhf_ray.planning.loads import Load
 
 Change = tuple[str, str, Any]
 """A section, a field in it, and a value."""
+CACHE_MB = 64
+"""MiB: the default of `generator.kv_cache_mb`, below which no advice goes."""
 Fullness = Callable[[StageConfig], float]
 """How full a device would be, 1 being full, were this the configuration."""
 
@@ -42,7 +44,7 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
             if getattr(section, field) != value and (section.gpus or field != "autocast"):
                 yield name, field, value
     for name, section in learners.items():
-        for budget in _halvings(config, section.micro_batch_tokens):
+        for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
             yield name, "micro_batch_tokens", budget
     for name, section in learners.items():
         if section.workers > 1 and section.zero_stage < 3:
@@ -52,13 +54,14 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
             yield name, "offload_optimizer", True
     for name, section in sections.items():
         if isinstance(section, ScorerConfig):
-            for budget in _halvings(config, section.micro_batch_tokens):
+            for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
                 yield name, "micro_batch_tokens", budget
         if isinstance(section, GenerationConfig) and section.kv_cache_mb is None and learners:
             for share in (0.6, 0.45, 0.3):
                 yield name, "gpu_memory_utilization", share
-        if isinstance(section, GenerationConfig) and section.kv_cache_mb and section.kv_cache_mb > 64:
-            yield name, "kv_cache_mb", 64
+        if isinstance(section, GenerationConfig) and section.kv_cache_mb:
+            for size in _halvings(section.kv_cache_mb, CACHE_MB):
+                yield name, "kv_cache_mb", size
     if load.device is None and config.cluster.object_store_mb > 200 and not config.cluster.address:
         yield "cluster", "object_store_mb", 200
 
@@ -83,14 +86,18 @@ def without_needless(config: StageConfig, chosen: list[Change], fullness: Fullne
     return kept
 
 
-def _halvings(config: StageConfig, budget: int) -> Iterator[int]:
-    """Smaller budgets of tokens, down to the longest row."""
+def _halvings(amount: int, least: int) -> Iterator[int]:
+    """Smaller amounts, down to the least that makes sense."""
+    while amount > least:
+        amount = max(least, amount // 2)
+        yield amount
+
+
+def _longest_row(config: StageConfig) -> int:
+    """Tokens of the longest row that a micro-batch must have room for."""
     prompts, generator = getattr(config, "prompts", None), getattr(config, "generator", None)
-    longest = (prompts.max_tokens + generator.sampling.max_tokens if prompts and generator
+    return int(prompts.max_tokens + generator.sampling.max_tokens if prompts and generator
                else getattr(getattr(config, "data", None), "max_tokens", 8))
-    while budget > longest:
-        budget = max(longest, budget // 2)
-        yield budget
 
 
 def _shown(value: Any) -> str:

@@ -121,6 +121,7 @@ class TestVerdict:
 
     @pytest.mark.parametrize(("recipe", "nodes", "worse", "needed"), [
         ("one_gpu_8b_lora.yaml", "1x1xH100", ["--policy.gradient_checkpointing=false"], 1),
+        ("one_gpu_8b_lora.yaml", "1x1xH100", ["--generator.kv_cache_mb=60000"], 1),
         ("eight_gpu_8b_ppo.yaml", "1x8xH100", ["--critic.zero_stage=1", "--critic.gradient_checkpointing=false",
                                                "--critic.autocast=float32"], 2),
     ])
