@@ -43,8 +43,9 @@ def require_fit(config: StageConfig, nodes: Sequence[Node]) -> None:
     """
     refused = make_plan(config, [_with_margin(node) for node in nodes], shape_of).refused
     if refused:
-        raise ConfigError(f"the run does not fit the machines it is for, even if they had {MARGIN - 1:.0%} more memory:\n"
-                          + "\n".join(f"  {text}" for text in refused) + "\n  (`rlhf-ray plan` shows all of it)")
+        raise ConfigError("the run does not fit the machines it is for:\n" + "\n".join(f"  {text}" for text in refused)
+                          + f"\n  (their memory is counted {MARGIN - 1:.0%} larger than it is, because estimates err; "
+                          "`rlhf-ray plan` shows all of it)")
 
 
 def _with_margin(node: Node) -> Node:
