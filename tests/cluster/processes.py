@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
+
+from rlhf_ray.cluster.segments import PLACE, mapped_by
 
 spared: set[str] = set()
 """Marks in the command lines of processes that are nobody's fault while a cluster is open on purpose."""
@@ -56,11 +57,6 @@ def abandoned(before: set[str], wait_s: float = 3.0) -> set[str]:
 
 
 def _unmapped(names: set[str]) -> set[str]:
-    mapped = "".join(_maps(pid) for pid in psutil.pids()) if names else ""
-    return {name for name in names & shared_memory() if f"/dev/shm/{name}" not in mapped}
-
-
-def _maps(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/maps").read_text()
-    return ""
+    """By what they are and not by name: a semaphore that somebody uses is mapped under another one."""
+    mapped = mapped_by(psutil.pids()) if names else set()
+    return {name for name in names & shared_memory() if PLACE + name not in mapped}

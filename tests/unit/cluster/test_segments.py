@@ -1,5 +1,6 @@
 """Which files of /dev/shm go with processes that are killed: their shared memory, and nothing that a person keeps."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 
 from rlhf_ray.cluster import segments
 from rlhf_ray.cluster.processes import kill
+from tests.cluster.processes import abandoned, shared_memory
 
 MAPS = "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)"
 MAKES = f"import sys; open(sys.argv[1], 'wb').write(bytes(4096)); {MAPS}"
@@ -56,3 +58,18 @@ def test_a_new_file_in_somebodys_directory_stays(killed_after):
         rows = Path(cache) / "rows.arrow"
         killed_after(MAKES, rows)
         assert rows.exists()
+
+
+def test_of_a_semaphore_tests_say_that_it_is_left_when_nobody_uses_it_any_more():
+    name, before = f"left-{os.getpid()}", shared_memory()
+    code = f"import _multiprocessing as m; s = m.SemLock(0, 1, 1, '/{name}', False); print(flush=True); input()"
+    maker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        maker.stdout.readline()
+        assert f"sem.{name}" in shared_memory() - before and f"sem.{name}" not in abandoned(before, wait_s=0)
+        maker.kill()
+        maker.communicate()
+        assert f"sem.{name}" in abandoned(before, wait_s=0)
+    finally:
+        maker.kill()
+        Path(segments.PLACE, f"sem.{name}").unlink(missing_ok=True)
