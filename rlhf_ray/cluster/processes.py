@@ -20,6 +20,8 @@ GONE_S = 5.0
 """How long the system gets to take away a killed process; one in the middle of a write to a disk needs a moment."""
 ELSEWHERE_S = 60.0
 """Longest wait for another node to kill: it starts a process for that."""
+LOST_LOOK_S = 1.0
+"""Between two looks whether that node is lost meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,26 @@ async def kill_on_their_node(processes: Processes) -> None:
     if is_here(processes):
         await asyncio.to_thread(kill, processes.members)
         return
-    there = NodeAffinitySchedulingStrategy(processes.node, soft=False)
+    tasks = [asyncio.ensure_future(_killed(processes)), asyncio.ensure_future(_lost(processes.node))]
     try:
-        ref = ray.remote(num_cpus=0, max_retries=0)(kill).options(scheduling_strategy=there).remote(processes.members)
-        await asyncio.wait_for(ref, ELSEWHERE_S)
-    except (ray.exceptions.RayError, TimeoutError):
-        return
+        done, _ = await asyncio.wait(tasks, timeout=ELSEWHERE_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _killed(processes: Processes) -> None:
+    there = NodeAffinitySchedulingStrategy(processes.node, soft=False)
+    with suppress(ray.exceptions.RayError):
+        await ray.remote(num_cpus=0, max_retries=0)(kill).options(scheduling_strategy=there).remote(processes.members)
+
+
+async def _lost(node: str) -> None:
+    """Wait until Ray takes a node for dead. What was asked of one that stands still is not always answered then."""
+    while any(one["NodeID"] == node and one["Alive"] for one in await asyncio.to_thread(ray.nodes)):
+        await asyncio.sleep(LOST_LOOK_S)
 
 
 def is_here(processes: Processes) -> bool:

@@ -4,6 +4,7 @@ else."""
 import asyncio
 import os
 import signal
+import time
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from chaos.nodes import HEALTH
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.processes import ELSEWHERE_S
 from rlhf_ray.config.load import load
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -57,7 +59,7 @@ def nodes(own_ray):
         cluster.shutdown()
 
 
-def run_with(strike, configure, directory, nodes, **sections):
+def run_with(strike, configure, directory, nodes, lease_s=30, **sections):
     """A run on the nodes, with `strike(coordinator)` beside its loop; where each worker of the role was."""
     from rlhf_ray.stages import ppo
 
@@ -73,7 +75,7 @@ def run_with(strike, configure, directory, nodes, **sections):
                 await striking
 
     pools = {"default": {"cpus": 3}, "away": {"cpus": 1, "labels": AWAY}}
-    cluster = {"address": nodes.address, "allow_open": True, "lease_s": 30}
+    cluster = {"address": nodes.address, "allow_open": True, "lease_s": lease_s}
     config = load(PPOConfig, configure(directory, cluster=cluster, pools=pools, **sections), [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Coordinator, "run", run_and_strike)
@@ -112,9 +114,13 @@ def test_a_generator_is_replaced_on_another_node_and_no_bit_changes(finished, co
     assert_undisturbed(tmp_path / "run", finished)
 
 
-def test_what_a_node_says_that_was_cut_off_counts_no_more_when_it_is_back(finished, configure, tmp_path, nodes):
-    """Its processes are stopped in the middle of a chunk, and go on when another generator has their place."""
-    cut_off, seen = [], []
+@pytest.mark.parametrize("lease_s, kind", [(60, "died"), (5, "hung")])
+def test_what_a_node_says_that_was_cut_off_counts_no_more_when_it_is_back(
+        finished, configure, tmp_path, nodes, lease_s, kind):
+    """Its processes are stopped in the middle of a chunk, and go on when another generator has their place. They are
+    given up when Ray takes the node for dead, or before, by the lease: then nobody waits for that node to kill them
+    once it is dead."""
+    cut_off, seen, seconds = [], [], []
 
     async def strike(coordinator):
         group = coordinator.team.generators
@@ -124,19 +130,22 @@ def test_what_a_node_says_that_was_cut_off_counts_no_more_when_it_is_back(finish
         for process in cut_off:
             process.send_signal(signal.SIGSTOP)
         try:
+            began = time.monotonic()
             while group.incarnation(0) == 1:
                 await asyncio.sleep(0.05)
+            seconds.append(time.monotonic() - began)
             seen.extend(process.status() for process in cut_off)
         finally:
             for process in cut_off:
                 os.kill(process.pid, signal.SIGCONT)
 
-    run_with(strike, configure, tmp_path / "run", nodes, **GENERATOR_AWAY)
+    run_with(strike, configure, tmp_path / "run", nodes, lease_s, **GENERATOR_AWAY)
+    assert seconds[0] < ELSEWHERE_S
     assert seen == [psutil.STATUS_STOPPED] * len(cut_off) and len(cut_off) >= 2
     _, alive = psutil.wait_procs(cut_off, timeout=30)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == [], "they hear that they died"
     (event,) = read_faults(tmp_path / "run/faults.jsonl")
-    assert (event["role"], event["incarnation"], event["recovery_s"] > 0) == ("generator", 1, True)
+    assert (event["role"], event["incarnation"], event["kind"]) == ("generator", 1, kind) and event["recovery_s"] > 0
     assert_undisturbed(tmp_path / "run", finished)
 
 
