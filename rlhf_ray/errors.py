@@ -94,7 +94,7 @@ class LedgerError(RLHFError):
 
 
 class TrainingError(RLHFError):
-    """Training that cannot go on: losses or gradients that are not finite, update after update."""
+    """Training that cannot go on: numbers that are not finite in update after update, or updates out of order."""
 
 
 class WorkerError(RLHFError):

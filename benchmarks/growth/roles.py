@@ -126,7 +126,7 @@ class PolicyRole(Role):
                                       total_steps=10**6, algorithm=ALGORITHM, temperature=1.0)
         self._learner.start(self._learner.rendezvous("127.0.0.1"), timeout_s=600.0)
         plan = self._learner.plan_weights(WeightsConfig().bucket_mb << 20, together=[])
-        self._buckets, self._step = plan.whole.buckets, 0
+        self._buckets, self._step, self._version = plan.whole.buckets, 0, 0
 
     def work(self, activity: str, length: int, rows: int) -> Work:
         if activity == "send weights":
@@ -142,9 +142,9 @@ class PolicyRole(Role):
         self._learner.update(self._step, 0.0, learned)
 
     def _send(self) -> None:
-        self._step += 1
+        self._version += 1
         for index in range(self._buckets):
-            self._learner.weight_bucket(self._step, index)
+            self._learner.weight_bucket(self._version, index)
 
 
 class CriticRole(Role):

@@ -25,7 +25,7 @@ from rlhf_ray.engine.train_engine import StepResult, TrainEngine
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
-from rlhf_ray.records import WeightBucket, WeightOffer, WeightRoute, WeightsPlan, WorkerProfile
+from rlhf_ray.records import UpdateStats, WeightBucket, WeightOffer, WeightRoute, WeightsPlan, WorkerProfile
 from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, save_description
 from rlhf_ray.roles.meter import Meter
 from rlhf_ray.roles.profiling import TorchProfile
@@ -64,6 +64,8 @@ class Learner:
         self._saving = Saving()
         self._profile = TorchProfile()
         self._sender: Sender | None = None
+        self.last_update: UpdateStats | None = None
+        """Of this process, since it started or took back a checkpoint."""
 
     def rendezvous(self, host: str) -> str:
         """An address at which the ranks can meet; asked of rank 0, whose node others know as `host`."""
@@ -191,7 +193,7 @@ class Learner:
         Raises:
             CheckpointError: nothing is there, or adapters of another base model or shape.
         """
-        path = Path(directory)
+        path, self.last_update = Path(directory), None
         check_description(self.adapters, path)
         self.engine.load(path)
         if (own := path / f"rng_{self.rank}.pt").is_file():  # else there were fewer ranks

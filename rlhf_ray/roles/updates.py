@@ -14,6 +14,7 @@ import torch
 
 from rlhf_ray.algorithms.masking import masked_whiten
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, UpdateStats
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.meter import Meter
@@ -40,11 +41,18 @@ def mini_batches(rows: int, epochs: int, per_epoch: int, seed: int, step: int) -
 def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step: int) -> UpdateStats:
     """Several epochs of mini-batch steps on one batch (Schulman et al. 2017, algorithm 1).
 
-    Steps that are not applied, see `TrainEngine.step`, are counted and leave no trace in the metrics.
+    Steps that are not applied, see `TrainEngine.step`, are counted and leave no trace in the metrics. An update that is
+    asked for once more is not made again: what it did is told again.
 
     Raises:
-        TrainingError: as `TrainEngine.count_update`.
+        TrainingError: as `TrainEngine.count_update`, or the update does not follow the one before.
     """
+    if (last := learner.last_update) is not None:
+        if step == last.step:
+            return last
+        if step != last.step + 1:
+            raise TrainingError(f"update {step} was asked for after update {last.step}: each batch is trained on once, "
+                                "one after the other. Go on with --resume from the last checkpoint")
     began, meter = time.perf_counter(), Meter()
     norms, skipped, rate = [], 0, 0.0
     for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, learner.seed, step):
@@ -57,5 +65,7 @@ def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step:
             meter, skipped = before, skipped + 1
     learner.engine.count_update(len(norms))
     metrics = {**meter.means(), "grad_norm": float(np.mean(norms)) if norms else math.nan, "learning_rate": rate}
-    return UpdateStats(step=step, applied=len(norms), skipped=skipped, seconds=time.perf_counter() - began,
-                       tokens=algorithm.epochs * len(batch.tokens), metrics=metrics)
+    learner.last_update = UpdateStats(
+        step=step, applied=len(norms), skipped=skipped, seconds=time.perf_counter() - began,
+        tokens=algorithm.epochs * len(batch.tokens), metrics=metrics)
+    return learner.last_update

@@ -60,6 +60,10 @@ class Ranks:
         """See `LearnerBench.spoil`."""
         self._values("spoil", rank)
 
+    def leave_out(self, step):
+        """See `LearnerBench.leave_out`."""
+        self._values("leave_out", step)
+
     def weights(self, which="weights"):
         """Rank 0's view of the weights; all ranks must agree."""
         found = self._values(which)

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.engine.train_engine import StepResult
+from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Experience, SampleKey, offsets_of
 from rlhf_ray.roles.critic_learner import explained_variance
 from rlhf_ray.roles.updates import mini_batches, run_update, training_batch
@@ -65,6 +66,12 @@ def test_the_epoch_does_not_depend_on_how_many_there_are():
     assert [b.tolist() for b in few] == [b.tolist() for b in many[:2]]
 
 
+def learner_of(optimize, counted):
+    """One that makes its optimizer steps so, and notes how many of each update were applied."""
+    return SimpleNamespace(optimize=optimize, seed=3, engine=SimpleNamespace(count_update=counted.append),
+                           last_update=None)
+
+
 def test_an_update_makes_every_step_and_says_what_it_did():
     seen, counted = [], []
 
@@ -74,7 +81,7 @@ def test_an_update_makes_every_step_and_says_what_it_did():
         return StepResult(applied=True, grad_norm=float(len(seen)), learning_rate=0.1 * len(seen))
 
     batch = training_batch([PARTS[0], experience_of([[None, 3.0], [None, 4.0]], first=5)], whiten=False)
-    learner = SimpleNamespace(optimize=optimize, seed=3, engine=SimpleNamespace(count_update=counted.append))
+    learner = learner_of(optimize, counted)
     stats = run_update(learner, batch, AlgorithmConfig(epochs=2, mini_batches=2), step=7)
     assert counted == [4]
     assert (stats.step, stats.applied, stats.skipped, stats.tokens) == (7, 4, 0, 2 * 9)
@@ -96,7 +103,7 @@ def test_steps_that_were_not_applied_are_counted_and_leave_no_trace_in_the_means
         meter.add(1.0, {"loss": float(made[-1]) if good else float("nan")})
         return StepResult(good, grad_norm=2.0 if good else float("inf"), learning_rate=0.1)
 
-    learner = SimpleNamespace(optimize=optimize, seed=3, engine=SimpleNamespace(count_update=counted.append))
+    learner = learner_of(optimize, counted)
     stats = run_update(learner, critic_batch([1.0] * 4, [1.0] * 4).select([0] * 4),
                        AlgorithmConfig(epochs=2, mini_batches=2), step=7)
     assert (stats.applied, stats.skipped) == (4 - len(spoiled), len(spoiled)) and counted == [stats.applied]
@@ -122,3 +129,15 @@ def test_explained_variance_by_hand():
 def test_explained_variance_needs_values():
     with pytest.raises(ValueError, match="without a critic"):
         explained_variance(replace(critic_batch([1.0], [1.0]), values=None))
+
+
+def test_an_update_is_made_once_and_only_after_the_one_before():
+    counted = []
+    learner = learner_of(lambda *_: StepResult(applied=True, grad_norm=1.0, learning_rate=0.1), counted)
+    batch, algorithm = critic_batch([1.0] * 4, [1.0] * 4).select([0] * 4), AlgorithmConfig(epochs=1, mini_batches=1)
+    first = run_update(learner, batch, algorithm, step=7)
+    assert run_update(learner, batch, algorithm, step=7) is first and counted == [1]
+    for wrong in (6, 9):
+        with pytest.raises(TrainingError, match=f"update {wrong} was asked for after update 7"):
+            run_update(learner, batch, algorithm, step=wrong)
+    assert run_update(learner, batch, algorithm, step=8).step == 8 and counted == [1, 1]
