@@ -5,6 +5,7 @@ that runs a part of the job. So it is for code, configurations and small data; m
 nodes see them.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,8 @@ def look_into(directory: Path) -> Package:
         if path.is_file():
             files[path.relative_to(directory).as_posix()] = path.stat().st_size
 
-    _dir_travel(directory, [_get_excludes(directory, list(EXCLUDES))], take, include_gitignore=True)
+    _dir_travel(directory, [_get_excludes(directory, list(EXCLUDES))], take, include_gitignore=True,
+                logger=logging.getLogger(__name__))  # Ray's own would name .gitignore as what is left out
     package = Package(directory, files)
     if package.nbytes > LIMIT:
         raise ConfigError(

@@ -28,8 +28,9 @@ TIMEOUT_S = 20.0
 OVERRULING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 """Variables that Ray's client prefers to the address it is given."""
 REFUSED = (401, 403)
-TALKATIVE = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
-"""Loggers of Ray's client, which set their own level when they are imported."""
+TALKATIVE = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk",
+             "ray._private.runtime_env.packaging")
+"""Loggers of Ray's client, some of which set their own level when they are imported."""
 
 
 class JobServer:

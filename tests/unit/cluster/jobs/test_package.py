@@ -1,5 +1,6 @@
 """What a job takes along, and what of a configuration it would not find."""
 
+import logging
 import subprocess
 from pathlib import Path
 
@@ -30,6 +31,16 @@ def config_of(**sections):
 def test_code_and_data_are_packed_and_outputs_environments_and_ignored_files_are_not(project):
     assert set(look_into(project).files) == {"ppo.yaml", "data/prompts.jsonl", "code/rewards.py", "code/runs/kept.txt",
                                              ".gitignore"}
+
+
+def test_looking_into_a_directory_says_nothing(project, caplog):
+    talker = logging.getLogger("ray._private.runtime_env.packaging")
+    talker.addHandler(caplog.handler)
+    try:
+        look_into(project)
+    finally:
+        talker.removeHandler(caplog.handler)
+    assert not caplog.messages
 
 
 def test_a_rayignore_leaves_out_more(project):
