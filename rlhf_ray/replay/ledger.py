@@ -206,7 +206,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         LedgerError: there is none, or it is damaged or another version's.
     """
     if not path.is_file():
-        raise LedgerError(f"there is no ledger {path}: the run has not begun, or was made by an earlier version")
+        raise LedgerError(f"there is no ledger {path}: only a PPO run keeps one, once its workers are ready")
     db = sqlite3.connect(_uri(path, "ro"), uri=True)
     try:
         check_ledger(db, path)

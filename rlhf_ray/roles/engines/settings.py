@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.roles.engines.interface import EngineSettings
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from rlhf_ray.roles.engines.interface import EngineSettings
 
 OPEN_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"

@@ -1,6 +1,9 @@
 """`generate` and `compare`: what they hand on, and what they refuse. The real engine answers in tests/cluster."""
 
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -60,3 +63,13 @@ def test_the_engines_environment_is_set_but_not_over_the_users(monkeypatch):
     prepare_engine()
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and os.environ["TORCH_COMPILE_DISABLE"] == "1"
+
+
+def test_the_engines_environment_is_set_before_what_reads_it_is_imported():
+    code = """
+        import sys
+        from rlhf_ray.cli.options import prepare_engine
+        prepare_engine()
+        assert not {"torch", "vllm"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
