@@ -1,6 +1,6 @@
 """Bytes of one worker by what they are for, at the moment when it holds most."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
@@ -43,8 +43,3 @@ class Memory:
 def at_the_peak(*moments: Mapping[str, float]) -> dict[str, float]:
     """Of what is held at several moments, that at which it is most."""
     return dict(moments[max(range(len(moments)), key=lambda i: sum(moments[i].values()))])
-
-
-def in_order(parts: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """Parts that are there, in the order in which they are shown."""
-    yield from ((name, parts[name]) for name in PARTS if parts.get(name))

@@ -13,8 +13,6 @@ CPUS_PER_GPU, GIB_PER_GPU = 12, 240
 """Of a node that is named by its GPUs alone, about as NVIDIA's DGX H100 has them (112 cores and 2 TiB for eight)."""
 GIB_PER_CPU = 4
 """Of a node that is named by its CPUs alone."""
-DISK_GIB = 1000
-"""Assumed where the machine is not at hand."""
 FORM = "such as 2x8xH100, 4x(gpus=8,gpu=A100,cpus=96,memory=1024,label=team:rl) or 1x8xH100+2x(cpus=32,memory=128)"
 
 
