@@ -13,10 +13,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_ray.cluster.beat import count_at, forget, introduce, place_of
 from rlhf_ray.cluster.calls import Call, Fence
-from rlhf_ray.cluster.memory import KEEP_MEMORY
+from rlhf_ray.cluster.memory import GIVE_BACK_LARGE, KEEP_MEMORY
 from rlhf_ray.cluster.pools import Pools, Seat
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
 from rlhf_ray.cluster.segments import removed_after
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
 
@@ -303,7 +304,13 @@ def _environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[st
         "OMP_NUM_THREADS": str(placement.threads),
         "OMP_WAIT_POLICY": "passive",  # a thread that spins for work takes the core from the worker that has some
         "TOKENIZERS_PARALLELISM": "false",
-        **({} if placement.gpus else KEEP_MEMORY),
+        **_memory(placement),
         "PYTHONDONTWRITEBYTECODE": "",  # without bytecode every start of a worker compiles torch and vLLM anew
         **more,
     }
+
+
+def _memory(placement: PlacementConfig) -> dict[str, str]:
+    if placement.gpus:
+        return {}
+    return GIVE_BACK_LARGE if isinstance(placement, LearnerConfig) and placement.zero_stage == 3 else KEEP_MEMORY

@@ -7,6 +7,11 @@ from pydantic import Field, model_validator
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.run import PlacementConfig
 
+SHARDED_BUCKET = 2**24
+"""Gradients that are on their way to the ranks that keep them at a time, at ZeRO stage 3. DeepSpeed's 500 million take
+2 GB of a rank several times over: collected, laid out by rank, in gloo's hands. The hidden size squared, which
+transformers chooses (this is that of an 8B Llama), is still long enough for a message to be fast."""
+
 
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019) with a learning-rate schedule."""

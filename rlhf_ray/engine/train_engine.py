@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig
 from rlhf_ray.engine.portions import MOMENTS, Portion, adamw, portions
 from rlhf_ray.engine.saved import WEIGHTS, Saved, Snapshot, snapshot
 from rlhf_ray.engine.schedule import learning_rate
@@ -256,7 +256,7 @@ def _useful_stage(config: LearnerConfig, world: int) -> int:
 def _deepspeed_config(config: LearnerConfig, stage: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 0
+        zero |= {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": SHARDED_BUCKET}
     if config.offload_optimizer and stage:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig
 from rlhf_ray.planning.activations import (
     FLOAT,
     Pass,
@@ -73,11 +73,14 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
     state = _state(config, model.shape)
     average = FLOAT * number / world if model.average else 0.0
     buffers = {BUFFERS: _communication_bytes(config, model.shape) + average}
+    sharded = stage_of(config) == 3
     copies = {COPIES: (1 + MOMENTS + model.average) * FLOAT * number / world}
     if not on_gpu:
-        rest = {**buffers, RUNTIME: float(LEARNER + (ADAPTERS if config.lora else 0))}
-        learning = [{**moment, **rest} for moment in _update(config, model, state)]
-        return Memory(host=at_the_peak(*learning, {**state, GRADIENTS: 0.0, **copies, **rest}))
+        process = {RUNTIME: float(LEARNER + (ADAPTERS if config.lora else 0))}
+        learning = [{**moment, **buffers, **process} for moment in _update(config, model, state)]
+        # Stage 3 gives its buffers back, but for those of gradients; below, what was freed is kept (cluster/memory.py).
+        between = {BUFFERS: average + _bucket_bytes(config, model.shape)} if sharded else {**buffers, GRADIENTS: 0.0}
+        return Memory(host=at_the_peak(*learning, {**state, **copies, **between, **process}))
     moved = {OPTIMIZER: state.pop(OPTIMIZER)} if config.offload_optimizer else {}
     buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
     learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
@@ -106,7 +109,8 @@ def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> 
                   half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing)
     logits = logits_bytes(shape, a_pass, round(model.answers * a_pass.tokens), training=True)
     layer = a_pass.tokens * passing_bytes(shape, a_pass)
-    before = state[GRADIENTS] * (1.0 if share * model.longest > a_pass.tokens else 0.5)
+    several = share * model.longest > a_pass.tokens or stage_of(config) == 3  # which has a buffer of its own for them
+    before = state[GRADIENTS] * (1.0 if several else 0.5)
     first = max(logits + (0.0 if config.lora else head_bytes(shape, a_pass)), layer)
     activations = max(training_bytes(shape, a_pass), scoring_bytes(shape, a_pass)) + first - logits
     return [{**state, GRADIENTS: before, LOGITS: logits, ACTIVATIONS: activations + _cast_weights(config, shape)},
@@ -127,28 +131,34 @@ def stage_of(config: LearnerConfig) -> int:
 def _state(config: LearnerConfig, shape: ModelShape) -> dict[str, float]:
     """Weights, gradients and moments of a rank (Rajbhandari et al. 2020, section 5, for weights in float32): all of
     them at stage 0; its share of the moments from 1 on, of the gradients from 2 on, of the weights at 3. Stages 1 and
-    2 change a copy of its share of the weights, and copy it back."""
+    2 change a copy of its share of the weights, and copy it back; so does 3 on CPUs."""
     stage, world, number = stage_of(config), config.workers, trained(config, shape)
     frozen = shape.weight_bytes if config.lora else 0
     weights = (number * FLOAT + frozen) / (world if stage == 3 else 1)
-    if stage in (1, 2):
+    if stage in (1, 2) or (stage == 3 and not config.gpus):
         weights += number * FLOAT / world
     gradients = number * FLOAT / (world if stage >= 2 else 1)
     return {WEIGHTS: weights, GRADIENTS: gradients, OPTIMIZER: MOMENTS * FLOAT * number / (world if stage else 1)}
 
 
 def _communication_bytes(config: LearnerConfig, shape: ModelShape) -> float:
-    """DeepSpeed's buffer for gradients on their way to other ranks, and at stage 3 the weights that it leaves gathered.
-    On CPUs what there are of copies in all (`runtime.COPIES_ON_CPU`)."""
+    """DeepSpeed's buffer for gradients on their way to other ranks: at stage 3 as they were collected, laid out by
+    rank, and on CPUs in gloo's hands; there, too, the weights that it leaves gathered. Below stage 3 on CPUs what there
+    are of copies in all (`runtime.COPIES_ON_CPU`)."""
     stage, number = stage_of(config), trained(config, shape)
-    if config.workers == 1 and stage < 3:
+    if stage == 3:
+        each = shape.bytes_per_value if config.lora else FLOAT
+        return (2 if config.gpus else 3) * _bucket_bytes(config, shape) + min(GATHERED, shape.parameters) * each
+    if config.workers == 1:
         return 0.0
     if not config.gpus:
         return float(FLOAT * COPIES_ON_CPU[stage] * number)
-    if stage == 0:
-        return 0.0
-    each = shape.bytes_per_value if config.lora else FLOAT
-    return FLOAT * REDUCE_BUCKET + (min(GATHERED, shape.parameters) * each if stage == 3 else 0.0)
+    return FLOAT * REDUCE_BUCKET if stage else 0.0
+
+
+def _bucket_bytes(config: LearnerConfig, shape: ModelShape) -> float:
+    """One bucket of gradients at stage 3: on CPUs as much of it as there are."""
+    return float(FLOAT * (SHARDED_BUCKET if config.gpus else min(SHARDED_BUCKET, trained(config, shape))))
 
 
 def _cast_weights(config: LearnerConfig, shape: ModelShape) -> float:

@@ -27,11 +27,11 @@ GPU_CONTEXT = 1.0 * GIB
 """Of a GPU, before any tensor: CUDA's context, cuBLAS' and NCCL's workspaces. Assumed; not measured."""
 GPU_HOST = 2.5 * GIB
 """Main memory of a process that uses a GPU, beyond what it has without: CUDA's libraries. Assumed; not measured."""
-COPIES_ON_CPU = {0: 1, 1: 3, 2: 3, 3: 8}
+COPIES_ON_CPU = {0: 1, 1: 3, 2: 3}
 """Copies of the trained weights, in float32, that a rank of several holds beside its shares on CPUs, by ZeRO stage: the
-bucket of gradients under way, gloo's buffers of what it reduces and gathers, DeepSpeed's flattened tensors, at stage 3
-the gathered weights and what loading left. The C library keeps what is freed (cluster/memory.py), so they add up.
-Found on 33 million weights and two ranks; stages 2 and 3 were measured, 1 is taken as 2."""
+bucket of gradients under way, gloo's buffers of what it reduces and gathers, DeepSpeed's flattened tensors. The C
+library keeps what is freed (cluster/memory.py), so they add up. Found on 33 million weights and two ranks; stage 2 was
+measured, 1 is taken as 2. At stage 3 they are counted one by one (`learner_memory`)."""
 GATHERED = 1e9
 """Weights that DeepSpeed leaves gathered at ZeRO stage 3 before it lets go of some (`stage3_max_live_parameters`, its
 default)."""

@@ -6,6 +6,7 @@ import ray
 
 from rlhf_ray.cluster.group import Order, _actor_class, _environment, _is_async
 from rlhf_ray.cluster.memory import KEEP_MEMORY
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 
 
@@ -85,3 +86,8 @@ def test_a_bundle_asks_for_what_it_has_some_of():
 def test_workers_without_gpus_keep_their_memory():
     assert KEEP_MEMORY.items() <= _environment(PlacementConfig(), {}).items()
     assert not KEEP_MEMORY.keys() & _environment(PlacementConfig(gpus=1), {}).keys()
+
+
+def test_learners_that_gather_whole_weights_give_large_blocks_back():
+    given = [_environment(LearnerConfig(zero_stage=stage), {})["MALLOC_MMAP_MAX_"] for stage in (2, 3)]
+    assert given[0] == KEEP_MEMORY["MALLOC_MMAP_MAX_"] == "0" and int(given[1]) > 0
