@@ -56,6 +56,16 @@ class TestRecipes:
                          ("prompt_reader", "judges")}
 
 
+    def test_what_the_first_rank_gathers_is_counted_on_its_node_alone(self):
+        [nodes] = [param.values[1] for param in recipes() if "70b" in param.id]
+        plan = planned("multi_node_70b_ppo.yaml", nodes)
+        first, *others = [load for load in plan.loads
+                          if load.device is None and {"policy/0", "policy/8"} & load.holders.keys()]
+        assert plan.memory["policy"].host_bytes < plan.roles[0].models[0].weight_bytes / 2
+        assert sum(first.holders["policy/0"].values()) > plan.roles[0].models[0].weight_bytes
+        assert [sum(other.holders["policy/8"].values()) for other in others] == [plan.memory["policy"].host_bytes]
+
+
 class TestLearner:
     """Bytes of one rank, by hand."""
 
@@ -82,6 +92,16 @@ class TestLearner:
         memory = learner_memory(config, Training(SMALL, 32, 1.0, 64))
         assert "optimizer" not in memory.device
         assert memory.host["optimizer"] == 8 * SMALL.parameters / 2
+
+    def test_ranks_that_share_the_weights_never_have_them_whole_but_for_the_first_one_s_export(self):
+        def main_memory(stage):
+            config = LearnerConfig(gpus=1, workers=8, zero_stage=stage, micro_batch_tokens=64)
+            held = learner_memory(config, Training(LARGE, 32, 1.0, 64, bucket_bytes=1.0))
+            return [sum(amount for part, amount in parts.items() if part != "runtime")
+                    for parts in (held.host, held.first)]
+
+        assert main_memory(2) == [4 * LARGE.parameters] * 2
+        assert main_memory(3) == [12 * LARGE.parameters / 8, 3 + LARGE.weight_bytes]
 
     def test_checkpointing_and_half_precision_keep_less(self):
         whole, again = self.parts(), self.parts(gradient_checkpointing=True)
