@@ -56,6 +56,9 @@ def plan(
 
         console = Console(highlight=False)
         console.print(plan_page(made, console.width))
+        asked = any(pool.gpus for pool in config.pools.values())
+        if asked and not (nodes or cluster or config.cluster.address or made.nodes[0].gpus):
+            console.print("this machine has no GPU; plan for one that has with, say, --nodes 1x8xH100", soft_wrap=True)
     if made.refused:
         sys.exit(ConfigError.exit_code)
 
