@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlhf_ray.checkpoint.atomic import fsync_tree, replace_directory, temporary_for
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
 from rlhf_ray.errors import CheckpointError, ConfigError, first_line
 
@@ -138,17 +140,22 @@ class RemoteDirectory:
         self.put(path / MANIFEST_NAME, f"{place}/{MANIFEST_NAME}")
 
     def get_checkpoint(self, step: int, root: Path) -> None:
-        """Copy the checkpoint of `step` from there into `root`, the directory of local ones; its manifest comes last.
+        """Copy the checkpoint of `step` from there into `root`, the directory of local ones. It has its name when it is
+        whole: one that was copied in part would look like the newest, and never be fetched again.
 
         Its bytes are not compared with the manifest here: who loads it does.
         """
-        place = f"{CHECKPOINTS}/step_{step}"
-        names = [name for name in self.names(place) if not name.endswith(f"/{MANIFEST_NAME}")]
-        self.get_all([*names], root.parent)
-        self.get(f"{place}/{MANIFEST_NAME}", root / f"step_{step}" / MANIFEST_NAME)
+        final = root / f"step_{step}"
+        partial, place = temporary_for(final), f"{CHECKPOINTS}/{final.name}"
+        try:
+            self.get_all(self.names(place), partial, below=f"{place}/")
+            fsync_tree(partial)
+            replace_directory(partial, final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
-    def get_all(self, names: Iterable[str], root: Path) -> None:
-        """Copy files from there to the same names below `root`.
+    def get_all(self, names: Iterable[str], root: Path, below: str = "") -> None:
+        """Copy files from there to the same names below `root`, without their beginning `below`.
 
         Raises:
             CheckpointError: a name leads elsewhere.
@@ -157,7 +164,7 @@ class RemoteDirectory:
         if strange := [name for name in names if ".." in PurePosixPath(name).parts or name.startswith("/")]:
             raise CheckpointError(f"{self.url} has a file {strange[0]!r}, which leads out of the run's directory")
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda name: self.get(name, root / name), names))
+            list(pool.map(lambda name: self.get(name, root / name.removeprefix(below)), names))
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"

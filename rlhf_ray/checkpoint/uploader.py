@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, quieten
-from rlhf_ray.errors import UploadError, first_line
+from rlhf_ray.errors import CheckpointError, UploadError, first_line
 
 LOOK_S = 2.0
 """Between two looks for a new checkpoint."""
@@ -165,14 +165,27 @@ def bring_back(url: str, directory: Path, say: Callable[[str], None]) -> int | N
 
     Raises:
         ConfigError: the place cannot be used.
-        CheckpointError, OSError: it cannot be copied.
+        CheckpointError: it cannot be copied; no checkpoint here has changed.
     """
     quieten()
-    remote, store = RemoteDirectory(url), CheckpointStore(directory / CHECKPOINTS, keep=1)
+    remote = RemoteDirectory(url)
+    try:
+        return _brought_back(remote, directory, say)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever the library of this kind of place raises
+        raise CheckpointError(
+            f"the run cannot be fetched from run.upload={url!r} ({type(error).__name__}: {first_line(error)}): see to "
+            "the connection and to room on this disk, and pass --resume again; --run.upload=null goes on without it "
+            "from what is here") from error
+
+
+def _brought_back(remote: RemoteDirectory, directory: Path, say: Callable[[str], None]) -> int | None:
+    store = CheckpointStore(directory / CHECKPOINTS, keep=1)
     here, there = store.newest_name(), next(iter(remote.steps()), None)
     if there is None or (here is not None and here[0] >= there):
         return None
-    say(f"copying the run with its checkpoint of step {there} from {url}")
+    say(f"copying the run with its checkpoint of step {there} from {remote.url}")
     directory.mkdir(parents=True, exist_ok=True)
     remote.get_all((name for name in remote.names() if not name.startswith((f"{CHECKPOINTS}/", *LIVE, "summary.json"))),
                    directory)

@@ -90,6 +90,29 @@ def test_a_run_comes_back_on_another_machine_byte_for_byte(run, url, quick, tmp_
     assert bring_back(url, other, lambda _: None) is None, "what is here already is not copied again"
 
 
+@pytest.mark.parametrize("lost", ["policy/rank_0.bin", "manifest.json"])
+def test_a_fetch_that_is_interrupted_leaves_no_checkpoint_and_is_made_again(run, url, quick, tmp_path, monkeypatch,
+                                                                            lost):
+    save(run, 4)
+    uploader = Uploader(url, run, silence_s=10)
+    uploader.start(resume=False)
+    uploader.finish()
+    other, get = tmp_path / "elsewhere", RemoteDirectory.get
+
+    def away(self, name, file):
+        if name.endswith(lost):
+            raise OSError("the network is away")
+        get(self, name, file)
+
+    monkeypatch.setattr(RemoteDirectory, "get", away)
+    with pytest.raises(CheckpointError, match=r"fetched from run.upload=.*the network is away.*pass --resume again"):
+        bring_back(url, other, lambda _: None)
+    assert list((other / "checkpoints").iterdir()) == []
+    monkeypatch.undo()
+    assert bring_back(url, other, lambda _: None) == 4
+    assert CheckpointStore(other / "checkpoints", 1).latest().step == 4
+
+
 def test_bytes_that_change_on_the_way_make_no_checkpoint(run, url, quick, monkeypatch):
     def damaging(self, file, name):
         text = file.read_bytes()
