@@ -101,6 +101,7 @@ class Scaling:
     async def _dismissed(self, crew: Crew, rank: int) -> int:
         """End a generator that gets no more work; how many samples it leaves to others."""
         await crew.idle(rank, self._config.lease_s)
+        await self._weights.over()  # the next one begins without it
         left = crew.rotation.load(rank)
         await crew.group.remove(rank, REMOVED, goodbye="stop", patience_s=GOODBYE_S)
         return left

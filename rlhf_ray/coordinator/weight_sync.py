@@ -79,6 +79,12 @@ class WeightSync:
             yield
             self._settled = True
 
+    async def over(self) -> None:
+        """Wait until a publication that may be under way is over, and the update before it: a generator that leaves a
+        broadcast would have the others, and the learner, wait for it in vain."""
+        async with self._steady:
+            pass
+
     def forget(self) -> None:
         """The learners are being replaced: what these knew of publications is gone, and nobody catches up before the
         next one, which must be a `resend`."""
