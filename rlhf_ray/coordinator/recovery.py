@@ -10,7 +10,7 @@ from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import CheckpointError
+from rlhf_ray.errors import CheckpointError, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.records import ExperienceSummary
 from rlhf_ray.replay.buffer import ReplayBuffer
@@ -97,12 +97,27 @@ class Recovery:
         """Wait until all parts are on disk, and make a checkpoint of them. The ledger follows."""
         with self.store.whole_or_nothing(directory, step):
             for entry in waiting:
-                path = directory.absolute() / f"experience_{entry.order}.npz"
-                await self.team.crew(self.team.assembler).ask("save", str(path), entry.ref)
+                await self._write_experience(directory.absolute() / f"experience_{entry.order}.npz", entry)
             await asyncio.gather(*(self._on_disk(group) for group in self.team.learners()))
         await asyncio.to_thread(self.store.commit, directory, step)
         reached("checkpoint_uncommitted")
         self.ledger.commit(step)
+
+    async def _write_experience(self, path: Path, entry: Entry) -> None:
+        """Have an assembler write what waits for the learners.
+
+        Raises:
+            WorkerLost: it lay on a node that is gone; the update that is to learn from it cannot be made either, and so
+                it is told as that update would tell it.
+        """
+        try:
+            await self.team.crew(self.team.assembler).ask("save", str(path), entry.ref)
+        except WorkerLost as error:
+            if error.kind != "result":
+                raise
+            policy = self.team.policy
+            raise WorkerLost(f"experience that waits for {policy.role} is lost: {first_line(error)}", policy.role, 0,
+                             policy.incarnation(0), error.method, error.kind, error.age_s) from error
 
     async def _on_disk(self, group: WorkerGroup) -> None:
         """Ask, between its other calls, whether each rank has written its part."""

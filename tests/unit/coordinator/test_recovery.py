@@ -13,7 +13,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.errors import CheckpointError, WorkerError
+from rlhf_ray.errors import CheckpointError, WorkerError, WorkerLost
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
@@ -129,6 +129,28 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path, when):
         asyncio.run(run())
     assert CheckpointStore(tmp_path, 2).latest() is None
     assert [path.name for path in tmp_path.iterdir() if "step" in path.name] == []
+
+
+def test_waiting_experience_that_lay_on_a_lost_node_calls_for_what_its_update_would_call_for(tmp_path, summary):
+    """The learners are all there, and nobody else can say that the run has to go back to the last checkpoint."""
+
+    async def run():
+        workers, _, buffer, summaries, recovery = setting(tmp_path)
+        keys = [SampleKey(0, 0, 0), SampleKey(0, 1, 0)]
+        buffer.commit(buffer.reserve(2, 0), "gone", keys, 0, 20)
+        summaries[0] = summary(keys)
+
+        async def gone(rank, method, *args):
+            raise WorkerLost("an argument of save of assembler/0 was lost", "assembler", 0, 1, method, "result")
+
+        recovery.team = team_of(policy=workers._learner("policy"), critic=None, assembler=gone)
+        recovery.team.policy.incarnation = lambda rank: 3
+        with pytest.raises(WorkerLost, match="waits for policy is lost: an argument of save") as caught:
+            await saved(recovery)
+        return recovery.team.trains(caught.value.role), caught.value.incarnation
+
+    assert asyncio.run(run()) == (True, 3)
+    assert CheckpointStore(tmp_path, 2).latest() is None and not list(tmp_path.glob(".tmp*"))
 
 
 def consume(recovery, row, step):
