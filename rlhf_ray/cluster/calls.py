@@ -82,6 +82,8 @@ class Call:
     """By the event loop's clock, which is `time.monotonic`."""
     fence: Fence = field(default_factory=Fence)
     """Of the incarnation that was called."""
+    limit: str = "cluster.call_timeout_s"
+    """The field of the configuration that `timeout_s` is; empty for none."""
 
     @property
     def worker(self) -> str:
@@ -125,8 +127,8 @@ class Call:
             raise self._lost("result", f"the result of {self.method} of {self.worker} was lost: "
                              f"{first_line(error)}") from error
         except TimeoutError:
-            raise self._lost("hung", f"{self.worker} did not answer {self.method} within {self.timeout_s:g} s "
-                             "(cluster.call_timeout_s)") from None
+            raise self._lost("hung", f"{self.worker} did not answer {self.method} within {self.timeout_s:g} s"
+                             + (f" ({self.limit})" if self.limit else "")) from None
         if self.fence.closed is not None:
             raise self._lost("stale", "")
         return value

@@ -24,6 +24,10 @@ from rlhf_ray.errors import RLHFError
 KILLED_S = 2.0
 """What workers get to be ended by Ray, which reports those as failed that end in another way."""
 
+LIMITS = {"start": "cluster.start_timeout_s", "introduce": "cluster.start_timeout_s",
+          "finish_weights": "cluster.lease_s", "load_weights": "cluster.lease_s"}
+"""Field of the configuration that bounds a method whose deadline is not that of any call."""
+
 
 class WorkerGroup:
     """All workers of one role. A role is an ordinary class that knows nothing of Ray."""
@@ -158,8 +162,11 @@ class WorkerGroup:
         worker, order = self._worker(rank), Order.of(method, outputs, args)
         *refs, timing = worker.timed_call(outputs + 1).remote(
             order, *(arg for arg in args if isinstance(arg, ray.ObjectRef)))
-        return Call(self.role, rank, method, tuple(refs), timing, timeout_s or self.call_timeout_s, time.monotonic(),
-                    worker.fence)
+        if timeout_s is None:
+            return Call(self.role, rank, method, tuple(refs), timing, self.call_timeout_s, time.monotonic(),
+                        worker.fence)
+        return Call(self.role, rank, method, tuple(refs), timing, timeout_s, time.monotonic(), worker.fence,
+                    LIMITS.get(method, ""))
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
         """The same call to every worker, in rank order."""

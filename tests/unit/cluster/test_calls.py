@@ -2,11 +2,14 @@
 
 import asyncio
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
-from rlhf_ray.cluster.calls import Call, Timing, traffic
+from rlhf_ray.cluster.calls import Call, Fence, Timing, traffic
+from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.errors import RewardError, WorkerError
 
 
@@ -58,6 +61,26 @@ def test_a_call_past_its_deadline_names_worker_method_and_setting():
     said = r"^reward_scorer/1 did not answer score within 0\.05 s \(cluster\.call_timeout_s\)"
     with pytest.raises(WorkerError, match=said):
         answer(lambda: call(asyncio.get_running_loop().create_future(), None, timeout_s=0.05).value())
+
+
+@pytest.mark.parametrize(("method", "timeout_s", "field"), [
+    ("score", None, "(cluster.call_timeout_s)"), ("start", 0.02, "(cluster.start_timeout_s)"),
+    ("start", None, "(cluster.call_timeout_s)"), ("finish_weights", 0.02, "(cluster.lease_s)"), ("stop", 0.02, ""),
+])
+def test_a_deadline_of_its_own_is_not_told_by_the_name_of_another_s(method, timeout_s, field):
+    """A group whose one worker answers nothing."""
+
+    async def run():
+        group, silent = WorkerGroup.__new__(WorkerGroup), asyncio.get_running_loop().create_future
+        group.role, group.call_timeout_s, group._former = "reward_scorer", 0.02, {}
+        worker = SimpleNamespace(remote=lambda *_: [silent(), silent()])
+        group._workers = {0: SimpleNamespace(fence=Fence(), timed_call=lambda _: worker)}
+        asked = group.call(0, method, timeout_s=timeout_s)
+        await replace(asked, started=asked.started - 10).done()
+
+    with pytest.raises(WorkerError) as told:
+        asyncio.run(run())
+    assert str(told.value) == f"reward_scorer/0 did not answer {method} within 0.02 s {field}".rstrip()
 
 
 def test_the_deadline_counts_from_the_call_and_not_from_the_waiting():
