@@ -3,6 +3,7 @@
 Nothing heavy is imported before a command needs it, so that `--help` answers at once.
 """
 
+import errno
 import sys
 from typing import Annotated
 
@@ -82,6 +83,12 @@ def main() -> None:
         stopped = isinstance(error, RunInterrupted | StoppedEarly)  # which is no error, and says what it is
         _say("" if stopped else "error: ", str(error))
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" of {error.filename}" if error.filename else ""
+        _say("error: ", f"the disk{where} is full ({error.strerror}). Free some space; a run goes on with --resume")
+        sys.exit(1)
 
 
 def _say(outcome: str, message: str) -> None:

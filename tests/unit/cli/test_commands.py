@@ -1,5 +1,6 @@
 """The commands: what they hand to the stages, and how errors end them."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -93,6 +94,13 @@ def test_our_errors_end_with_their_exit_code_and_message(error, code, command_li
 def test_ctrl_c_ends_with_130(command_line, stage, ppo_file):
     stage("ppo", KeyboardInterrupt())
     assert command_line("ppo", ppo_file).code == 130
+
+
+def test_a_disk_that_is_full_ends_with_a_message(command_line, stage, ppo_file):
+    stage("ppo", OSError(errno.ENOSPC, "No space left on device", "/runs/mine/metrics.jsonl"))
+    ended = command_line("ppo", ppo_file)
+    assert ended.code == 1 and "Traceback" not in ended.err
+    assert "the disk of /runs/mine/metrics.jsonl is full (No space left on device). Free some space" in ended.err
 
 
 def test_other_errors_keep_their_traceback(command_line, stage, ppo_file):
