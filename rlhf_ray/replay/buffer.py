@@ -204,19 +204,6 @@ class ReplayBuffer:
             self._places.drop(entry)
         return [self._eviction(entry) for entry in dropped]
 
-    def reopen(self, entry: Entry) -> Reservation:
-        """Turn a ready entry whose bytes were lost back into its reservation, to be made again in its old place.
-
-        Raises:
-            BufferError: the entry is not ready (a leased one must be released first).
-        """
-        if self._places.ready.get(entry.order) is not entry:
-            raise BufferError(f"reopen of place {entry.order}: it is not a ready entry; release its lease first")
-        self._places.drop(entry)
-        reservation = Reservation(entry.order, entry.samples, self._version)
-        self._places.reserve(reservation)
-        return reservation
-
     def stats(self) -> BufferStats:
         """Counts, bytes and staleness now. Staleness refers to the version the buffer was told of last."""
         entries = self._places.ready_entries()
@@ -240,14 +227,6 @@ class ReplayBuffer:
     def leases(self) -> list[Lease]:
         """The leases that are out, oldest first."""
         return list(self._places.leases.values())
-
-    def restore(self, entries: Iterable[Entry]) -> None:
-        """Take entries of `ready_entries` back, with references to bytes that exist in this process.
-
-        Raises:
-            BufferError: an entry's place or key is taken, or it does not fit the capacity in samples.
-        """
-        self._places.restore(entries)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the references, as plain JSON types. Save the bytes of `ready_entries` beside it.

@@ -288,17 +288,6 @@ def test_evict_leaves_leased_entries_alone():
     buffer.ack(lease, 0)
 
 
-def test_reopen_gives_lost_bytes_their_old_place():
-    buffer = filled(make(), [2, 2])
-    lost = buffer.ready_entries()[0]
-    place = buffer.reopen(lost)
-    assert counts(buffer) == (2, 2, 0) and buffer.lease(2, 0) is None
-    with pytest.raises(BufferError, match="reopen of place 0"):
-        buffer.reopen(lost)
-    commit(buffer, place)
-    assert buffer.lease(4, 0).refs == ["ref0", "ref1"]
-
-
 def test_stats_weigh_staleness_by_samples():
     buffer = make(eta=4)
     buffer.evict(1)
@@ -357,15 +346,6 @@ def test_loading_refuses_missing_references_used_buffers_and_small_capacities():
         filled(make(), [1]).load_state_dict(state, {0: "a", 1: "b"})
     with pytest.raises(BufferError, match="4 saved samples exceed"):
         make(capacity=3).load_state_dict(state, {0: "a", 1: "b"})
-
-
-def test_restore_takes_ready_entries_back_and_refuses_taken_places():
-    entries = filled(make(), [2, 2]).ready_entries()
-    buffer = make()
-    buffer.restore(entries)
-    assert buffer.ready_entries() == entries and buffer.reserve(1, 0).order == 2
-    with pytest.raises(BufferError, match="place 0 is taken"):
-        buffer.restore(entries)
 
 
 @pytest.mark.parametrize("arguments", [(0, None, 0, 1.0), (1, None, -1, 1.0), (1, None, 0, 0.0)])
