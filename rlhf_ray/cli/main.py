@@ -38,6 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # which wraps a docstring's lines anew
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 

@@ -37,17 +37,19 @@ def serve_reward(
 
     Requests that come at the same time share forward passes. Try it (/docs has the schema, /health the state):
 
-    \b
+    ```sh
     rlhf-ray serve-reward runs/quickstart/reward_model/model
     curl http://127.0.0.1:8008/score -H 'Content-Type: application/json' \\
          -d '{"samples": [{"prompt": "The food was", "response": " lovely."}]}'
+    ```
 
     With a token, which every address but loopback needs, curl says it too: -H "Authorization: Bearer $TOKEN".
     A run asks the service by this configuration:
 
-    \b
+    ```yaml
     rewards:
       quality: {type: http, urls: ["http://127.0.0.1:8008"]}
+    ```
 
     Ctrl-C or SIGTERM finishes what was accepted and answers 503 to the rest; a second one stops at once.
     """
