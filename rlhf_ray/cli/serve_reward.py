@@ -47,8 +47,7 @@ def serve_reward(
     A run asks the service by this configuration:
 
     ```yaml
-    rewards:
-      quality: {type: http, urls: ["http://127.0.0.1:8008"]}
+    rewards: {quality: {type: http, urls: ["http://127.0.0.1:8008"]}}
     ```
 
     Ctrl-C or SIGTERM finishes what was accepted and answers 503 to the rest; a second one stops at once.

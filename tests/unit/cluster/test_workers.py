@@ -1,10 +1,11 @@
 """What a worker process is given, and how a role's class becomes remote, before any Ray is started."""
 
 import asyncio
+from types import SimpleNamespace
 
 import ray
 
-from rlhf_ray.cluster.group import Order, _actor_class, _environment, _is_async
+from rlhf_ray.cluster.group import Order, WorkerGroup, _actor_class, _environment, _is_async
 from rlhf_ray.cluster.memory import KEEP_MEMORY
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
@@ -62,6 +63,14 @@ def test_arguments_arrive_in_their_order_whether_by_value_or_by_reference():
         values = {a: "value of a", b: "value of b"}
         found = order.arguments([values[arg] for arg in args if isinstance(arg, ray.ObjectRef)])
         assert found == [values[arg] if isinstance(arg, ray.ObjectRef) else arg for arg in args]
+
+
+def test_the_rank_of_one_that_was_removed_is_never_given_again():
+    group = WorkerGroup.__new__(WorkerGroup)
+    group._workers, group._former = {0: "first"}, {1: "removed"}
+    group._placement, group._pools = PlacementConfig(), SimpleNamespace(has_room=lambda _: True)
+    group._spawned = lambda rank, incarnation: (rank, incarnation)
+    assert asyncio.run(group.add(1.0)) == 2 and group.ranks == [0, 2] and group._workers[2] == (2, 1)
 
 
 def test_coroutines_and_plain_methods_of_one_role_both_answer():
