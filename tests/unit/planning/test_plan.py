@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.as_json import plan_as_values
@@ -102,6 +102,13 @@ class TestLearner:
 
         assert main_memory(2) == [4 * LARGE.parameters] * 2
         assert main_memory(3) == [12 * LARGE.parameters / 8, 3 + LARGE.weight_bytes]
+
+    def test_what_deepspeed_holds_at_stage_3_on_cpus(self):
+        number = LARGE.parameters
+        config = LearnerConfig(workers=2, zero_stage=3, micro_batch_tokens=64)
+        host = learner_memory(config, Training(LARGE, 32, 1.0, 64)).host
+        assert (host["weights"], host["gradients"], host["optimizer"]) == (4 * number, 2 * number, 4 * number)
+        assert number > SHARDED_BUCKET and host["buffers"] == 3 * 4 * SHARDED_BUCKET + 4 * number
 
     def test_checkpointing_and_half_precision_keep_less(self):
         whole, again = self.parts(), self.parts(gradient_checkpointing=True)
