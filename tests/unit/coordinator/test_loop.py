@@ -216,6 +216,23 @@ def test_a_request_is_met_although_the_next_batch_is_ready(ppo_config, summary):
     assert run.world.buffer.stats().samples_ready >= 4
 
 
+@pytest.mark.parametrize(("role", "saved"), [("generator", ["save 2"]), ("policy", [])])
+def test_workers_that_cannot_be_kept_alive_end_the_run_with_what_is_done_saved(ppo_config, summary, role, saved):
+    """But for learners: what these know is gone with them."""
+    run = Run(ppo_config(prompts=4, steps=5), summary)
+    publish = run.coordinator.weights.publish
+
+    async def publish_and_lose(version):
+        if version == 2:
+            run.world.team.crew(run.world.generators).fail(WorkerError(f"{role}/0 was lost once more", role))
+        return await publish(version)
+
+    run.coordinator.weights.publish = publish_and_lose
+    with pytest.raises(WorkerError, match="was lost once more"):
+        run.go()
+    assert [event for event in run.events if event.startswith("save")] == saved
+
+
 def test_a_request_in_the_last_step_changes_nothing(ppo_config, summary):
     assert Run(ppo_config(prompts=4, steps=2), summary, stop_after=2).go()[-1] == "save 2"
 
