@@ -15,6 +15,7 @@ from rich.text import Text
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.advice import diagnosis
 from rlhf_ray.observability.catalogue import readable
+from rlhf_ray.observability.control import SILENT_S
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.progress import duration
@@ -25,8 +26,6 @@ from rlhf_ray.observability.whereabouts import whereabouts_table
 
 RECENT_STEPS = 20
 """Steps that shares of time are means over."""
-SILENT_S = 15.0
-"""A run that wrote no status for so long hangs or is gone."""
 SMALLEST = 0.005
 """Shares below this are not shown."""
 
