@@ -10,7 +10,7 @@ from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import CheckpointError, WorkerLost, first_line
+from rlhf_ray.errors import CheckpointError, ConfigError, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.records import ExperienceSummary
 from rlhf_ray.replay.buffer import ReplayBuffer
@@ -131,7 +131,8 @@ class Recovery:
             Places in the buffer whose chunks were under way and must be started again.
 
         Raises:
-            CheckpointError: it is another version's or configuration's, or of other data.
+            CheckpointError: it is another version's, or of other data.
+            ConfigError: it is another configuration's.
         """
         saved = load_state(directory / "coordinator.json")
         check_complete(saved, ("geometry", "run", "buffer", "summaries"), str(directory))
@@ -151,10 +152,10 @@ def check_geometry(directory: Path, wanted: Mapping[str, int | str], saved: Mapp
     """Places in the buffer, shards of learners and waiting advantages mean something only for what made them.
 
     Raises:
-        CheckpointError: names the fields of the configuration that differ.
+        ConfigError: names the fields of the configuration that differ.
     """
     other = [f"{name} was {saved.get(name)} and is {value}" for name, value in wanted.items()
              if saved.get(name) != value]
     if other:
-        raise CheckpointError(f"{directory} cannot go on with another configuration: {'; '.join(other)}. Set these "
-                              "back, or begin a new run.")
+        raise ConfigError(f"{directory} cannot go on with another configuration: {'; '.join(other)}. Set these back, "
+                          "or begin a new run in another run.dir")

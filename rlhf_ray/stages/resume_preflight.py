@@ -23,8 +23,7 @@ def check_resume(config: StageConfig, steps: int, geometry: Mapping[str, int | s
         geometry: as for `Recovery`.
 
     Raises:
-        ConfigError: more steps were made than are asked for.
-        CheckpointError: the checkpoint is of another geometry.
+        ConfigError: more steps were made than are asked for, or the checkpoint is of another geometry.
     """
     newest = CheckpointStore(RunDirectory(config.run.dir).checkpoints, keep=1).newest_name()
     if newest is None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.errors import CheckpointError
+from rlhf_ray.errors import ConfigError
 from tests.cluster.conftest import SMALL, VOCAB
 from tests.cluster.resumed import CLOCKS, TRAFFIC, resumed_run, steps, whole_run, without
 
@@ -67,5 +67,5 @@ def test_a_run_with_a_critic_of_its_own_does_not_go_on_from_there(run, configure
 
     directory = shutil.copytree(run, tmp_path / "run")
     own = {**sections, "critic": {"workers": 1}}
-    with pytest.raises(CheckpointError, match=r"critic.backbone was policy and is own"):
+    with pytest.raises(ConfigError, match=r"critic.backbone was policy and is own"):
         ppo.run(load(PPOConfig, configure(directory, **own), []), resume=True)

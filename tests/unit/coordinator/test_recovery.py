@@ -13,7 +13,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.errors import CheckpointError, WorkerError, WorkerLost
+from rlhf_ray.errors import CheckpointError, ConfigError, WorkerError, WorkerLost
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
@@ -224,5 +224,5 @@ def test_other_ranks_and_another_estimator_are_refused_by_name(tmp_path):
         *_, other = setting(tmp_path, {"policy.workers": 1, "algorithm.estimator": "grpo"})
         await other.restore(where)
 
-    with pytest.raises(CheckpointError, match=r"workers was 2 and is 1; algorithm\.estimator was gae and is grpo"):
+    with pytest.raises(ConfigError, match=r"workers was 2 and is 1; algorithm\.estimator was gae and is grpo"):
         asyncio.run(run())
