@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,7 +88,22 @@ def _headline(path: Path, live: Mapping[str, Any], rows: Sequence[Mapping[str, A
     process = f"process {live['pid']} on {live['host']}"
     if silent > SILENT_S:
         return f"{where}; no news for {duration(silent)}: {process} hangs or is gone (--resume goes on with the run)"
+    if _is_gone(live["host"], live["pid"]):
+        return f"{where}; {process} is gone without a word (--resume goes on with the run)"
     return f"{where}, running ({process})"
+
+
+def _is_gone(host: str, pid: int) -> bool:
+    """Whether the process is this machine's and no more; of another machine's only its silence tells."""
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # somebody else's, and alive
+        pass
+    return False
 
 
 def _pace(steps: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> str:

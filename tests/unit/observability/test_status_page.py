@@ -1,6 +1,9 @@
 """What `rlhf-ray status` says, from files made by hand."""
 
 import json
+import os
+import socket
+import subprocess
 import time
 
 import pytest
@@ -60,6 +63,14 @@ def test_a_silent_run_is_told_from_one_that_ended(shown):
     assert "no news for 2 min 00 s: process 77 on here hangs or is gone" in shown(LIVE | {"time": time.time() - 120})
     text = shown(LIVE | {"time": 5.0, "ended": "finished"})
     assert "step 2 of 10, finished" in text and "under way" not in text
+
+
+def test_a_run_that_was_killed_on_this_machine_is_told_at_once(shown):
+    here = LIVE | {"host": socket.gethostname(), "time": time.time()}
+    assert "running (process" in shown(here | {"pid": os.getpid()})
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert f"process {child.pid} on {socket.gethostname()} is gone" in shown(here | {"pid": child.pid})
 
 
 def test_a_run_of_another_stage_has_its_step_and_pace(shown):
