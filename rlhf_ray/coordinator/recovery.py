@@ -10,7 +10,7 @@ from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import CheckpointError, ConfigError, WorkerLost, first_line
+from rlhf_ray.errors import ConfigError, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.records import ExperienceSummary
 from rlhf_ray.replay.buffer import ReplayBuffer

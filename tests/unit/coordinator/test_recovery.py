@@ -13,7 +13,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.errors import CheckpointError, ConfigError, WorkerError, WorkerLost
+from rlhf_ray.errors import ConfigError, WorkerError, WorkerLost
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
