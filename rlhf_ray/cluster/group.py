@@ -15,7 +15,7 @@ from rlhf_ray.cluster.beat import count_at, forget, introduce, place_of
 from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.cluster.memory import GIVE_BACK_LARGE, KEEP_MEMORY
 from rlhf_ray.cluster.pools import Pools, Seat
-from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
+from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node, own_processes
 from rlhf_ray.cluster.segments import removed_after
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig
@@ -78,7 +78,8 @@ class WorkerGroup:
         return self._worker(rank).fence.incarnation
 
     def processes(self, rank: int) -> Processes | None:
-        """The worker's processes, as it named them when it had started; None before."""
+        """The worker's processes, as it named them when it had started, before that its own; None before its first
+        answer."""
         return self._worker(rank).processes
 
     def seat(self, rank: int) -> Seat:
@@ -92,8 +93,9 @@ class WorkerGroup:
 
     async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
         """Call one role's `start`, note its processes, so that they can be killed whatever state they are in, and have
-        it give signs of life."""
+        it give signs of life. Its own process is known before, in case it is ended while it starts."""
         worker = self._workers[rank]
+        worker.processes = await self.call(rank, "own_processes", timeout_s=timeout_s).value()
         started = await self.call(rank, "start", *args, timeout_s=timeout_s).value()
         place = place_of(self.role, rank, worker.fence.incarnation)
         processes = self.call(rank, "introduce", place, timeout_s=timeout_s)
@@ -280,7 +282,8 @@ def _actor_class(cls: type) -> Any:
             with imports_spared(asked.method):
                 return outcome(getattr(self, asked.method)(*asked.arguments(values)), asked.outputs, began)
 
-    members = {"timed_call": timed_call, "node_host": _node_host, "introduce": introduce, "__doc__": cls.__doc__}
+    members = {"timed_call": timed_call, "node_host": _node_host, "introduce": introduce,
+               "own_processes": lambda _: own_processes(), "__doc__": cls.__doc__}
     return ray.remote(type(cls.__name__, (cls,), members))
 
 

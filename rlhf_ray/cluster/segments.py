@@ -30,17 +30,25 @@ def made_by(pids: Iterable[int], since: float) -> set[str]:
 
 @contextmanager
 def removed_after(members: Iterable[tuple[int, float]]) -> Iterator[None]:
-    """Have the enclosed work end processes, and remove what they made then (`made_by`), if nobody uses it any more.
+    """Have the enclosed work end processes, and remove what they and all that they have started made then (`made_by`),
+    if nobody uses it any more.
 
     Args:
         members: (pid, when it began) of each.
     """
     named = tuple(members)
-    segments = made_by((pid for pid, _ in named), min((began for _, began in named), default=0.0))
+    pids = [pid for pid, _ in named]
+    segments = made_by({*pids, *_started_by(pids)}, min((began for _, began in named), default=0.0))
     try:
         yield
     finally:
         remove_unused(segments)
+
+
+def _started_by(pids: Iterable[int]) -> Iterator[int]:
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
 
 
 def mapped_by(pids: Iterable[int]) -> set[str]:
