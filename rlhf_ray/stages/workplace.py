@@ -67,7 +67,8 @@ class Workplace:
         polite = [group.values(goodbye) for group, goodbye in self._groups if goodbye]
         try:
             with suppress(TimeoutError, RLHFError):
-                await asyncio.wait_for(asyncio.gather(*polite, return_exceptions=True), patience_s)
+                async with asyncio.timeout(patience_s):
+                    await asyncio.gather(*polite, return_exceptions=True)
         finally:  # also when a person is in a hurry and cancels the farewell
             for group, _ in self._groups:
                 group.kill()

@@ -1,12 +1,15 @@
 """How a stage's coroutine ends, and what its learners are told."""
 
 import asyncio
+import gc
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.stages.ppo_team import _learner
-from rlhf_ray.stages.workplace import run_async
+from rlhf_ray.stages.workplace import Workplace, run_async
 
 
 async def give(value):
@@ -25,6 +28,28 @@ def test_a_coroutine_runs_to_its_value():
 def test_being_cancelled_is_being_interrupted():
     with pytest.raises(KeyboardInterrupt):
         run_async(cancel())
+
+
+async def farewell(hurry):
+    """What is ended, and what asyncio has to complain of, when a worker takes its time to say goodbye."""
+    ended, complaints = [], []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    place = Workplace(config(), None)
+    place._groups.append((SimpleNamespace(values=lambda _: asyncio.sleep(60), kill=lambda: ended.append("it")), "bye"))
+    leaving = asyncio.create_task(place.dismiss(0.1))
+    await asyncio.sleep(0.01)
+    if hurry:
+        leaving.cancel()
+    with suppress(asyncio.CancelledError):
+        await leaving
+    del leaving
+    gc.collect()
+    return ended, complaints
+
+
+@pytest.mark.parametrize("hurry", [False, True], ids=["until its time is over", "until somebody is in a hurry"])
+def test_workers_that_take_their_time_to_say_goodbye_are_ended_without_a_word(hurry):
+    assert asyncio.run(farewell(hurry)) == (["it"], [])
 
 
 def config(**sections):
