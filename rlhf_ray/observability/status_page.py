@@ -82,9 +82,12 @@ def _headline(path: Path, live: Mapping[str, Any], rows: Sequence[Mapping[str, A
         step = rows[-1]["step"]
         return f"{path}: step {step} of {summary['steps']}, finished" if "steps" in summary else f"{path}: step {step}"
     where = f"{path}: step {live['step']} of {live['steps']}"
-    if ended := live.get("ended"):
-        return f"{where}, {ended}"
     silent = time.time() - live["time"]
+    if (ended := live.get("ended")) == "finished" and not summary:
+        lost = silent > SILENT_S or _is_gone(live["host"], live["pid"])
+        return f"{where}; " + ("killed before its summary (--resume writes it)" if lost else "writing its summary")
+    if ended:
+        return f"{where}, {ended}"
     process = f"process {live['pid']} on {live['host']}"
     if silent > SILENT_S:
         return f"{where}; no news for {duration(silent)}: {process} hangs or is gone (--resume goes on with the run)"

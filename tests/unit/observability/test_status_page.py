@@ -61,8 +61,16 @@ def test_a_running_run_says_how_far_it_is_what_waits_and_who_holds_what(shown):
 
 def test_a_silent_run_is_told_from_one_that_ended(shown):
     assert "no news for 2 min 00 s: process 77 on here hangs or is gone" in shown(LIVE | {"time": time.time() - 120})
-    text = shown(LIVE | {"time": 5.0, "ended": "finished"})
-    assert "step 2 of 10, finished" in text and "under way" not in text
+    text = shown(LIVE | {"time": 5.0, "ended": "stopped by SIGTERM"})
+    assert "step 2 of 10, stopped by SIGTERM" in text and "under way" not in text
+
+
+def test_a_run_is_finished_when_its_summary_is_there(shown, tmp_path):
+    made = LIVE | {"step": 10, "ended": "finished"}
+    assert "step 10 of 10; writing its summary" in shown(made | {"time": time.time()})
+    assert "step 10 of 10; killed before its summary (--resume writes it)" in shown(made)
+    (tmp_path / "summary.json").write_text(json.dumps({"stage": "ppo", "steps": 10}))
+    assert "step 10 of 10, finished" in shown(made)
 
 
 def test_a_run_that_was_killed_on_this_machine_is_told_at_once(shown):
