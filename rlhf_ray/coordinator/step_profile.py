@@ -21,8 +21,8 @@ from rlhf_ray.records import WorkerProfile
 
 MOST_RANKS = 4
 """Workers of each role that are profiled, the first ones; the others of a role do the same."""
-
-
+BEGIN_S = 60.0
+"""A worker that does not begin by then is left out: the step waits for those that do."""
 RAY_TRACE = "ray.trace.json"
 NO_STEP = "the run went on to no other step: it has ended, or lost a learner; ask again if it goes on"
 
@@ -67,8 +67,9 @@ class StepProfiler:
         groups = [*([team.reference] if team.reference else []), *team.learners()]
         ranks = [(team.generators, rank) for rank in sorted(team.crew(team.generators).rotation.up)[:MOST_RANKS]]
         ranks += [(group, rank) for group in groups for rank in range(min(len(group), MOST_RANKS))]
-        begun = await asyncio.gather(*(group.call(rank, "begin_profile").done() for group, rank in ranks),
-                                     return_exceptions=True)
+        begun = await asyncio.gather(
+            *(group.call(rank, "begin_profile", timeout_s=BEGIN_S).done() for group, rank in ranks),
+            return_exceptions=True)
         self._workers = [worker for worker, failed in zip(ranks, begun, strict=True) if _worked(failed)]
 
     async def end(self, step: int, began: float, ended: float) -> None:

@@ -86,6 +86,19 @@ def test_a_worker_that_cannot_be_profiled_is_left_out_and_the_run_goes_on(tmp_pa
     assert {"generator/0", "generator/2"} <= set(profile["workers"]) and "generator/1" not in profile["workers"]
 
 
+def test_a_worker_has_a_minute_to_begin(tmp_path, monkeypatch):
+    profiler, team = profiler_of(tmp_path, at_step=1)
+    given, call = [], team.generators.call
+
+    def noting(rank, method, *args, timeout_s=None):
+        given.append((method, timeout_s))
+        return call(rank, method, *args)
+
+    monkeypatch.setattr(team.generators, "call", noting)
+    asyncio.run(make_step(profiler, team, 1))
+    assert given == [("begin_profile", 60.0), ("end_profile", None)], "the end waits for what the step's own calls left"
+
+
 def test_the_clusters_own_record_of_calls_is_kept_where_there_is_one(tmp_path):
     _, team = profiler_of(tmp_path)
     profiler = StepProfiler(RunDirectory(tmp_path), team, 1, write_timeline=lambda path: path.write_text("[]"))
