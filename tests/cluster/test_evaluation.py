@@ -12,7 +12,7 @@ from rlhf_ray.errors import StoppedEarly
 from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import RESPONSE_TOKENS, SMALL
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 STEPS, HELD_OUT, LONGER = 5, 4, 20
 SECTIONS = {
     **SMALL, "run": {"steps": STEPS},

@@ -25,7 +25,7 @@ from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.processes import abandoned, descendants, shared_memory
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LEASE_S = 6.0
 
 
@@ -193,7 +193,6 @@ def test_metrics_count_the_lost_workers(healed):
     assert sum(row["faults/seconds_down"] for row in rows) > 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("signal_number, kind", [(signal.SIGKILL, "broke"), (signal.SIGSTOP, "hung")])
 def test_vllm_s_own_process_may_die_or_hang(configure, tmp_path, finished, signal_number, kind):
     """The worker lives on, and would say that all is well; nothing of either is left behind."""
@@ -206,7 +205,6 @@ def test_vllm_s_own_process_may_die_or_hang(configure, tmp_path, finished, signa
     assert event["kind"] == kind and len(run.met[0].pids) > 1
 
 
-@pytest.mark.slow
 def test_a_generator_that_dies_at_every_call_ends_the_run_with_a_checkpoint_to_go_on_from(
         configure, tmp_path, finished):
     from rlhf_ray.stages import ppo

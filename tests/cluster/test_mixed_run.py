@@ -13,7 +13,7 @@ from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL
 from tests.cluster.processes import descendants
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 WEIGHTS = {"main": 0.5, "short": -0.25, "label": 2.0}
 FUNCTION = """
 def short(responses, labels, **others):

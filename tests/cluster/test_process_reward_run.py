@@ -15,7 +15,7 @@ from rlhf_ray.data.preferences import held_out_rows
 from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 ROWS = [{"prompt": f"w{10 + i} w20", "steps": [f"w{30 + i} w31", "w32", f"w{40 + i}"][: 1 + i % 3],
          "labels": [0.75, None, 0.1][: 1 + i % 3]} for i in range(12)]
 SEPARATOR = "w63"

@@ -13,7 +13,7 @@ from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL, VOCAB
 from tests.models import make_counting_reward_model
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 STEPS = 20
 
 
@@ -73,7 +73,6 @@ def test_every_sample_of_an_overlapped_run_was_made_once_and_trained(run):
     assert (ledger["attempts given up"], ledger["committed"]) == (0, 64 * STEPS)
 
 
-@pytest.mark.slow
 def test_reward_rises_on_policy(configure, tmp_path):
     _, steps = learn(configure, tmp_path / "run", max_staleness=0)
     assert_reward_rises(steps)
