@@ -9,6 +9,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 from rlhf_ray.errors import ConfigError
 
 MIB = 2**20
+UNFINISHED = re.compile(r"\..+\.(json|jsonl|parquet|html|yaml)\.[a-z0-9_]{8}")
+"""A file of a run that `write_atomically` has not put into its place yet."""
 
 
 class RunDirectory:
@@ -71,6 +74,7 @@ class RunDirectory:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other runs out of the directory meanwhile; where the file system knows no locks, nothing is kept out.
+        What a run that was killed had begun to write is removed before.
 
         Raises:
             ConfigError: a run is writing there.
@@ -83,6 +87,10 @@ class RunDirectory:
                 except BlockingIOError:
                     raise ConfigError(f"run.dir={str(self.path)!r} is being written by another run{self._writer()}: "
                                       "wait for its end or stop it, or choose another run.dir") from None
+            for folder in (self.path, self.samples):
+                for file in folder.glob(".*"):
+                    if UNFINISHED.fullmatch(file.name):
+                        file.unlink(missing_ok=True)
             yield
         finally:
             os.close(handle)

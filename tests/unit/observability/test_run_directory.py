@@ -105,6 +105,20 @@ def test_samples_of_steps_after_the_resumed_one_are_dropped(tmp_path):
     assert [p.name for p in sample_parts(tmp_path)] == ["step_000001.parquet", "step_000002.parquet"]
 
 
+def test_what_a_killed_run_had_begun_to_write_is_removed(tmp_path, monkeypatch):
+    run = RunDirectory.create(tmp_path / "run")
+    SampleWriter(run.samples).write(1, [{"prompt": "p", "response": "r"}])
+    monkeypatch.setattr(run_directory.os, "replace", lambda *_: None)  # killed before it is in its place
+    SampleWriter(run.samples).write(2, [{"prompt": "p", "response": "r"}])
+    run.write_json("status.json", {})
+    (run.path / ".gitignore").touch()
+    (run.path / ".mine.json").touch()
+    assert len(list(run.samples.iterdir())) == 2 and len(list(run.path.glob(".status*"))) == 1
+    with run.alone():
+        assert [part.name for part in run.samples.iterdir()] == ["step_000001.parquet"]
+        assert {file.name for file in run.path.glob(".*")} == {".gitignore", ".mine.json"}
+
+
 def test_no_rows_make_no_part(tmp_path):
     assert SampleWriter(tmp_path).write(1, []) is None
     assert list(tmp_path.iterdir()) == []
