@@ -5,8 +5,10 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from rlhf_ray.algorithms.kl import AdaptiveKL
 from rlhf_ray.config.loop import EarlyStopConfig, EvaluationConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.loop import Coordinator
@@ -313,6 +315,21 @@ def test_the_adaptive_coefficient_moves_with_the_batchs_mean_kl_and_the_row_tell
     run.go()
     assert observed == [(0.5, 4), (0.5, 4)]
     assert [run.rows[step]["kl/coef"] for step in (1, 2)] == [0.1, 0.2]
+
+
+def test_the_adaptive_coefficient_follows_the_mean_over_samples_and_counts_them(ppo_config, summary):
+    """Ziegler et al. 2019, section 2.2, worked out by hand: three prompts of two samples each, in a chunk of four and
+    one of two, whose samples have a KL of 1 and of 4 nats: 2 in the mean, and 2.5 in the mean of the chunks' means."""
+    config = ppo_config(chunk=4, steps=1)
+    loop = config.coordinator.model_copy(update={"prompts_per_step": 3, "samples_per_prompt": 2})
+
+    def with_kl(keys, version=0):
+        return summary(keys, version, kl=np.full(len(keys), 1.0 if len(keys) == 4 else 4.0, dtype=np.float32))
+
+    run = Run(config.model_copy(update={"coordinator": loop}), with_kl)
+    run.world.state.kl = AdaptiveKL(0.1, target=1.9, horizon=100)
+    run.go()
+    assert run.world.state.kl.value == pytest.approx(0.1 * (1 + (2.0 / 1.9 - 1) * 6 / 100), rel=1e-12)
 
 
 @pytest.mark.parametrize("alarm, warnings", [(0.2, 2), (0.3, 0)])
