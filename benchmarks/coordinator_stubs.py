@@ -129,10 +129,10 @@ class StubRoles:
         await self._wait(CONTROL_S)
         return b""
 
-    async def begin_weights(self, rank: int, version: int, buckets: int, resend: bool) -> None:
+    async def begin_weights(self, rank: int, publication: int, version: int, buckets: int, resend: bool) -> None:
         """A publication begins."""
 
-    async def load_weights(self, rank: int, bucket: bytes) -> None:
+    async def load_weights(self, rank: int, bucket: bytes, publication: int) -> None:
         """A bucket arrives at a generator."""
         await self._wait(CONTROL_S)
 

@@ -23,14 +23,14 @@ async def _one(team: Team, buckets: int, version: int) -> dict[str, float]:
     parts = dict.fromkeys(("begin", "gather and seal", "into the store", "verify, load and pack", "out of the store",
                            "finish"), 0.0)
     clock = _Clock()
-    await team.generators.values("begin_weights", version, buckets)
+    await team.generators.values("begin_weights", version, version, buckets)
     parts["begin"] = clock.lap()
     for index in range(buckets):
         bucket = team.policy.call(0, "weight_bucket", version, index)
         own = (await bucket.done()).seconds
         parts["gather and seal"] += own
         parts["into the store"] += clock.lap() - own
-        calls = team.generators.call_all("load_weights", bucket.ref)
+        calls = team.generators.call_all("load_weights", bucket.ref, version)
         own = max([(await call.done()).seconds for call in calls])
         parts["verify, load and pack"] += own
         parts["out of the store"] += clock.lap() - own

@@ -75,6 +75,10 @@ class WeightsError(RLHFError):
     """Published weights that did not arrive whole: wrong checksum, missing tensor, unexpected version."""
 
 
+class NoWeightsPlan(WeightsError):
+    """A learner was asked for weights before it has planned how to send them, as one that has just started."""
+
+
 class CheckpointError(RLHFError):
     """A checkpoint that cannot be written, or whose bytes are not what its manifest says."""
 

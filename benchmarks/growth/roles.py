@@ -66,9 +66,9 @@ class GeneratorRole(Role):
             count = self._publisher.plan.whole.buckets
             buckets = [bucket for i in range(count) if (bucket := self._publisher.bucket(self._version, i))]
             began = time.process_time()
-            await self._generator.begin_weights(self._version, count)
+            await self._generator.begin_weights(self._version, self._version, count)
             for bucket in buckets:
-                await self._generator.load_weights(bucket)
+                await self._generator.load_weights(bucket, self._version)
             await self._generator.finish_weights(self._version)
             self._received_s = time.process_time() - began
 

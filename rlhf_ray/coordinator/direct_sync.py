@@ -53,7 +53,9 @@ class DirectSync:
             self._joined = members
         return True
 
-    async def send(self, audience: Audience, version: int, size: PublicationSize, whole: bool) -> None:
+    async def send(
+        self, audience: Audience, version: int, publication: int, size: PublicationSize, whole: bool
+    ) -> None:
         """Hand all buckets over.
 
         Raises:
@@ -67,7 +69,7 @@ class DirectSync:
                 offered = self._offer(version, index, whole)
             if not audience.ranks:
                 return
-            loads = audience.calls("load_weights", offered[0].ref, timeout_s=self._patience_s)
+            loads = audience.calls("load_weights", offered[0].ref, publication, timeout_s=self._patience_s)
             sends = self._team.policy.call_all("send_bucket") if self._transport == "nccl" else []
             present, offered = offered, self._offer(version, index + 1, whole) if index + 1 < size.buckets else []
             await asyncio.gather(*(call.done() for call in present))
@@ -84,7 +86,8 @@ class DirectSync:
         self._joined = ()
 
     async def _together(self, audience: Audience, learners: list[Call], generators: list[Call], what: str) -> set[int]:
-        """Wait for calls in which both sides wait for each other; the generators that did not get their argument.
+        """Wait for calls in which both sides wait for each other; the generators that did not get their argument. Where
+        nobody waits any more, or the learner failed, generators that still wait for it are given up.
 
         Raises:
             WorkerLost: the learner did not come to an end although a generator did, or was lost.
@@ -102,6 +105,10 @@ class DirectSync:
             if _failed(ours) and not left.done():
                 await ours
             raise self._broken(audience, what, "; ".join(map(str, audience.losses[before:])) or _outcome(theirs))
+        except BaseException:
+            if not theirs.done():
+                audience.dismiss("load_weights", f"waits for {what}, which the learner will not end")
+            raise
         finally:
             for waiting in (ours, theirs, left):
                 waiting.cancel()

@@ -14,7 +14,7 @@ from rlhf_ray.coordinator.audience import Audience
 from rlhf_ray.coordinator.direct_sync import DIRECT, DirectSync
 from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import WeightsError, WorkerLost
+from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
 from rlhf_ray.failpoints import reached
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 
@@ -44,7 +44,7 @@ class WeightSync:
 
     A generator that is lost on the way is left to those who replace it, and the publication goes on with the others. A
     new one catches up by itself, while the learner holds the weights of a version: from one publication to the next
-    update.
+    update. When learners are replaced, a catch-up under way ends before they are, and begins anew with those that come.
     """
 
     def __init__(self, config: WeightsConfig, team: Team, finish_timeout_s: float | None = None,
@@ -65,6 +65,10 @@ class WeightSync:
         self._finish_timeout_s = finish_timeout_s
         self._crew = team.crew(team.generators)
         self._steady, self._settled = asyncio.Lock(), True
+        self._catching_up: asyncio.Timeout | None = None
+        """Around the catch-up under way; there is one at a time."""
+        self._publication = 0
+        """Number of the latest publication; each has its own, for versions come again after a learner was lost."""
         self._direct = DirectSync(config.transport, team, finish_timeout_s) if config.transport in DIRECT else None
         self._plan: WeightsPlan | None = None
         self._lasting: Any = None
@@ -85,12 +89,17 @@ class WeightSync:
         async with self._steady:
             pass
 
-    def forget(self) -> None:
-        """The learners are being replaced: what these knew of publications is gone, and nobody catches up before the
-        next one, which must be a `resend`."""
-        self._settled, self._plan, self._lasting = False, None, None
-        if self._direct:
-            self._direct.forget()
+    async def forget(self) -> None:
+        """The learners are about to be replaced: what these know of publications goes with them. The catch-up under way
+        is over when this returns, so that none of its calls meets a new learner, which has no plan yet; and nobody
+        catches up before the next publication, which must be a `resend`."""
+        self._settled = False
+        if self._catching_up is not None and not self._catching_up.expired():
+            self._catching_up.reschedule(0.0)
+        async with self._steady:
+            self._plan = self._lasting = None
+            if self._direct:
+                self._direct.forget()
 
     async def publish(self, version: int, resend: bool = False) -> Published:
         """Send the policy's present weights as `version`; from within `changing`.
@@ -120,25 +129,42 @@ class WeightSync:
         Raises:
             WorkerLost: it was lost again.
         """
+        self.confirmed.pop(rank, None)
+        untouched = True
         while True:
             async with self._steady:
-                if self._settled and await self._caught_up(rank):
-                    readmit()
-                    return f"caught up to version {self.version}"
+                if self._settled:
+                    has_it, untouched = untouched and self.version == 0, False
+                    if has_it or await self._caught_up(rank):
+                        readmit()
+                        return f"caught up to version {self.version}"
             await asyncio.sleep(PATIENCE_S)
 
     async def _caught_up(self, rank: int) -> bool:
-        """Publish to one generator; false when a learner is lost: who waits for generators must see to that first."""
+        """Publish to one generator, whatever it has; false when a learner is lost or replaced meanwhile: who waits for
+        generators must see to that first."""
         alone = Audience(self._crew, [rank])
+        limit = self._catching_up = asyncio.timeout(None)
         try:
-            if self.version:
-                await self._publish_to(alone, resend=False)
-        except WorkerLost as error:
+            async with limit:
+                await self._publish_to(alone, resend=True)
+            learners_there = True
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            learners_there = False
+        except WorkerError as error:
+            if not self.team.trains(error.role):
+                raise
             self._crew.interrupt(error)
-            return False
+            learners_there = False
+        except NoWeightsPlan:
+            self._plan, learners_there = None, False
+        finally:
+            self._catching_up = None
         if alone.losses:
             raise alone.losses[-1]
-        return True
+        return learners_there
 
     async def _publish_to(self, audience: Audience, resend: bool) -> Published:
         began = time.perf_counter()
@@ -174,24 +200,28 @@ class WeightSync:
 
     async def _begin(self, audience: Audience, plan: WeightsPlan, lasting: Any, resend: bool) -> PublicationSize:
         """Announce the version to every generator; returns which publication they expect."""
+        async def missed(size: PublicationSize, *unchanged: Any) -> set[int]:
+            self._publication += 1
+            return await audience.without(audience.calls(
+                "begin_weights", self._publication, self.version, size.buckets, resend, *unchanged))
+
         if lasting is not None:
             # One of them may lack what would be left out, or the digests be lost: nothing is but a little time.
             with suppress(WeightsError):
-                if not await audience.without(audience.calls(
-                        "begin_weights", self.version, plan.changing.buckets, resend, lasting)):
+                if not await missed(plan.changing, lasting):
                     return plan.changing
-        if await audience.without(audience.calls("begin_weights", self.version, plan.whole.buckets, resend)):
+        if await missed(plan.whole):
             raise WeightsError(f"weights version {self.version} could not be announced")
         return plan.whole
 
     async def _send(self, audience: Audience, size: PublicationSize, whole: bool) -> None:
         if self._direct:
-            await self._direct.send(audience, self.version, size, whole)
+            await self._direct.send(audience, self.version, self._publication, size, whole)
             return
         under_way: deque[tuple[int, list[Call], list[Call]]] = deque()
         for index in range(size.buckets):
             bucket = self._gathered(index, whole)
-            under_way.append((index, bucket, audience.calls("load_weights", bucket[0].ref)))
+            under_way.append((index, bucket, audience.calls("load_weights", bucket[0].ref, self._publication)))
             if len(under_way) == AHEAD:
                 await self._loaded(audience, whole, *under_way.popleft())
         reached("publication_begun")
@@ -213,7 +243,7 @@ class WeightSync:
         missed = await audience.without(loads)
         if missed:
             bucket = self._gathered(index, whole)
-            again = audience.calls("load_weights", bucket[0].ref, only=missed)
+            again = audience.calls("load_weights", bucket[0].ref, self._publication, only=missed)
             await asyncio.gather(*(call.done() for call in bucket))
             if await audience.without(again):
                 raise WeightsError(f"bucket {index} of weights version {self.version} was lost twice on its way")

@@ -66,7 +66,7 @@ class Generator:
         self.name, self._in_flight, self._transport = name, in_flight, transport
         self._engine: SamplingEngine | None = None
         self._receiver: Receiver[Any] | None = None
-        self._publishing = asyncio.Lock()
+        self._publishing, self._publication = asyncio.Lock(), 0
         self._stop_tokens: list[int] = []
         self._groups: list[list[str]] = []
 
@@ -151,17 +151,32 @@ class Generator:
         return self._groups
 
     async def begin_weights(
-        self, version: int, count: int, resend: bool = False, unchanged: Mapping[str, str] | None = None
+        self, publication: int, version: int, count: int, resend: bool = False,
+        unchanged: Mapping[str, str] | None = None,
     ) -> None:
-        """Expect a publication; see `Receiver.begin`. Generation goes on with the old weights meanwhile."""
+        """Expect a publication; see `Receiver.begin`. Generation goes on with the old weights meanwhile.
+
+        Args:
+            publication: its number, which its buckets name as well.
+        """
         _, receiver = self._running()
         async with self._publishing:
+            self._publication = publication
             await asyncio.to_thread(receiver.begin, version, count, resend, unchanged)
 
-    async def load_weights(self, bucket: WeightBucket | WeightOffer) -> None:
-        """Verify and keep one bucket, see `Receiver.load`; or take it from GPU to GPU, see `Receiver.expect`."""
+    async def load_weights(self, bucket: WeightBucket | WeightOffer, publication: int) -> None:
+        """Verify and keep one bucket, see `Receiver.load`; or take it from GPU to GPU, see `Receiver.expect`.
+
+        Raises:
+            WeightsError: also for one of another publication than the latest, which it does not disturb: a call begins
+                when its bucket has come, and those of a publication that broke off may still come during the next one
+                of the same version, with other weights.
+        """
         engine, receiver = self._running()
         async with self._publishing:
+            if publication != self._publication:
+                raise WeightsError(f"{self.name} refuses bucket {bucket.index} of publication {publication}: the latest"
+                                   f" that began is {self._publication}")
             if isinstance(bucket, WeightBucket):
                 await asyncio.to_thread(receiver.load, bucket)
             else:

@@ -22,6 +22,7 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.train_engine import StepResult, TrainEngine
+from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
@@ -64,6 +65,7 @@ class Learner:
         self._saving = Saving()
         self._profile = TorchProfile()
         self._sender: Sender | None = None
+        self._publisher: Publisher | None = None
         self.last_update: UpdateStats | None = None
         """Of this process, since it started or took back a checkpoint."""
 
@@ -214,13 +216,21 @@ class Learner:
         self._publisher = Publisher(specs, changing, bucket_bytes, self._gather)
         return self._publisher.plan
 
+    def _planned(self) -> Publisher:
+        if self._publisher is None:
+            raise NoWeightsPlan("this learner has planned no publication of its weights; call plan_weights first")
+        return self._publisher
+
     def weight_bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
         """One bucket of the present weights, from rank 0; the others help gather it. A collective call under ZeRO-3.
 
         Args:
             whole: of a publication that leaves nothing out.
+
+        Raises:
+            NoWeightsPlan: (here as below) `plan_weights` was not called.
         """
-        return self._publisher.bucket(version, index, whole)
+        return self._planned().bucket(version, index, whole)
 
     def offload_state(self) -> None:
         """Nothing is learned for a while: leave the GPU to others. See `TrainEngine.offload_state`."""
@@ -241,7 +251,7 @@ class Learner:
         sends them. A collective call under ZeRO-3, and where each rank gives a handle."""
         if self._sender is None and not self.lockstep:
             return None
-        offer, tensors = self._publisher.offer(version, index, whole, self._gather_in_place)
+        offer, tensors = self._planned().offer(version, index, whole, self._gather_in_place)
         handles = self._sender.offered(tensors) if self._sender else []
         return None if self.rank else replace(offer, handles=handles)
 
@@ -261,7 +271,7 @@ class Learner:
 
     def lasting_weights(self) -> dict[str, str] | None:
         """Digests of the tensors that training leaves as they are, from rank 0; errors as `Publisher.lasting`."""
-        return None if self.rank else self._publisher.lasting()
+        return None if self.rank else self._planned().lasting()
 
     def _changing(self) -> list[str]:
         """Names out of `_shapes` of the parameters that training changes."""

@@ -106,7 +106,7 @@ class Course:
         self._stop.can_save = False  # what there is to save is saved
         began, coordinator = time.perf_counter(), self.coordinator
         if coordinator is not None:
-            coordinator.weights.forget()
+            await coordinator.weights.forget()
         await self._rebuilding.after(error)
         if coordinator is not None:
             coordinator.team.healing.log.rebuilt(error, time.perf_counter() - began)

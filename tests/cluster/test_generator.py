@@ -77,9 +77,9 @@ def publisher_of(model, changing, bucket_bytes=100_000):
 async def publish(generator, model, version, **options):
     """Send all buckets and finish."""
     buckets = buckets_of(model, version)
-    await generator.begin_weights(version, len(buckets), **options)
+    await generator.begin_weights(version, version, len(buckets), **options)
     for bucket in buckets:
-        await generator.load_weights(bucket)
+        await generator.load_weights(bucket, version)
     confirmed = await generator.finish_weights(version)
     assert confirmed.version == version and confirmed.pause_seconds > 0
 
@@ -317,9 +317,9 @@ def test_a_damaged_publication_is_refused_and_nothing_is_generated_until_a_whole
     damaged[-1][100] ^= 1
 
     async def damaged_publication():
-        await generator.begin_weights(1, len(buckets))
-        await generator.load_weights(buckets[0])
-        await generator.load_weights(replace(buckets[1], arrays=damaged))
+        await generator.begin_weights(1, 1, len(buckets))
+        await generator.load_weights(buckets[0], 1)
+        await generator.load_weights(replace(buckets[1], arrays=damaged), 1)
 
     with pytest.raises(WeightsError, match=r"bucket 1 of \d+, weights version 1: tensor .* has digest"):
         loop.run_until_complete(damaged_publication())
@@ -338,9 +338,9 @@ def test_a_publication_under_way_leaves_generation_on_the_old_weights(loop, runn
     buckets = buckets_of(new_models[kind], 1)
 
     async def generate_between_buckets():
-        await generator.begin_weights(1, len(buckets))
+        await generator.begin_weights(1, 1, len(buckets))
         for bucket in buckets[:-1]:
-            await generator.load_weights(bucket)
+            await generator.load_weights(bucket, 1)
         return await generator.generate(PROMPTS, KEYS, 1)
 
     rollout = loop.run_until_complete(generate_between_buckets())
@@ -366,9 +366,9 @@ def test_matrices_that_get_packed_arrive_with_room_after_each_row_and_others_wit
 async def publish_changing(generator, publisher, version):
     """A publication without what does not change."""
     count = publisher.plan.changing.buckets
-    await generator.begin_weights(version, count, False, publisher.lasting())
+    await generator.begin_weights(version, version, count, False, publisher.lasting())
     for index in range(count):
-        await generator.load_weights(publisher.bucket(version, index, whole=False))
+        await generator.load_weights(publisher.bucket(version, index, whole=False), version)
     await generator.finish_weights(version)
 
 
@@ -378,9 +378,9 @@ def changed_after_a_whole_publication(loop, generator, model, changing):
     publisher = publisher_of(model, changing)
 
     async def publish_whole():
-        await generator.begin_weights(1, publisher.plan.whole.buckets)
+        await generator.begin_weights(1, 1, publisher.plan.whole.buckets)
         for index in range(publisher.plan.whole.buckets):
-            await generator.load_weights(publisher.bucket(1, index))
+            await generator.load_weights(publisher.bucket(1, index), 1)
         await generator.finish_weights(1)
 
     loop.run_until_complete(publish_whole())

@@ -67,7 +67,7 @@ class Broadcast:
     async def send(self):
         sync = DirectSync("nccl", self.team)
         await sync.connect(self.audience)
-        await asyncio.wait_for(sync.send(self.audience, 5, PublicationSize(2, 100), True), 10)
+        await asyncio.wait_for(sync.send(self.audience, 5, 1, PublicationSize(2, 100), True), 10)
 
     def called(self, method):
         return [rank for name, rank in self.team.generators.log if name == method]
@@ -120,9 +120,31 @@ def test_a_learner_that_notices_first_is_blamed_no_more_than_one_that_waits(monk
         asyncio.run(Broadcast(monkeypatch, generator, breaks).send())
 
 
-def test_what_breaks_the_learner_alone_is_raised_as_it_is(monkeypatch):
-    with pytest.raises(ConnectionError):
-        asyncio.run(Broadcast(monkeypatch, for_ever, breaks).send())
+def test_what_breaks_the_learner_alone_is_raised_as_it_is_and_who_waits_for_it_is_given_up(monkeypatch):
+    async def work():
+        broadcast = Broadcast(monkeypatch, for_ever, breaks)
+        with pytest.raises(ConnectionError):
+            await broadcast.send()
+        return broadcast.lost
+
+    lost = asyncio.run(work())
+    assert [rank for rank, _ in lost] == [0, 1, 2]
+    assert "generator/0 waits for bucket 0 of weights version 5, which the learner will not end" in lost[0][1]
+
+
+def test_generators_of_a_broadcast_that_is_broken_off_are_given_up(monkeypatch):
+    """A catch-up ends like this when the learners are about to be replaced."""
+    async def work():
+        broadcast = Broadcast(monkeypatch, for_ever, for_ever)
+        sending = asyncio.create_task(broadcast.send())
+        while not broadcast.called("load_weights"):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        return broadcast.lost
+
+    assert [rank for rank, _ in asyncio.run(work())] == [0, 1, 2]
 
 
 def test_a_generator_that_refuses_its_bucket_leaves_no_learner_waiting(monkeypatch):

@@ -376,7 +376,7 @@ def test_nobody_catches_up_with_learners_that_are_being_replaced():
 
     async def run():
         await it.publish(1, 2)
-        it.sync.forget()
+        await it.sync.forget()
         it.group.doomed.append((0, "generate"))
         asked = asyncio.create_task(it.ask_all(1))
         await asyncio.sleep(20)

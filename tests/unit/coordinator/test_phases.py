@@ -101,7 +101,7 @@ def test_weights_that_were_dropped_come_whole_each_time(roles):
     for level, sent in ((1, [2, 1]), (2, [2, 2])):
         it = roles(sleep=level)
         step(it, 1, 2)
-        assert [event[4] for event in it.of("begin_weights") if event[2] == 0] == sent
+        assert [event[5] for event in it.of("begin_weights") if event[2] == 0] == sent
 
 
 class TestFromGPUToGPU:

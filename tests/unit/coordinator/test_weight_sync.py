@@ -41,6 +41,12 @@ class Publication:
     async def _generator(self, rank, method, *args):
         if method == "weights_together":
             return [["q", "k"]]
+        if method == "begin_weights":
+            self.publication, *args = args
+        elif method == "load_weights":
+            bucket, publication = args
+            assert publication == self.publication, "named as it was announced"
+            args = [bucket]
         self.events.append((method, rank, *args))
         await asyncio.sleep(0.002 * rank)
         if method == "begin_weights" and len(args) > 3 and (rank, args[0]) in self.lacks:

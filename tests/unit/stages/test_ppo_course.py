@@ -40,3 +40,22 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
     with pytest.raises(WorkerError, match="died in export"):
         asyncio.run(course._stretch(SimpleNamespace(step=0, path=tmp_path), again=False, resume=False))
     assert done == ["began ['a place']", "pipeline closed", "ledger closed"]
+
+
+def test_what_learners_were_doing_for_generators_is_over_before_they_are_replaced(tmp_path):
+    done = []
+
+    async def forget():
+        await asyncio.sleep(0)
+        done.append("no catch-up is under way")
+
+    async def after(_):
+        done.append("learners are replaced")
+
+    course = Course(SimpleNamespace(), RunDirectory(tmp_path), SimpleNamespace(latest=lambda: None),
+                    SimpleNamespace(requested=None), SimpleNamespace(after=after), None)
+    course.coordinator = SimpleNamespace(
+        weights=SimpleNamespace(forget=forget),
+        team=SimpleNamespace(healing=SimpleNamespace(log=SimpleNamespace(rebuilt=lambda *_: None))))
+    assert asyncio.run(course._after(WorkerError("policy_learner/0 died"))) is None
+    assert done == ["no catch-up is under way", "learners are replaced"]
