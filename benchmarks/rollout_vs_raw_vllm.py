@@ -60,7 +60,7 @@ class RawVLLMSide:
         self._llm = LLM(
             model=str(directory), dtype="float32", skip_tokenizer_init=True, generation_config="vllm",
             max_model_len=MAX_CONTEXT, max_num_seqs=GENERATION.max_sequences, seed=SEED, enforce_eager=True,
-            enable_prefix_caching=False, kv_cache_memory_bytes=(GENERATION.kv_cache_mb or 0) << 20,
+            enable_prefix_caching=False, kv_cache_memory_bytes=(GENERATION.cache_mb or 0) << 20,
             logprobs_mode="processed_logprobs", disable_log_stats=True)
         self._prompts = [{"prompt_token_ids": table.row(i, "tokens").tolist()} for i in range(SAMPLES)]
         self._parameters = [

@@ -7,6 +7,13 @@ from pydantic import Field, model_validator
 from rlhf_ray.config.base import Section
 from rlhf_ray.config.run import PlacementConfig
 
+CACHE_ON_CPU_MB = 64
+"""MiB of KV cache where `generator.kv_cache_mb` is empty on a CPU: enough for small models. vLLM itself would take most
+of the node's memory."""
+PREFILL_ON_CPU, PREFILL_ON_GPU = 2048, 8192
+"""Tokens of one pass of vLLM (`max_num_batched_tokens`): what an engine made from arguments gets where they leave it
+open, which is little for a GPU, and the default of vLLM's server on GPUs of 70 GB and more."""
+
 
 class SamplingConfig(Section):
     """How responses are drawn. Log-probabilities refer to the distribution after temperature."""
@@ -33,8 +40,8 @@ class GenerationConfig(PlacementConfig):
     """Samples per rollout record: the unit that is generated, scored and stored together."""
     max_sequences: int = Field(64, ge=1)
     """Sequences a worker decodes at the same time (vLLM's max_num_seqs)."""
-    kv_cache_mb: int | None = Field(64, ge=8)
-    """KV-cache memory of a worker in MiB; empty lets vLLM take `gpu_memory_utilization` of the GPU."""
+    kv_cache_mb: int | None = Field(None, ge=8)
+    """KV-cache memory of a worker in MiB; empty is 64 on CPUs, and on GPUs what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of GPU memory for vLLM when `kv_cache_mb` is empty."""
     tensor_parallel: int = Field(1, ge=1)
@@ -50,6 +57,17 @@ class GenerationConfig(PlacementConfig):
     def devices(self) -> int:
         """GPUs of one worker; on CPUs its processes."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def cache_mb(self) -> int | None:
+        """`kv_cache_mb`, with what empty means on a CPU; None leaves the size to vLLM."""
+        return self.kv_cache_mb or (None if self.gpus else CACHE_ON_CPU_MB)
+
+    def prefill_tokens(self, context: int) -> int:
+        """Tokens of one pass of vLLM: one of every sequence at least, and no more than all sequences of `context` tokens
+        have."""
+        usual = PREFILL_ON_GPU if self.gpus else PREFILL_ON_CPU
+        return min(max(usual, self.max_sequences), self.max_sequences * context)
 
     @model_validator(mode="after")
     def _full_distribution(self) -> "GenerationConfig":

@@ -67,8 +67,13 @@ def resolve(config: C) -> C:
 
     For PPO: `buffer.capacity_samples` is (max_staleness + 1) steps' worth of samples, and `buffer.capacity_mb` half of
     a local cluster's `cluster.object_store_mb` (one that is joined has a store of its own size, and no bound in bytes).
-    `weights.transport: auto` becomes the one that the placement allows.
+    `weights.transport: auto` becomes the one that the placement allows. For every stage with a generator on CPUs,
+    `generator.kv_cache_mb` is the size that is meant by empty there.
     """
+    generator = getattr(config, "generator", None)
+    if generator is not None:
+        settled_cache = generator.model_copy(update={"kv_cache_mb": generator.cache_mb})
+        config = config.model_copy(update={"generator": settled_cache})
     if isinstance(config, PPOConfig):
         buffer, steps = config.buffer, config.coordinator.max_staleness + 1
         settled = buffer.model_copy(

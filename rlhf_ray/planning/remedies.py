@@ -7,15 +7,13 @@ The first that fits is the advice, without those before it that it can do withou
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.generation import CACHE_ON_CPU_MB, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import ScorerConfig, StageConfig
 from rlhf_ray.planning.loads import Load
 
 Change = tuple[str, str, Any]
 """A section, a field in it, and a value."""
-CACHE_MB = 64
-"""MiB: the default of `generator.kv_cache_mb`, below which no advice goes."""
 Fullness = Callable[[StageConfig], float]
 """How full a device would be, 1 being full, were this the configuration."""
 
@@ -56,11 +54,11 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
         if isinstance(section, ScorerConfig):
             for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
                 yield name, "micro_batch_tokens", budget
-        if isinstance(section, GenerationConfig) and section.kv_cache_mb is None and learners:
+        if isinstance(section, GenerationConfig) and section.cache_mb is None and learners:
             for share in (0.6, 0.45, 0.3):
                 yield name, "gpu_memory_utilization", share
-        if isinstance(section, GenerationConfig) and section.kv_cache_mb:
-            for size in _halvings(section.kv_cache_mb, CACHE_MB):
+        if isinstance(section, GenerationConfig) and section.cache_mb:
+            for size in _halvings(section.cache_mb, CACHE_ON_CPU_MB):
                 yield name, "kv_cache_mb", size
     if load.device is None and config.cluster.object_store_mb > 200 and not config.cluster.address:
         yield "cluster", "object_store_mb", 200

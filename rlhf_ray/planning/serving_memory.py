@@ -7,9 +7,6 @@ from rlhf_ray.planning.memory import ACTIVATIONS, BUFFERS, CACHE, LOGITS, MIB, R
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.runtime import ENGINE_CORE, GENERATOR, GPU_CONTEXT, GPU_HOST, SCORER
 
-PREFILL_TOKENS = 8192
-"""Tokens of one pass of vLLM on a GPU (its default `max_num_batched_tokens` for an engine in a server)."""
-
 
 def is_async(config: GenerationConfig) -> bool:
     """Whether vLLM runs in processes of its own (roles/engines/settings.py, `engine_kind`)."""
@@ -33,12 +30,12 @@ def generator_memory(
         return _on_cpu(config, shape)
     spans = config.devices
     weights = shape.weight_bytes / spans
-    a_pass = Pass(max(PREFILL_TOKENS, longest), longest, on_gpu=True, half_model=shape.bytes_per_value == 2)
+    a_pass = Pass(config.prefill_tokens(longest), longest, on_gpu=True, half_model=shape.bytes_per_value == 2)
     parts = {WEIGHTS: weights, ACTIVATIONS: scoring_bytes(shape, a_pass) / spans,
              LOGITS: 2 * config.max_sequences * shape.vocabulary * 4.0, BUFFERS: bucket_bytes, RUNTIME: GPU_CONTEXT}
     room = device.memory_bytes * config.gpu_memory_utilization - sum(parts.values())
-    parts[CACHE] = max(0.0, room) if config.kv_cache_mb is None else config.kv_cache_mb * float(MIB)
-    fixed = device.memory_bytes * config.gpu_memory_utilization if config.kv_cache_mb is None else 0.0
+    parts[CACHE] = max(0.0, room) if config.cache_mb is None else config.cache_mb * float(MIB)
+    fixed = device.memory_bytes * config.gpu_memory_utilization if config.cache_mb is None else 0.0
     host = {BUFFERS: through_memory, RUNTIME: GENERATOR + spans * (ENGINE_CORE + GPU_HOST)}
     return Memory(device=parts, host=host, fixed=fixed)
 
@@ -48,7 +45,7 @@ def _on_cpu(config: GenerationConfig, shape: ModelShape) -> Memory:
     return Memory(host={
         WEIGHTS: shape.weight_bytes + head,
         BUFFERS: 2 * (shape.weight_bytes + head),
-        CACHE: (config.kv_cache_mb or 64) * MIB,
+        CACHE: (config.cache_mb or 0) * MIB,
         RUNTIME: GENERATOR + (ENGINE_CORE if is_async(config) else 0),
     })
 

@@ -56,13 +56,13 @@ def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory
         room = cache_sequences(generator, shape, memory[role.name], longest)
         needed = -(-shape.cache_bytes * longest // MIB)
         if room < 1:
-            fix = (f"set generator.kv_cache_mb to {needed} at least" if generator.kv_cache_mb else
+            fix = (f"set generator.kv_cache_mb to {needed} at least" if generator.cache_mb else
                    "raise generator.gpu_memory_utilization or generator.tensor_parallel, or use larger GPUs")
             yield Finding("refused", f"generator: its KV cache holds {max(room, 0):.2g} of one sequence of {longest} "
                                      f"tokens, which takes {needed} MiB, and vLLM would not start; {fix}")
         elif room < generator.max_sequences / 2:
             all_of_them = -(-shape.cache_bytes * longest * generator.max_sequences // MIB)
-            more = (f"set generator.kv_cache_mb to {all_of_them}" if generator.kv_cache_mb else
+            more = (f"set generator.kv_cache_mb to {all_of_them}" if generator.cache_mb else
                     f"lower generator.max_sequences to {int(room)}, or use more tensor_parallel")
             yield Finding("tight", f"generator: its KV cache holds {room:.0f} longest sequences of "
                                    f"generator.max_sequences={generator.max_sequences}; vLLM puts others off; {more}")

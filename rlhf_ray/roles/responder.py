@@ -131,7 +131,7 @@ def local_generation(config: PretrainedConfig, model: ModelConfig, context: int,
     import torch
 
     if torch.cuda.is_available():
-        return GenerationConfig(gpus=1, engine="in_process", kv_cache_mb=None, max_sequences=sequences)
+        return GenerationConfig(gpus=1, engine="in_process", max_sequences=sequences)
     return GenerationConfig(threads=len(os.sched_getaffinity(0)), max_sequences=sequences,
                             kv_cache_mb=_cache_mb(config, model, context, sequences))
 

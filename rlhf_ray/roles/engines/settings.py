@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 OPEN_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"
+FREE_AT_START = 0.01
+"""Share of a GPU that vLLM asks to be free before it starts when the cache's size is given. It takes no memory by this
+share then, but refuses to start below it (vllm/v1/worker/utils.py, `request_memory`): its default, 0.92, could not be met
+beside a learner on the same GPU."""
 
 
 def engine_kind(config: GenerationConfig) -> str:
@@ -80,6 +84,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         generation_config="vllm",  # sampling is ours alone; a model's own defaults would bend the distribution
         max_model_len=settings.max_context,
         max_num_seqs=generation.max_sequences,
+        max_num_batched_tokens=generation.prefill_tokens(settings.max_context),
         seed=settings.seed,
         logprobs_mode="processed_logprobs",
         enforce_eager=on_cpu,
@@ -95,9 +100,9 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
 
 
 def _memory(generation: GenerationConfig) -> dict[str, Any]:
-    if generation.kv_cache_mb is None:
+    if generation.cache_mb is None:
         return {"gpu_memory_utilization": generation.gpu_memory_utilization}
-    return {"kv_cache_memory_bytes": generation.kv_cache_mb << 20}
+    return {"kv_cache_memory_bytes": generation.cache_mb << 20, "gpu_memory_utilization": FREE_AT_START}
 
 
 def _parallelism(generation: GenerationConfig) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def test_both_spellings_of_an_override_and_the_last_one_counts(write, overrides)
 def test_overrides_of_every_kind_of_value(write):
     config = load(
         PPOConfig,
-        write("ppo", evaluation={"prompts": "e.jsonl"}),
+        write("ppo", evaluation={"prompts": "e.jsonl"}, generator={"kv_cache_mb": 128}),
         [
             "--policy.zero_stage=3",
             "--policy.gradient_checkpointing=true",
@@ -48,7 +48,7 @@ def test_overrides_of_every_kind_of_value(write):
     assert config.policy.gradient_checkpointing is True
     assert config.policy.optimizer.betas == (0.8, 0.9)
     assert config.policy.optimizer.learning_rate == 3e-5
-    assert config.generator.kv_cache_mb is None
+    assert config.generator.kv_cache_mb == 64, "what empty means on a CPU"
     assert config.run.dir == "123"
     assert config.evaluation is None
     assert {name: (p.cpus, p.bundles) for name, p in config.pools.items()} == {"default": (4, 1), "spare": (1, 2)}
@@ -73,9 +73,9 @@ def test_every_literal_of_every_stage_can_be_given_as_text():
 def test_environment_gives_lists_and_empties(write, monkeypatch):
     monkeypatch.setenv("RLHF_RAY_POLICY__OPTIMIZER__BETAS", "[0.8, 0.9]")
     monkeypatch.setenv("RLHF_RAY_GENERATOR__KV_CACHE_MB", "null")
-    config = load(PPOConfig, write("ppo"), [])
+    config = load(PPOConfig, write("ppo", generator={"kv_cache_mb": 128}), [])
     assert config.policy.optimizer.betas == (0.8, 0.9)
-    assert config.generator.kv_cache_mb is None
+    assert config.generator.kv_cache_mb == 64, "what empty means on a CPU"
 
 
 def test_a_variable_of_another_stage_is_left_alone_and_one_of_no_stage_refused(write, monkeypatch):
@@ -148,6 +148,12 @@ class TestResolve:
     def test_twice_is_once(self, write):
         config = load(PPOConfig, write("ppo"), [])
         assert resolve(config) == config
+
+    @pytest.mark.parametrize(("gpus", "settled"), [(0, 64), (1, None)])
+    def test_an_empty_cache_is_a_small_one_on_cpus_and_what_is_left_on_gpus(self, write, gpus, settled):
+        path = write("ppo", pools={"default": {"gpus": gpus, "cpus": 8}}, generator={"gpus": gpus})
+        assert load(PPOConfig, path, []).generator.kv_cache_mb == settled
+        assert load(PPOConfig, path, ["--generator.kv_cache_mb=256"]).generator.kv_cache_mb == 256
 
     def test_nothing_is_left_empty_that_follows_from_others(self, write):
         config = load(PPOConfig, write("ppo"), [])

@@ -1,0 +1,89 @@
+"""What vLLM is asked for: a cache, a prefill budget, and memory that must be free when an engine starts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.planning.hardware import H100
+from rlhf_ray.planning.memory import ACTIVATIONS, CACHE, MIB
+from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.serving_memory import generator_memory
+from rlhf_ray.roles.engines.interface import EngineSettings
+from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
+from tests.models import make_tiny_llama
+
+CONTEXT, GIB = 256, 2**30
+SHAPE = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, vocabulary=320)
+
+
+def settings(path="m", **generation):
+    return EngineSettings(ModelConfig(path=str(path)), GenerationConfig(**generation), CONTEXT, 0, "generator/0",
+                          ["LlamaForCausalLM"], {})
+
+
+def arguments(path="m", **generation):
+    return engine_arguments(settings(path, **generation))
+
+
+def require_free_memory(asked, free_gib, total_gib=80):
+    """vLLM's own check of a GPU before an engine starts there."""
+    from vllm.v1.worker.utils import request_memory
+
+    snapshot = SimpleNamespace(total_memory=total_gib * GIB, free_memory=free_gib * GIB, device_="cuda:0")
+    return request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=asked.gpu_memory_utilization))
+
+
+class TestCache:
+    def test_a_generator_with_a_cache_of_its_own_size_starts_again_beside_a_learner(self):
+        """The learner is alive and has two thirds of the GPU when a lost generator comes back."""
+        asked = arguments(gpus=0.5, kv_cache_mb=4096)
+        assert asked.kv_cache_memory_bytes == 4096 * MIB
+        require_free_memory(asked, free_gib=26)
+
+    def test_one_that_takes_what_there_is_still_asks_for_its_share(self):
+        asked = arguments(gpus=0.5, gpu_memory_utilization=0.4)
+        assert (asked.kv_cache_memory_bytes, asked.gpu_memory_utilization) == (None, 0.4)
+        with pytest.raises(ValueError, match=r"Free memory .* is less than desired"):
+            require_free_memory(asked, free_gib=26)
+
+    @pytest.mark.parametrize(("gpus", "bytes_"), [(0, 64 * MIB), (1, None)])
+    def test_by_default_a_gpu_s_is_what_is_left_and_a_cpu_s_is_small(self, gpus, bytes_):
+        assert arguments(gpus=gpus).kv_cache_memory_bytes == bytes_
+
+    def test_the_plan_counts_the_same(self):
+        def planned(**generation):
+            memory = generator_memory(GenerationConfig(**generation), SHAPE, CONTEXT, H100, 0.0)
+            return memory.shown[CACHE]
+
+        assert planned() == 64 * MIB
+        assert planned(gpus=1, kv_cache_mb=4096) == 4096 * MIB
+        assert planned(gpus=1) > 60 * GIB
+
+
+class TestPrefill:
+    @pytest.mark.parametrize("engine", ["async", "in_process"])
+    @pytest.mark.parametrize(("gpus", "tokens"), [(0, 2048), (1, 8192)])
+    def test_both_engines_get_the_same_budget_and_it_is_said(self, engine, gpus, tokens):
+        assert arguments(engine=engine, gpus=gpus).max_num_batched_tokens == tokens
+
+    def test_it_has_room_for_one_token_of_every_sequence_and_for_no_more_than_all_of_them(self):
+        assert arguments(gpus=1, max_sequences=10_000).max_num_batched_tokens == 10_000
+        assert arguments(gpus=1, max_sequences=4).max_num_batched_tokens == 4 * CONTEXT
+
+    def test_it_is_what_vllm_s_scheduler_works_with(self, tmp_path):
+        from vllm.usage.usage_lib import UsageContext
+
+        inspect_architectures(settings())  # else vLLM starts a process for it
+        model = make_tiny_llama(tmp_path / "m", positions=CONTEXT)
+        asked = arguments(model, gpus=1)
+        asked.distributed_executor_backend = "uni"
+        config = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)  # as AsyncLLM.from_engine_args makes it
+        assert config.scheduler_config.max_num_batched_tokens == 8192
+
+    def test_the_plan_counts_the_same(self):
+        def activations(**more):
+            return generator_memory(GenerationConfig(gpus=1, **more), SHAPE, CONTEXT, H100, 0.0).device[ACTIVATIONS]
+
+        assert activations(max_sequences=8) * 8192 == activations() * 8 * CONTEXT
