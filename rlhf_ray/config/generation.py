@@ -64,8 +64,8 @@ class GenerationConfig(PlacementConfig):
         return self.kv_cache_mb or (None if self.gpus else CACHE_ON_CPU_MB)
 
     def prefill_tokens(self, context: int) -> int:
-        """Tokens of one pass of vLLM: one of every sequence at least, and no more than all sequences of `context` tokens
-        have."""
+        """Tokens of one pass of vLLM: room for one of every sequence, and no more than all sequences have when each is
+        `context` tokens long."""
         usual = PREFILL_ON_GPU if self.gpus else PREFILL_ON_CPU
         return min(max(usual, self.max_sequences), self.max_sequences * context)
 

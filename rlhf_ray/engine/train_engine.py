@@ -71,14 +71,14 @@ class TrainEngine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with autocast if configured."""
         self._train(True)
-        with self._autocast():
+        with self._cast_cache():
             return self.engine(*args, **kwargs)
 
     @torch.no_grad()
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward without gradients."""
         self._train(False)
-        with self._autocast():
+        with self._cast_cache():
             return self.engine(*args, **kwargs)
 
     def step(self, losses: Iterable[Tensor]) -> StepResult:
@@ -214,10 +214,10 @@ class TrainEngine:
             self.engine.train(mode)
             self._training = mode
 
-    def _autocast(self) -> torch.autocast:
+    def _cast_cache(self) -> torch.autocast:
         # What autocast casts it keeps to the end of the pass: under ZeRO-3 that would be the whole model on every rank.
-        return torch.autocast(self.device.type if hasattr(self.device, "type") else "cpu", dtype=torch.bfloat16,
-                              enabled=self.config.autocast == "bfloat16", cache_enabled=self._stage < 3)
+        # Autocast itself is DeepSpeed's to turn on (see _torch_autocast), which leaves this as it finds it.
+        return torch.autocast(torch.device(self.device).type, enabled=False, cache_enabled=self._stage < 3)
 
 
 def _seen_in_gradient(loss: Tensor, weight: float) -> Tensor:
@@ -268,4 +268,18 @@ def _deepspeed_config(config: LearnerConfig, stage: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
+        "torch_autocast": _torch_autocast(config),
     }
+
+
+def _torch_autocast(config: LearnerConfig) -> dict[str, Any]:
+    """Whether DeepSpeed's engine passes through the module with autocast. It has the last word: an autocast around the
+    engine is turned off on CUDA (deepspeed/runtime/torch_autocast.py).
+
+    No module is named as safe in lower precision. That list has nothing to do with what is computed in bfloat16: it is
+    of parameters that ZeRO gathers and whose gradients it reduces in bfloat16. The sum over ranks would be rounded at
+    every addition (stage_1_and_2.py, stage3.py: `communication_data_type`), a tied head would take the embedding along,
+    whose rows would be read rounded by several ranks and exact by one, and what is gathered is float32 again, with no
+    memory saved (partition_parameters.py: `AllGatherCoalescedHandle.wait`). Only fewer bytes would travel.
+    """
+    return {"enabled": config.autocast == "bfloat16", "dtype": "bfloat16", "lower_precision_safe_modules": []}

@@ -64,8 +64,9 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use_onednn(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Let oneDNN compute the model's linear layers, where this torch has it; returns the model, changed in place."""
-    if torch.backends.mkldnn.is_available():
+    """Let oneDNN compute the model's linear layers, where this torch has it and the process computes on CPUs; returns
+    the model, changed in place. On a GPU layers stay `nn.Linear`, which libraries know by their exact class."""
+    if torch.backends.mkldnn.is_available() and not torch.cuda.is_available():
         for layer in model.modules():
             if type(layer) is nn.Linear and layer.out_features >= SMALLEST:
                 layer.__class__ = OneDNNLinear

@@ -18,7 +18,7 @@ OPEN_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"
 FREE_AT_START = 0.01
 """Share of a GPU that vLLM asks to be free before it starts when the cache's size is given. It takes no memory by this
-share then, but refuses to start below it (vllm/v1/worker/utils.py, `request_memory`): its default, 0.92, could not be met
+share then, but does not start without it (vllm/v1/worker/utils.py, `request_memory`). Its default, 0.92, is never free
 beside a learner on the same GPU."""
 
 

@@ -71,3 +71,10 @@ def test_a_model_keeps_its_parameters_and_its_smallest_layers(causal_lm):
     assert len(linear) == 15 and all(type(m) is OneDNNLinear for m in linear)
     head = use_onednn(nn.Sequential(nn.Linear(64, SMALLEST - 1)))
     assert type(head[0]) is nn.Linear
+
+
+def test_a_process_that_computes_on_a_gpu_keeps_torch_s_own_class(monkeypatch):
+    """DeepSpeed and others look for `nn.Linear` itself, and oneDNN has nothing to do there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = use_onednn(nn.Sequential(nn.Linear(24, 40)))
+    assert type(model[0]) is nn.Linear
