@@ -149,6 +149,13 @@ class ClusterError(RLHFError):
     """A Ray cluster that cannot be reached or has not what the configuration asks for."""
 
 
+class SupersededError(RLHFError):
+    """Another driver has taken over the run's directory, and this one writes nothing more there. Exit code 77
+    (EX_NOPERM) is final: a run that is started again would fight with its successor."""
+
+    exit_code = 77
+
+
 class StoppedEarly(RLHFError):
     """The run ended itself before its last step, because of `early_stop`; checkpoint, model and summary are written.
     Exit code 3 tells it from a run that ended well (0) and from one that broke (1)."""

@@ -6,7 +6,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from rlhf_ray.observability.owner import Term, renaming
 
 
 def files_under(directory: Path) -> Iterator[Path]:
@@ -36,54 +39,88 @@ def fsync_tree(directory: Path) -> None:
         fsync_path(Path(folder))
 
 
-def temporary_for(final: Path) -> Path:
-    """The name under which a directory is written before it becomes `final`."""
-    return final.parent / f".tmp-{final.name}-{os.getpid()}"
+def temporary_for(final: Path, term: Term | None = None) -> Path:
+    """The name under which a directory is written before it becomes `final`; in a run's directory it holds the term of
+    the owner."""
+    return _beside(final, "tmp", term)
 
 
-def replace_directory(new: Path, final: Path) -> None:
+def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
     """Give the flushed directory `new` the name `final`, on the same file system.
 
     A name that is free is taken in one atomic rename. A directory that has it is moved aside first and removed after: a
-    crash in between leaves both whole under other names and `final` absent, which `clear_leftovers` sets right.
+    crash in between leaves both whole under other names and `final` absent, which `clear_leftovers` sets right. The
+    term is checked again while it is aside: what a successor put there goes back, and nothing of it is removed.
 
     Raises:
         FileExistsError: `final` is not a plain directory.
+        SupersededError: the term is over; `final` is as the next owner has it.
     """
     aside = None
     if os.path.lexists(final):
         if final.is_symlink() or not final.is_dir():
             raise FileExistsError(f"{final} is not a plain directory; move it away")
-        aside = final.parent / f".old-{final.name}-{os.getpid()}"
-        os.rename(final, aside)
-    os.rename(new, final)
+        aside = _beside(final, "old", term)
+        with renaming(term):
+            os.rename(final, aside)
+    try:
+        with renaming(term):
+            os.rename(new, final)
+    except BaseException:
+        if aside is not None:
+            with suppress(OSError):  # a successor has made another one meanwhile
+                os.rename(aside, final)
+        raise
     fsync_path(final.parent)
     if aside is not None:
         shutil.rmtree(aside)
 
 
-def remove_directory(path: Path) -> None:
-    """Remove a directory under another name, so that an interrupted removal does not look like a damaged directory."""
-    doomed = path.parent / f".del-{path.name}-{os.getpid()}"
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+def remove_directory(path: Path, term: Term | None = None) -> None:
+    """Remove a directory under another name, so that an interrupted removal does not look like a damaged directory.
+
+    Raises:
+        SupersededError: the term of the owner of the run's directory is over.
+    """
+    shutil.rmtree(_doomed(path, path, term))
 
 
-def clear_leftovers(parent: Path, name: str) -> list[Path]:
+def clear_leftovers(parent: Path, name: str, term: Term | None = None) -> list[Path]:
     """Remove what interrupted writes, replacements and removals left in `parent`; returns the removed paths.
 
     Args:
         name: regular expression of the final names whose leftovers these are.
+        term: of the owner of the run's directory: what later terms are writing is left alone.
+
+    Raises:
+        SupersededError: the term is over.
     """
     removed = []
     for path in sorted(parent.glob(".*-*-*")):
-        match = re.fullmatch(rf"\.(tmp|old|del)-({name})-\d+", path.name)
+        match = re.fullmatch(rf"\.(tmp|old|del)-({name})-(?:t(\d+)|\d+)", path.name)
         if not match or path.is_symlink() or not path.is_dir():
+            continue
+        if term is not None and int(match[3] or 0) > term.number:
             continue
         final = parent / match[2]
         if match[1] == "old" and not os.path.lexists(final):
-            os.rename(path, final)  # interrupted between the two renames of a replacement: this is the last whole one
-        else:
-            shutil.rmtree(path)
-            removed.append(path)
+            with renaming(term):  # interrupted between the two renames of a replacement: this is the last whole one
+                os.rename(path, final)
+            continue
+        doomed = _doomed(path, final, term) if match[1] == "tmp" else path  # its writer may be about to rename it
+        shutil.rmtree(doomed, ignore_errors=True)  # a worker that lives on may still be writing into it
+        removed.append(path)
     return removed
+
+
+def _doomed(path: Path, final: Path, term: Term | None) -> Path:
+    """Take a directory its name away; returns the one it has until it is removed."""
+    doomed = _beside(final, "del", term)
+    shutil.rmtree(doomed, ignore_errors=True)
+    with renaming(term):
+        os.rename(path, doomed)
+    return doomed
+
+
+def _beside(path: Path, kind: str, term: Term | None) -> Path:
+    return path.parent / f".{kind}-{path.name}-{term.mark if term else os.getpid()}"

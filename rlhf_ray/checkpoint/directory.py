@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,18 @@ from rlhf_ray.checkpoint.atomic import (
     temporary_for,
 )
 from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_space
-from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, Manifest, NewerSchemaError, verify_manifest, write_manifest
+from rlhf_ray.checkpoint.manifest import (
+    MANIFEST_NAME,
+    TERM,
+    Manifest,
+    NewerSchemaError,
+    read_manifest,
+    verify_manifest,
+    write_manifest,
+)
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.failpoints import reached
+from rlhf_ray.observability.owner import Term
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -35,21 +44,32 @@ class Checkpoint(NamedTuple):
 
 
 class CheckpointStore:
-    """The directory `checkpoints/` of a run. It belongs to one process at a time.
+    """The directory `checkpoints/` of a run. It belongs to one driver at a time, the owner of the run's directory.
 
-    A checkpoint is written in `.tmp-step_N-<pid>` (`begin`), and becomes `step_N` by one rename after every byte of it
-    is on disk and its manifest lists them all (`commit`). Whatever interrupts this leaves the previous checkpoint as it
+    A checkpoint is written in `.tmp-step_N-t<term>` (`begin`), and becomes `step_N` by one rename after every byte is
+    on disk and its manifest lists them all (`commit`). Whatever interrupts this leaves the previous checkpoint as it
     was, and a leftover that `clean` removes. Older checkpoints go only after a newer one is in place. Workers may write
     into the temporary directory themselves, as long as they have finished when `commit` is called.
+
+    Whatever gives or takes a name raises SupersededError once another driver owns the run's directory. The manifest
+    has the term in which a checkpoint was made. One that a superseded driver put there all the same, because its file
+    system showed it an old state, does not belong to the run (`Record.disowns`): it is overlooked, and `clean` removes
+    it.
     """
 
-    def __init__(self, root: Path, keep: int, warn: Callable[[str], None] | None = None):
-        """Keeps the `keep` newest. `warn` receives a message about each damaged checkpoint; by default it is logged."""
+    def __init__(self, root: Path, keep: int, warn: Callable[[str], None] | None = None, term: Term | None = None):
+        """Keeps the `keep` newest.
+
+        Args:
+            warn: receives a message about each damaged checkpoint; by default it is logged.
+            term: in which the caller owns the run's directory; who only looks has none.
+        """
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep={keep}: keep at least one checkpoint")
         self.root = Path(root)
         self.keep = keep
         self._warn = warn or logging.getLogger(__name__).warning
+        self._term = term
         self._damaged: set[int] = set()
         self._protected: frozenset[int] = frozenset()
 
@@ -66,7 +86,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: not enough space, or the directory cannot be made.
         """
-        tmp = temporary_for(self.path(step))
+        tmp = temporary_for(self.path(step), self._term)
         require_space(self.root, needed_bytes, f"checkpoint of step {step}", self._safe())
         with self.whole_or_nothing(tmp, step):
             if tmp.exists():
@@ -79,15 +99,16 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the disk is full, or `tmp` holds something that is not a regular file; `tmp` is gone then.
+            SupersededError: another driver owns the run's directory now; nothing of its was touched.
         """
         final = self.path(step)
         with self.whole_or_nothing(tmp, step):
             fsync_tree(tmp)
             reached("checkpoint_unlisted")
-            write_manifest(tmp, step, extra)
+            write_manifest(tmp, step, {**(extra or {}), **({TERM: self._term.number} if self._term else {})})
             fsync_path(tmp)
             reached("checkpoint_unnamed")
-            replace_directory(tmp, final)
+            replace_directory(tmp, final, self._term)
         self._damaged.discard(step)
         self._prune()
         return final
@@ -135,14 +156,38 @@ class CheckpointStore:
         return None
 
     def clean(self) -> list[Path]:
-        """Remove what interrupted writes left behind; returns the paths. Call when the run starts, before `latest`."""
-        return clear_leftovers(self.root, r"step_\d+")
+        """Remove what interrupted writes of this and earlier terms left behind, and checkpoints of superseded drivers;
+        returns the paths. Call when the run starts, before `latest`."""
+        if self._term is not None:
+            self._term.check()
+        removed = clear_leftovers(self.root, r"step_\d+", self._term)
+        for path in sorted(self._disowned(cleaning=True)):
+            self._warn(f"removing {path}: a driver put it there after another one had taken over the run")
+            remove_directory(path, self._term)
+            removed.append(path)
+        return removed
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
         return self.root / f"step_{step}"
 
     def _steps(self) -> list[tuple[int, Path]]:
+        """The run's checkpoints by their names, newest first."""
+        disowned = self._disowned()
+        return [(step, path) for step, path in self._named() if path not in disowned]
+
+    def _disowned(self, cleaning: bool = False) -> set[Path]:
+        """What looks like a checkpoint of the run, and is none: see the class, and `Record.disowns`."""
+        record = self._term.record() if self._term else None
+        found = set()
+        for step, path in self._named() if record else ():
+            with suppress(CheckpointError):  # a damaged one is told of as such
+                made = read_manifest(path).term
+                if record and made is not None and record.disowns(made, step, cleaning):
+                    found.add(path)
+        return found
+
+    def _named(self) -> list[tuple[int, Path]]:
         """Directories named step_<number>, newest first. Links are not followed: what they point to is not ours."""
         found = []
         for path in self.root.iterdir() if self.root.is_dir() else ():
@@ -161,7 +206,7 @@ class CheckpointStore:
         oldest_kept = good[self.keep - 1]
         for step, path in steps:
             if step < oldest_kept and step not in self._protected and (path / MANIFEST_NAME).is_file():
-                remove_directory(path)
+                remove_directory(path, self._term)
 
     def _safe(self) -> str:
         """What to tell someone whose checkpoint failed about the one before."""

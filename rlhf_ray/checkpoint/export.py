@@ -15,6 +15,7 @@ from rlhf_ray.checkpoint.atomic import clear_leftovers, fsync_tree, replace_dire
 from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_space
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.observability.owner import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,6 +30,7 @@ def export_model(
     directory: Path,
     card: ModelCardInfo,
     max_shard_size: str = "5GB",
+    term: Term | None = None,
 ) -> Path:
     """Write a model that `from_pretrained` loads, replacing an older export at once and only when complete.
 
@@ -37,6 +39,7 @@ def export_model(
         state_dict: the weights, by the model's parameter names, in CPU memory. Tied weights may be there once or twice
             and are stored once. Their dtype is the one saved and the one the configuration names.
         max_shard_size: weights beyond this size go into several files, with an index.
+        term: of the owner of the run's directory, where `directory` lies in one.
 
     Returns:
         `directory`.
@@ -44,9 +47,10 @@ def export_model(
     Raises:
         CheckpointError: a weight is missing, unknown or of another shape, tied weights differ, the disk is full, or
             something other than an export stands at `directory`. What was there before is untouched then.
+        SupersededError: another driver owns the run's directory now.
     """
     weights = _checked_weights(model, dict(state_dict))
-    with replacing_export(directory, sum(weight.nbytes for weight in weights.values()), "config.json") as new:
+    with replacing_export(directory, sum(weight.nbytes for weight in weights.values()), "config.json", term) as new:
         _save(model, weights, new, max_shard_size)
         tokenizer.save_pretrained(new)
         model_card(card, Path(directory).name).save(new / "README.md")
@@ -54,28 +58,30 @@ def export_model(
 
 
 @contextmanager
-def replacing_export(directory: Path, size: int, mark: str) -> Iterator[Path]:
+def replacing_export(directory: Path, size: int, mark: str, term: Term | None = None) -> Iterator[Path]:
     """A new directory that takes the place of `directory` when the block ends well, and is gone when it fails.
 
     Args:
         size: bytes that will be written, about.
         mark: the file that tells an export of this kind.
+        term: of the owner of the run's directory, where `directory` lies in one.
 
     Raises:
         CheckpointError: the disk is full, or something other than such an export stands at `directory`.
+        SupersededError: another driver owns the run's directory now.
     """
     directory = Path(directory).absolute()
     _refuse_foreign(directory, mark)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(directory.parent, re.escape(directory.name))
-    new = temporary_for(directory)
+    clear_leftovers(directory.parent, re.escape(directory.name), term)
+    new = temporary_for(directory, term)
     safe = "the older export is intact" if directory.exists() else "nothing was written"
     require_space(directory.parent, size, f"export to {directory}", safe)
     try:
         new.mkdir()
         yield new
         fsync_tree(new)
-        replace_directory(new, directory)
+        replace_directory(new, directory, term)
     except BaseException as error:
         full = is_disk_full(error, directory.parent)
         shutil.rmtree(new, ignore_errors=True)

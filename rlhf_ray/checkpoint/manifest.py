@@ -22,6 +22,8 @@ from rlhf_ray.errors import CheckpointError
 
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
+TERM = "term"
+"""Of the extra fields: in which term of the run's directory the checkpoint was made (`observability.owner`)."""
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"}
 _HASH_THREADS = 4
 
@@ -58,6 +60,12 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(record.size for record in self.files.values())
+
+    @property
+    def term(self) -> int | None:
+        """In which term the checkpoint was made; None where no driver owned the directory."""
+        found = self.extra.get(TERM)
+        return found if isinstance(found, int) else None
 
 
 def write_manifest(directory: Path, step: int, extra: Mapping[str, Any] | None = None) -> Manifest:

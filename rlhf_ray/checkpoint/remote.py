@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from rlhf_ray.checkpoint.atomic import fsync_tree, replace_directory, temporary_for
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
 from rlhf_ray.errors import CheckpointError, ConfigError, first_line
+from rlhf_ray.observability.owner import Term, renaming
 
 CHECKPOINTS = "checkpoints"
 PROBE = ".writable"
@@ -32,8 +33,12 @@ _MANIFEST = re.compile(rf"{CHECKPOINTS}/step_(\d+)/{MANIFEST_NAME}")
 class RemoteDirectory:
     """Files below one URL. Credentials are the environment's, as its library finds them; none are ever in the URL."""
 
-    def __init__(self, url: str, moved: Callable[[], None] = lambda: None) -> None:
-        """`moved` is told of every piece that went over.
+    def __init__(self, url: str, moved: Callable[[], None] = lambda: None, term: Term | None = None) -> None:
+        """
+        Args:
+            moved: told of every piece that went over.
+            term: of the owner of the run's directory. Once it is over, every write, there or here, raises
+                SupersededError instead.
 
         Raises:
             ConfigError: the URL holds a password, is of an unknown kind, or needs a library that is not installed.
@@ -48,6 +53,7 @@ class RemoteDirectory:
             raise ConfigError(f"run.upload={url!r} cannot be used: {first_line(error)}. Name a place such as "
                               "s3://bucket/runs/mine, or a mounted directory") from error
         self.url, self._root, self._moved = url.rstrip("/"), root.rstrip("/"), moved
+        self._term = term
 
     def check(self, resume: bool) -> None:
         """See that it can be written, and holds no other run.
@@ -89,6 +95,7 @@ class RemoteDirectory:
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file there, over what has its name."""
+        self._check()
         self._fs.put_file(str(file), self._at(name), callback=self._callback())
         self._moved()
 
@@ -98,7 +105,8 @@ class RemoteDirectory:
         partial = file.with_name(f".{file.name}.partial")
         try:
             self._fs.get_file(self._at(name), str(partial), callback=self._callback())
-            partial.replace(file)
+            with renaming(self._term):
+                partial.replace(file)
         finally:
             partial.unlink(missing_ok=True)
         self._moved()
@@ -117,6 +125,7 @@ class RemoteDirectory:
         """Remove a directory of it, its manifest first, so that at no moment it looks whole."""
         names = sorted(self.names(name), key=lambda file: PurePosixPath(file).name != MANIFEST_NAME)
         for file in names:
+            self._check()
             self._fs.rm_file(self._at(file))
 
     def put_checkpoint(self, path: Path) -> None:
@@ -146,11 +155,11 @@ class RemoteDirectory:
         Its bytes are not compared with the manifest here: who loads it does.
         """
         final = root / f"step_{step}"
-        partial, place = temporary_for(final), f"{CHECKPOINTS}/{final.name}"
+        partial, place = temporary_for(final, self._term), f"{CHECKPOINTS}/{final.name}"
         try:
             self.get_all(self.names(place), partial, below=f"{place}/")
             fsync_tree(partial)
-            replace_directory(partial, final)
+            replace_directory(partial, final, self._term)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -165,6 +174,10 @@ class RemoteDirectory:
             raise CheckpointError(f"{self.url} has a file {strange[0]!r}, which leads out of the run's directory")
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda name: self.get(name, root / name.removeprefix(below)), names))
+
+    def _check(self) -> None:
+        if self._term is not None:
+            self._term.check()
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, quieten
-from rlhf_ray.errors import CheckpointError, UploadError, first_line
+from rlhf_ray.errors import CheckpointError, SupersededError, UploadError, first_line
+from rlhf_ray.observability.owner import Term
 
 LOOK_S = 2.0
 """Between two looks for a new checkpoint."""
@@ -33,18 +34,22 @@ LIVE = ("ledger.sqlite", "status.json", "tensorboard")
 class Uploader:
     """One run's copies. `start`, then `finish` when the run has written its last file."""
 
-    def __init__(self, url: str, directory: Path, silence_s: float, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, url: str, directory: Path, silence_s: float, warn: Callable[[str], None] | None = None,
+                 term: Term | None = None) -> None:
         """
         Args:
             silence_s: how long nothing may move before the end of the run gives its copies up.
+            term: of the owner of the run's directory. Once it is over, nothing is copied over the next owner's copies.
         """
         quieten()
-        self.remote = RemoteDirectory(url, self._moved)
+        self.remote = RemoteDirectory(url, self._moved, term)
         self.step: int | None = None
         """Of the newest checkpoint that this process knows to be there."""
         self.failure: str | None = None
         """What went wrong at the last try; None when it went well."""
-        self._directory, self._store = directory, CheckpointStore(directory / CHECKPOINTS, keep=1)
+        self._directory, self._store = directory, CheckpointStore(directory / CHECKPOINTS, keep=1,
+                                                                  term=term)
+        self._superseded: SupersededError | None = None
         self._silence_s, self._warn = silence_s, warn or logging.getLogger(__name__).warning
         self._sent: dict[str, tuple[int, int]] = {}
         self._tried: tuple[int | None, float] = (None, 0.0)
@@ -66,6 +71,7 @@ class Uploader:
 
         Raises:
             UploadError: it failed, or nothing moved for too long; what was there before is whole.
+            SupersededError: another driver owns the run's directory now.
         """
         self._over.set()
         self._moved()
@@ -77,6 +83,8 @@ class Uploader:
             if time.monotonic() - self._moved_at > self._silence_s:
                 self.failure = f"nothing went over for {self._silence_s:g} s"
                 break
+        if self._superseded is not None:
+            raise self._superseded
         if self.failure:
             newest = "no checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
             raise UploadError(
@@ -84,13 +92,15 @@ class Uploader:
                 f"{newest}. The run itself is whole here; the same command with --resume copies what is missing")
 
     def _work(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(LOOK_S) and self._superseded is None:
             newest = self._newest()
             new = newest is not None and newest[0] != self.step
             tried, when = self._tried
             if new and newest is not None and (newest[0] != tried or time.monotonic() - when > AGAIN_S):
                 self._try(whole=False)
         for pause in LAST_TRIES_S:
+            if self._superseded is not None:
+                return
             time.sleep(pause)
             self._moved()
             self._try(whole=True)
@@ -104,6 +114,8 @@ class Uploader:
             if newest is not None:
                 self._send_checkpoint(*newest)
             self._send_files(whole)
+        except SupersededError as error:
+            self._superseded, self.failure = error, None
         except Exception as error:  # whatever the library of this kind of place raises
             if newest is not None and not newest[1].exists():
                 return  # superseded while it was on its way; the newer one is next
@@ -157,8 +169,11 @@ class Uploader:
         self._moved_at = time.monotonic()
 
 
-def bring_back(url: str, directory: Path, say: Callable[[str], None]) -> int | None:
+def bring_back(url: str, directory: Path, say: Callable[[str], None], term: Term | None = None) -> int | None:
     """Before a resume: copy the run from `url` into `directory`, where that has a newer checkpoint than is here.
+
+    Args:
+        term: in which the caller owns the directory.
 
     Returns:
         the step of the checkpoint that was copied; None where nothing had to be.
@@ -168,10 +183,10 @@ def bring_back(url: str, directory: Path, say: Callable[[str], None]) -> int | N
         CheckpointError: it cannot be copied; no checkpoint here has changed.
     """
     quieten()
-    remote = RemoteDirectory(url)
+    remote = RemoteDirectory(url, term=term)
     try:
         return _brought_back(remote, directory, say)
-    except CheckpointError:
+    except (CheckpointError, SupersededError):
         raise
     except Exception as error:  # whatever the library of this kind of place raises
         raise CheckpointError(

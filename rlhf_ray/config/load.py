@@ -88,6 +88,11 @@ def resolve(config: C) -> C:
     return config
 
 
+def as_yaml(config: StageConfig) -> str:
+    """A configuration as YAML that `load` reads back to an equal one. Secrets are left out."""
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+
+
 def save(config: StageConfig, path: Path | str) -> None:
     """Write a configuration as YAML that `load` reads back to an equal one. Secrets are left out.
 
@@ -95,11 +100,10 @@ def save(config: StageConfig, path: Path | str) -> None:
         ConfigError: the file cannot be written.
     """
     path = Path(path)
-    text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(as_yaml(config), encoding="utf-8")
         temporary.replace(path)
     except OSError as e:
         raise ConfigError(f"the configuration cannot be saved to {path}: {e}") from e

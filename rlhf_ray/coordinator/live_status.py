@@ -1,8 +1,6 @@
 """What a run is doing at this moment, kept in status.json of its directory for whoever looks from outside."""
 
 import asyncio
-import os
-import socket
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +10,7 @@ from typing import Any
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Station
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import RLHFError, RunInterrupted
+from rlhf_ray.errors import RLHFError, RunInterrupted, SupersededError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 
@@ -45,7 +43,8 @@ async def live_status(
         over.set()  # not cancelled: a thread that is still writing would have the last word
         await asyncio.gather(task, return_exceptions=True)
         if (coordinator := present()) is not None:
-            with suppress(OSError):  # on a disk that is full: what the run itself says of it must come through
+            # On a disk that is full, or another driver's by now: what the run itself says of it must come through.
+            with suppress(OSError, SupersededError):
                 directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
 
 
@@ -75,8 +74,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
     """Step, buffer, and who works on what since when."""
     buffer, state = coordinator.buffer.stats(), coordinator.state
     return {
-        "time": time.time(), "pid": os.getpid(), "host": socket.gethostname(),
-        "step": state.step, "steps": coordinator.config.run.steps, "samples": state.samples,
+        "time": time.time(), "step": state.step, "steps": coordinator.config.run.steps, "samples": state.samples,
         "max_staleness": coordinator.config.coordinator.max_staleness,
         "buffer": {"ready": buffer.samples_ready, "under_way": buffer.samples_reserved,
                    "training": buffer.samples_leased, "mb": buffer.bytes / 2**20},

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_ray.errors import RewardError, UnscoredSamples
+from rlhf_ray.observability.owner import Term
 from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.records import SampleKey, Unscored
 from rlhf_ray.replay.ledger import Ledger
@@ -23,13 +24,16 @@ SHOWN = 3
 class Quarantine:
     """The samples that were set aside: in the ledger with their reasons, in a file with their texts."""
 
-    def __init__(self, ledger: Ledger, file: Path, limit: float, rows: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, ledger: Ledger, file: Path, limit: float, rows: int, warn: Callable[[str], None],
+                 term: Term | None = None) -> None:
         """Go on with those in the ledger; what the file says of others was lost with the process that wrote it.
 
         Args:
             limit: largest share of the prompts.
             rows: prompts of the data set.
+            term: of the owner of the run's directory, where the file is.
         """
+        self._term = term
         self._ledger, self._file, self._limit, self._rows, self._warn = ledger, file, limit, rows, warn
         self._allowed = max(1, int(limit * rows))
         self._reasons: dict[int, str] = {}
@@ -40,7 +44,7 @@ class Quarantine:
         for key, reason in known:
             self._reasons.setdefault(key.row, reason)
         if file.exists():
-            _keep_lines(file, {key.numbers for key, _ in known})
+            _keep_lines(file, {key.numbers for key, _ in known}, term)
 
     def set_aside(self, keys: Sequence[SampleKey], error: UnscoredSamples) -> list[SampleKey]:
         """Of a chunk's samples those whose prompts stay; the others are set aside.
@@ -67,6 +71,8 @@ class Quarantine:
         return [key for key in keys if (key.epoch, key.row) not in reasons]
 
     def _write(self, samples: Sequence[Unscored]) -> None:
+        if self._term is not None:
+            self._term.check()
         with self._file.open("a", encoding="utf-8") as file:
             for sample in samples:
                 file.write(json.dumps({**asdict(sample), "key": list(sample.key.numbers)}) + "\n")
@@ -79,7 +85,7 @@ class Quarantine:
             "reward or the prompts (no score is made up in their place), or raise the limit, and go on with --resume")
 
 
-def _keep_lines(file: Path, keys: set[tuple[int, ...]]) -> None:
+def _keep_lines(file: Path, keys: set[tuple[int, ...]], term: Term | None) -> None:
     """Leave the lines that speak of these samples; the last one may be torn."""
     kept = []
     for line in file.read_bytes().splitlines(keepends=True):
@@ -88,4 +94,4 @@ def _keep_lines(file: Path, keys: set[tuple[int, ...]]) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    write_atomically(file, b"".join(kept))
+    write_atomically(file, b"".join(kept), term)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
+from rlhf_ray.errors import ConfigError, RLHFError, SupersededError, WorkerError
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
@@ -162,5 +162,5 @@ def _refuse_old(directory: RunDirectory) -> None:
 
 
 def _say(directory: RunDirectory, name: str, said: Mapping[str, Any]) -> None:
-    with suppress(OSError):  # a full disk is no reason to end a run
-        write_atomically(directory.control / f"{name}{ANSWER}", json.dumps(said).encode())
+    with suppress(OSError, SupersededError):  # a full disk is no reason to end a run; who asks now asks another driver
+        write_atomically(directory.control / f"{name}{ANSWER}", json.dumps(said).encode(), directory.term)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import DataError, WorkerError, WorkerLost
+from rlhf_ray.observability.owner import Term
 
 STARTED_AGAIN = "RLHF_RAY_STARTED_AGAIN"
 """Variable of the environment that tells a run that it takes the place of one that died: its end, as JSON."""
@@ -23,11 +24,12 @@ class FaultLog:
         path: file of JSON lines; nothing is written without one.
         warn: tells a person of a loss.
         note: tells a person that it is made good.
+        term: of the owner of the run's directory, where the file is.
     """
 
     def __init__(self, path: Path | None = None, warn: Callable[[str], None] | None = None,
-                 note: Callable[[str], None] | None = None) -> None:
-        self._path, self._warn, self._note = path, warn or _silent, note or _silent
+                 note: Callable[[str], None] | None = None, term: Term | None = None) -> None:
+        self._term, self._path, self._warn, self._note = term, path, warn or _silent, note or _silent
         self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
         self.lost_so_far = 0
         """Workers lost since the log was opened."""
@@ -55,13 +57,19 @@ class FaultLog:
 
     def write(self, event: Mapping[str, Any], seconds_down: float = 0.0) -> None:
         """Keep an event, with the time of day (seconds since 1970) at which it was over. A file that cannot be written
-        is told of and ends nothing: what the event is about was made good."""
+        is told of and ends nothing: what the event is about was made good.
+
+        Raises:
+            SupersededError: another driver owns the run's directory now.
+        """
         self._redispatched += event.get("redispatched", 0)
         self._seconds_down += seconds_down
         if self._path is None:
             return
         line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"
         try:
+            if self._term is not None:
+                self._term.check()
             _append(self._path, line)
         except OSError as error:
             self._warn(f"{self._path} cannot be written ({error.strerror or error}); it lacks this: {line.decode()}")
@@ -93,14 +101,14 @@ def _append(path: Path, line: bytes) -> None:
         file.write(line)
 
 
-def note_restart(path: Path, step: int) -> None:
+def note_restart(path: Path, step: int, term: Term | None = None) -> None:
     """Keep in a run's faults.jsonl that it died and was started again, now that it goes on after `step`; nothing where
     this process does not take the place of another one. Once a process."""
     told = os.environ.pop(STARTED_AGAIN, None)
     if told is None:
         return
     loss = json.loads(told)
-    FaultLog(path).write({
+    FaultLog(path, term=term).write({
         "role": "run", "rank": None, "incarnation": None, "method": None, "call_age_s": None, "detection_s": None,
         **loss, "recovery_s": round(time.time() - loss["lost_at"], 3), "redispatched": 0,
         "outcome": f"started again from the checkpoint of step {step}",

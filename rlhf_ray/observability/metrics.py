@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_ray.config.loop import LoggingConfig
 from rlhf_ray.errors import DataError
+from rlhf_ray.observability.owner import Term
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 from rlhf_ray.observability.sinks import open_sinks
 
@@ -25,10 +26,15 @@ NOTHING = -1
 class MetricsWriter:
     """Appends rows of flat, slash-named metrics (`reward/mean`) and hands them to the sinks."""
 
-    def __init__(self, run_dir: Path, logging: LoggingConfig, resume_at: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, logging: LoggingConfig, resume_at: int | None = None, term: Term | None = None
+    ) -> None:
         """Open the run's metrics; `resume_at=k` first drops the rows of steps after k, which will be made again.
 
         Without `resume_at` rows that are there already stay (a stage that opens its metrics a second time).
+
+        Args:
+            term: of the owner of the run's directory.
 
         Raises:
             ConfigError: a sink is asked for whose package is missing.
@@ -36,7 +42,8 @@ class MetricsWriter:
         """
         run = RunDirectory(run_dir)
         run.path.mkdir(parents=True, exist_ok=True)
-        self.dropped = _mend(run.metrics, resume_at)
+        self._term = term
+        self.dropped = _mend(run.metrics, resume_at, term)
         """Rows that were dropped."""
         self._sinks = open_sinks(run, logging, resume_at)
         self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for as long as the run
@@ -48,9 +55,12 @@ class MetricsWriter:
 
         Raises:
             ValueError: a metric is called `step` or `time`, or its value is no number.
+            SupersededError: another driver owns the run's directory now.
         """
         numbers = {name: _number(name, value) for name, value in values.items()}
         row = {"step": int(step), "time": round(time.time(), 3), **numbers}
+        if self._term is not None:
+            self._term.check()  # a row that comes late all the same is lost with the file that a successor has replaced
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -87,14 +97,14 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _mend(path: Path, last_step: int | None) -> list[dict[str, Any]]:
+def _mend(path: Path, last_step: int | None, term: Term | None) -> list[dict[str, Any]]:
     """Rewrite the file without a torn last line, to which the next row would stick, and without rows of later steps,
     which are returned."""
     if not path.exists():
         return []
     rows = read_metrics(path.parent)
     kept = [row for row in rows if last_step is None or row["step"] <= last_step]
-    write_atomically(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept))
+    write_atomically(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept), term)
     return [row for row in rows if last_step is not None and row["step"] > last_step]
 
 

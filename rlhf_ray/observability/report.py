@@ -16,6 +16,7 @@ from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.advice import diagnosis
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.observability.owner import Term
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
@@ -67,8 +68,11 @@ class ReportContext:
     """Remarks worth a line of their own (a warning, a limitation)."""
 
 
-def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
+def write_report(run_dir: Path, context: ReportContext | None = None, term: Term | None = None) -> Path:
     """Write report.html from what there is of config.yaml, metrics.jsonl, samples/, evaluation.json, summary.json.
+
+    Args:
+        term: of the owner of the run's directory; others, who only look, may write a report as well.
 
     Raises:
         DataError: the directory holds neither metrics nor a configuration, or one of the files is damaged.
@@ -98,7 +102,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None) -> Path:
         html.folded_text("Resolved configuration", config_text),
         html.footer(),
     ]
-    write_atomically(run.report, html.page(title, body, charts).encode())
+    write_atomically(run.report, html.page(title, body, charts).encode(), term)
     return run.report
 
 

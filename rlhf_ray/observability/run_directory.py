@@ -5,23 +5,26 @@ What the files contain belongs to those who write them (metrics, checkpoints, re
 
 from __future__ import annotations
 
-import fcntl
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability.owner import FOLDER, Term, claim, renaming
+from rlhf_ray.observability.ownership import Ownership
+from rlhf_ray.observability.process import ProcessIdentity
 
 MIB = 2**20
-UNFINISHED = re.compile(r"\..+\.(json|jsonl|parquet|html|yaml)\.[a-z0-9_]{8}")
-"""A file of a run that `write_atomically` has not put into its place yet."""
+UNFINISHED = re.compile(r"\..+\.(json|jsonl|parquet|html|yaml|safetensors)\.(?:t(\d+)-)?[a-z0-9_]{8}")
+"""A file of a run that `write_atomically` has not put into its place yet; with the term of who writes it."""
 
 
 class RunDirectory:
@@ -29,6 +32,8 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.ownership: Ownership | None = None
+        """Of this process, once it is `owned`; None where it only reads."""
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.sqlite"
@@ -72,36 +77,32 @@ class RunDirectory:
         return run
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other runs out of the directory meanwhile; where the file system knows no locks, nothing is kept out.
-        What a run that was killed had begun to write is removed before.
+    def owned(self) -> Iterator[Ownership]:
+        """Own the directory meanwhile: other drivers are kept out, on whatever machine, and what this object writes is
+        refused once another one has taken over. Files that earlier owners had begun to write are removed. Read nothing
+        of the run before.
 
         Raises:
-            ConfigError: a run is writing there.
+            ConfigError: another driver owns it, and lives; or its record cannot be read or written.
         """
-        handle = os.open(self.path, os.O_RDONLY)
         try:
-            with suppress(OSError):
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise ConfigError(f"run.dir={str(self.path)!r} is being written by another run{self._writer()}: "
-                                      "wait for its end or stop it, or choose another run.dir") from None
-            for folder in (self.path, self.samples):
+            term = claim(self.path, ProcessIdentity.own(), logging.getLogger(__name__).warning)
+            self.ownership = Ownership(term)
+        except OSError as error:
+            raise ConfigError(f"who owns run.dir={str(self.path)!r} cannot be read or written "
+                              f"({error.strerror or error}): see to the directory {self.path / FOLDER}") from error
+        with self.ownership.renewed():
+            for folder in (self.path, self.samples, self.control):
                 for file in folder.glob(".*"):
-                    if UNFINISHED.fullmatch(file.name):
+                    match = UNFINISHED.fullmatch(file.name)
+                    if match and int(match[2] or 0) < term.number:
                         file.unlink(missing_ok=True)
-            yield
-        finally:
-            os.close(handle)
+            yield self.ownership
 
-    def _writer(self) -> str:
-        """Who wrote the status last, in words."""
-        try:
-            status = json.loads(self.status.read_text())
-            return f", process {status['pid']} on {status['host']}"
-        except (OSError, ValueError, KeyError):
-            return ""
+    @property
+    def term(self) -> Term | None:
+        """The term in which this process owns the directory; None where it only reads."""
+        return self.ownership.term if self.ownership else None
 
     def traces(self) -> list[str]:
         """Names of what an earlier run left here and a new one would overwrite."""
@@ -118,10 +119,17 @@ class RunDirectory:
         return self.summary.is_file() and "stopped_early" not in json.loads(self.summary.read_text())
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Write `value` as JSON to the file `name` of this directory; numbers that are not finite become null."""
+        """Write `value` as JSON to the file `name` of this directory; numbers that are not finite become null.
+
+        Raises:
+            SupersededError: another driver owns the directory now.
+        """
+        return self.write_text(name, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write the file `name` of this directory; errors as in `write_json`."""
         target = self.path / name
-        text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
-        write_atomically(target, text.encode() + b"\n")
+        write_atomically(target, text.encode(), self.term)
         return target
 
 
@@ -130,9 +138,13 @@ class SampleWriter:
 
     COLUMNS = ("step", "prompt", "response", "score", "kl", "gold")
 
-    def __init__(self, directory: Path, resume_at: int | None = None) -> None:
-        """On resume at step k the parts of later steps are dropped: those steps will be made again."""
-        self.directory = directory
+    def __init__(self, directory: Path, resume_at: int | None = None, term: Term | None = None) -> None:
+        """On resume at step k the parts of later steps are dropped: those steps will be made again.
+
+        Args:
+            term: of the owner of the run's directory.
+        """
+        self.directory, self._term = directory, term
         directory.mkdir(parents=True, exist_ok=True)
         if resume_at is not None:
             for part in sample_parts(directory):
@@ -154,7 +166,7 @@ class SampleWriter:
         buffer = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer)
         target = self.directory / f"step_{step:06d}.parquet"
-        write_atomically(target, buffer.getvalue().to_pybytes())
+        write_atomically(target, buffer.getvalue().to_pybytes(), self._term)
         return target
 
 
@@ -163,16 +175,25 @@ def sample_parts(directory: Path) -> list[Path]:
     return sorted(directory.glob("step_*.parquet"), key=_step_of)
 
 
-def write_atomically(target: Path, data: bytes) -> None:
-    """Replace `target` so that a reader, or the next process after a crash, sees the old bytes or all the new ones."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+def write_atomically(target: Path, data: bytes, term: Term | None = None) -> None:
+    """Replace `target` so that a reader, or the next process after a crash, sees the old bytes or all the new ones.
+
+    Args:
+        term: of the owner of the run's directory, where `target` lies in one.
+
+    Raises:
+        SupersededError: the term is over, and `target` is as the next owner has it.
+    """
+    mark = f"{term.mark}-" if term else ""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.{mark}")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)  # mkstemp gives 0600: a run's files are for its readers too
-        os.replace(name, target)
+        with renaming(term):
+            os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,8 @@ from rlhf_ray.observability.catalogue import readable
 from rlhf_ray.observability.control import SILENT_S
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.observability.owner import day_and_time, read_owner
+from rlhf_ray.observability.process import ProcessIdentity
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -28,6 +28,7 @@ from rlhf_ray.observability.whereabouts import whereabouts_table
 
 RECENT_STEPS = 20
 """Steps that shares of time are means over."""
+GONE = "is gone without a word (--resume goes on with the run)"
 SMALLEST = 0.005
 """Shares below this are not shown."""
 
@@ -48,7 +49,7 @@ def status_page(path: Path) -> RenderableType:
                         "there; name the directory that a stage writes (its run.dir)")
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)
-    parts: list[RenderableType] = [Text(_headline(path, live, rows, summary)), Text(_pace(steps, live))]
+    parts: list[RenderableType] = [Text(_headline(run, live, rows, summary)), Text(_pace(steps, live))]
     if lost := in_one_line(read_faults(run.faults)):
         parts.append(Text(f"lost on the way: {lost} (faults.jsonl)"))
     if shares:
@@ -76,37 +77,30 @@ def _summary(run: RunDirectory) -> dict[str, Any]:
         raise DataError(f"{run.summary} cannot be read: {error}; remove it") from error
 
 
-def _headline(path: Path, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
+def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
               summary: Mapping[str, Any]) -> str:
+    owner = read_owner(run.path)
+    gone = owner is not None and not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
+    process = f"{owner.process}" if owner else "its driver"
     if not live:
-        step = rows[-1]["step"]
-        return f"{path}: step {step} of {summary['steps']}, finished" if "steps" in summary else f"{path}: step {step}"
-    where = f"{path}: step {live['step']} of {live['steps']}"
+        where = f"{run.path}: step {rows[-1]['step']}"
+        if "steps" in summary:
+            return f"{where} of {summary['steps']}, finished"
+        if owner is None or owner.ended:
+            return where
+        return f"{where}; " + (f"{process} {GONE}" if gone else f"owned by {process} since {day_and_time(owner.since)}")
+    where = f"{run.path}: step {live['step']} of {live['steps']}"
     silent = time.time() - live["time"]
     if (ended := live.get("ended")) == "finished" and not summary:
-        lost = silent > SILENT_S or _is_gone(live["host"], live["pid"])
+        lost = silent > SILENT_S or gone
         return f"{where}; " + ("killed before its summary (--resume writes it)" if lost else "writing its summary")
     if ended:
         return f"{where}, {ended}"
-    process = f"process {live['pid']} on {live['host']}"
     if silent > SILENT_S:
         return f"{where}; no news for {duration(silent)}: {process} hangs or is gone (--resume goes on with the run)"
-    if _is_gone(live["host"], live["pid"]):
-        return f"{where}; {process} is gone without a word (--resume goes on with the run)"
-    return f"{where}, running ({process})"
-
-
-def _is_gone(host: str, pid: int) -> bool:
-    """Whether the process is this machine's and no more; of another machine's only its silence tells."""
-    if host != socket.gethostname():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # somebody else's, and alive
-        pass
-    return False
+    if gone:
+        return f"{where}; {process} {GONE}"
+    return f"{where}, running ({process}" + (f" since {day_and_time(owner.since)})" if owner else ")")
 
 
 def _pace(steps: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> str:

@@ -7,22 +7,27 @@ A sample is known by its key (epoch, row, sample) for ever; attempts to make it 
       └───────────┴────────────┴──► given up: the attempt is over, and another may follow
                                └──► quarantined(reason): there will be no other
 
-The running process keeps `ledger.sqlite` up to date, so that others can read it meanwhile. A checkpoint holds a copy
-made for it, in which everything consumed is committed: manifest, weights, data cursor and ledger become valid by one
-rename. A resumed run goes on from that copy; what the process had done since is remembered as lost attempts.
+The running process keeps `ledger.sqlite` up to date, so that others can read it meanwhile: with a write-ahead log on a
+file system of one machine, with a rollback journal on one that others may share. A checkpoint holds a copy made for it,
+in which everything consumed is committed: manifest, weights, data cursor and ledger become valid by one rename. A
+resumed run goes on from that copy; what the process had done since is remembered as lost attempts.
 """
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from rlhf_ray.errors import LedgerError
+from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.file_system import is_local
 from rlhf_ray.replay.ledger_tables import CREATE, SCHEMA, LedgerFacts, State, contents, unharmed
 
 UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
@@ -40,19 +45,29 @@ class Ledger:
 
     Raises:
         LedgerError: (any method) the file cannot be read or written, or a sample is not in the state it must be in.
+        SupersededError: (any method that writes) another driver owns the run's directory now. It has put a new file in
+            the place of this one, which a late write does not reach.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open an existing ledger; see `create`."""
-        self.path = Path(path)
+    def __init__(self, path: Path, term: Term | None = None) -> None:
+        """Open an existing ledger; see `create`. `term`: of the owner of the run's directory, which is noted in it."""
+        self.path, self._term = Path(path), term
         with self._told("opened"):
             self._db = sqlite3.connect(_uri(self.path, "rw"), uri=True, timeout=LOCKED_S)
-            self._db.execute("PRAGMA journal_mode=WAL")
+            if is_local(self.path):
+                self._db.execute("PRAGMA journal_mode=WAL")
+            else:
+                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # so that a log left behind needs no shared memory
+                self._db.execute("PRAGMA journal_mode=TRUNCATE")
+                self._db.execute("PRAGMA locking_mode=NORMAL")
             self._db.execute("PRAGMA synchronous=NORMAL")  # survives the process; a checkpoint's copy is flushed
             check_ledger(self._db, self.path)
+        if term is not None:
+            with self._writing() as db:
+                db.execute("INSERT OR REPLACE INTO facts VALUES ('term', ?)", (term.number,))
 
     @classmethod
-    def create(cls, path: Path, facts: LedgerFacts) -> Self:
+    def create(cls, path: Path, facts: LedgerFacts, term: Term | None = None) -> Self:
         """An empty ledger at `path`, which must be free."""
         if path.exists():
             raise LedgerError(f"{path} exists already; a ledger is not begun twice")
@@ -63,22 +78,20 @@ class Ledger:
                 db.commit()
         except sqlite3.Error as error:
             raise LedgerError(f"{path} cannot be made: {error}") from error
-        return cls(path)
+        return cls(path, term)
 
     @classmethod
-    def resume(cls, path: Path, copy: Path, facts: LedgerFacts) -> Self:
+    def resume(cls, path: Path, copy: Path, facts: LedgerFacts, term: Term | None = None) -> Self:
         """Go on from a checkpoint's copy; what was under way then or came after is remembered as lost attempts.
 
         Raises:
             LedgerError: the copy is of a run with other facts, or unreadable.
         """
         lost = _attempts_beyond(path, copy)
-        path.unlink(missing_ok=True)
-        for side in ("-wal", "-shm"):
-            path.with_name(path.name + side).unlink(missing_ok=True)
+        discard(path)
         with closing(open_for_reading(copy)) as source, closing(sqlite3.connect(path)) as target:
             source.backup(target)
-        ledger = cls(path)
+        ledger = cls(path, term)
         found = LedgerFacts.read(ledger._db)
         loosest = replace(facts, max_staleness=max(facts.max_staleness, found.max_staleness))
         if replace(found, max_staleness=loosest.max_staleness) != loosest:
@@ -158,9 +171,11 @@ class Ledger:
             _commit_consumed(db, step)
 
     def close(self) -> None:
-        """Leave one file behind, without a write-ahead log, which readers would begin anew. The log stays, whole, where
-        somebody reads at this moment, or holds the file."""
+        """Leave one file behind, without a write-ahead log, which readers would begin anew, and without a journal. They
+        stay, whole, where somebody reads at this moment, or holds the file."""
         with self._told("closed"), closing(self._db):
+            if self._term is not None:
+                self._term.check()
             self._db.execute("PRAGMA busy_timeout=2000")
             try:
                 self._db.execute("PRAGMA journal_mode=DELETE")
@@ -184,6 +199,8 @@ class Ledger:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
+        if self._term is not None:
+            self._term.check()
         with self._told("written"), self._db as db:
             yield db
 
@@ -199,8 +216,15 @@ class Ledger:
             raise LedgerError(f"{self.path} cannot be {action}: {error}; {hint}") from error
 
 
+def discard(path: Path) -> None:
+    """Remove a ledger and what SQLite keeps beside it."""
+    for side in ("", "-wal", "-shm", "-journal"):
+        path.with_name(path.name + side).unlink(missing_ok=True)
+
+
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing, to a ledger that a run may be writing.
+    """A connection that changes nothing, to a ledger that a run may be writing. Where a write-ahead log lies on a file
+    system that has none (the directory was copied there), it is one to a copy in memory.
 
     Raises:
         LedgerError: there is none, or it is damaged or another version's.
@@ -209,10 +233,35 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         raise LedgerError(f"there is no ledger {path}: only a PPO run keeps one, once its workers are ready")
     db = sqlite3.connect(_uri(path, "ro"), uri=True)
     try:
+        if _has_log(path) and not is_local(path):
+            db.close()
+            db = _copy_in_memory(path)
         check_ledger(db, path)
     except BaseException:
         db.close()
         raise
+    return db
+
+
+def _has_log(path: Path) -> bool:
+    """Whether a database says of itself that it has a write-ahead log (byte 18 of its header is 2)."""
+    with path.open("rb") as file:
+        return file.read(20)[18:20] == b"\x02\x02"
+
+
+def _copy_in_memory(path: Path) -> sqlite3.Connection:
+    with tempfile.TemporaryDirectory(prefix="rlhf-ray-ledger-") as here:
+        for side in ("", "-wal"):
+            with suppress(FileNotFoundError):
+                shutil.copyfile(path.with_name(path.name + side), Path(here, f"ledger{side}"))
+        db = sqlite3.connect(":memory:")
+        try:
+            with unharmed(db), closing(sqlite3.connect(Path(here, "ledger"))) as source:
+                source.backup(db)
+        except BaseException:
+            db.close()
+            raise
+    db.execute("PRAGMA query_only=1")
     return db
 
 

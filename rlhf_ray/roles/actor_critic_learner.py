@@ -8,6 +8,8 @@ from torch import Tensor
 from rlhf_ray.engine.shards import full_shape, own_shard, whole
 from rlhf_ray.models.actor_critic import PackedActorCritic
 from rlhf_ray.models.loading import load_causal_lm
+from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
 from rlhf_ray.roles.meter import Meter
@@ -63,11 +65,11 @@ class ActorCriticLearner(PolicyLearner):
         meter.add(tokens, {**said, **{f"{CRITIC}{name}": value for name, value in said_of_critic.items()}})
         return policy * (weight / self.count(whole)) + a.value_coef * critic * (tokens / self.measured(whole))
 
-    def export_value_head(self, path: str) -> None:
-        """Write the value head as safetensors (rank 0; the others help gather it)."""
+    def export_value_head(self, path: str, term: Term | None = None) -> None:
+        """Write the value head as safetensors (rank 0; the others help gather it); `term` as for `export`."""
         weight = self.engine.module.value_head.weight
         gathered = whole(own_shard(weight), full_shape(weight)).cpu()
         if self.rank == 0:
-            from safetensors.torch import save_file
+            from safetensors.torch import save
 
-            save_file({"value_head.weight": gathered.contiguous()}, Path(path))
+            write_atomically(Path(path), save({"value_head.weight": gathered.contiguous()}), term)

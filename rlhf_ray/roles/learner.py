@@ -26,6 +26,7 @@ from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
+from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import UpdateStats, WeightBucket, WeightOffer, WeightRoute, WeightsPlan, WorkerProfile
 from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, save_description
 from rlhf_ray.roles.meter import Meter
@@ -298,12 +299,13 @@ class Learner:
         return self.adapters.merged(names, tensors) if self.adapters else tensors
 
     def export(
-        self, directory: str, card: ModelCardInfo,
+        self, directory: str, card: ModelCardInfo, term: Term | None = None,
         gather: Gather | None = None,
     ) -> None:
         """Write the model in Hugging Face format and its own precision (rank 0; the others help gather it).
 
         Args:
+            term: of the owner of the run's directory, where `directory` lies in one.
             gather: gives whole parameters of the module by name where they are not to be the present ones; called on
                 every rank.
         """
@@ -319,9 +321,9 @@ class Learner:
             skeleton = type(inner)(inner.config)
         if hasattr(inner, "generation_config"):
             skeleton.generation_config = inner.generation_config
-        export_model(skeleton, state, load_tokenizer(self.model_config), Path(directory), card)
+        export_model(skeleton, state, load_tokenizer(self.model_config), Path(directory), card, term=term)
 
-    def export_adapter(self, directory: str, card: ModelCardInfo) -> None:
+    def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """Write the adapters alone, in peft's format (rank 0; the others help gather them).
 
         Raises:
@@ -333,7 +335,8 @@ class Learner:
             return
         trained = self.engine.gather(self.adapters.trained_names(self.engine.parameter_shapes()))
         if self.rank == 0:
-            export_adapter(self.adapters.peft_config, self.adapters.peft_state(trained), Path(directory), card)
+            export_adapter(self.adapters.peft_config, self.adapters.peft_state(trained), Path(directory), card,
+                           term)
 
     def begin_profile(self) -> None:
         """Record what is computed from now on."""

@@ -22,6 +22,7 @@ from rlhf_ray.engine.ema import WeightAverage
 from rlhf_ray.engine.train_engine import StepResult
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
+from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.meter import Meter
@@ -141,12 +142,12 @@ class PolicyLearner(Learner):
         """Response tokens, however the loss is aggregated."""
         return float(part.response_mask.sum())
 
-    def export_average(self, directory: str, card: ModelCardInfo) -> None:
+    def export_average(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """Write the average of the weights as `export` writes the weights; needs `policy.ema_decay`."""
         average = self.average
         if average is None:
             raise ValueError("there is no average to export without policy.ema_decay")
-        self.export(directory, card, lambda names: average.gather(names, self.engine.gather))
+        self.export(directory, card, term, lambda names: average.gather(names, self.engine.gather))
 
     def copies(self) -> dict[str, Callable[[Path], object]]:
         """With the average of the weights, and the place in the pretraining text."""

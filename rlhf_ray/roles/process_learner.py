@@ -16,6 +16,7 @@ from rlhf_ray.data.step_format import StepTokens, save_steps
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
+from rlhf_ray.observability.owner import Term
 from rlhf_ray.roles.learner import Gather
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 
@@ -51,10 +52,14 @@ class ProcessRewardLearner(SupervisedLearner):
         """Labelled steps."""
         return float(labelled(part).sum())
 
-    def export(self, directory: str, card: ModelCardInfo, gather: Gather | None = None) -> None:
+    def export(
+        self, directory: str, card: ModelCardInfo, term: Term | None = None, gather: Gather | None = None
+    ) -> None:
         """The model in Hugging Face format, and how it is to be asked (process_reward.json); else as in `Learner`."""
-        super().export(directory, card, gather)
+        super().export(directory, card, term, gather)
         if self.rank == 0:
+            if term is not None:
+                term.check()
             save_steps(self.steps, Path(directory))
 
 

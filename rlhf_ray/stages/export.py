@@ -10,6 +10,6 @@ async def export_learner(
     learners: WorkerGroup, config: LearnerConfig, directory: RunDirectory, card: ModelCardInfo
 ) -> None:
     """Write model/ in Hugging Face format, adapters merged; and the adapters alone in peft's format, if there are."""
-    await learners.values("export", str(directory.model.absolute()), card)
+    await learners.values("export", str(directory.model.absolute()), card, directory.term)
     if config.lora:
-        await learners.values("export_adapter", str(directory.adapter.absolute()), card)
+        await learners.values("export_adapter", str(directory.adapter.absolute()), card, directory.term)

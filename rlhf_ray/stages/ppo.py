@@ -43,7 +43,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.audit import counts, require_sound
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.ledger import Ledger, open_for_reading
+from rlhf_ray.replay.ledger import Ledger, discard, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.engines.settings import refuse_open_serialization
 from rlhf_ray.stages.evaluation_log import EvaluationLog
@@ -65,7 +65,7 @@ from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.reward_preflight import check_rewards
 from rlhf_ray.stages.scaled import remember, remembered, with_generators
 from rlhf_ray.stages.supervised import newest_checkpoint
-from rlhf_ray.stages.workplace import fetch_uploaded, run_stage, workplace
+from rlhf_ray.stages.workplace import fetch_uploaded, owned_directory, run_stage, workplace
 
 
 def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
@@ -76,11 +76,13 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     """
     config, configured = resolve(config), config.generator.workers
     preflight(config)
-    if resume:
-        fetch_uploaded(config)  # first: how many generators there were may be told there alone
-        config = with_generators(config, remembered(RunDirectory(config.run.dir), configured))
-        check_resume(config, config.run.steps, _geometry(config))
-    return run_stage(config, resume, lambda directory, session: _run(config, directory, session, resume, configured))
+    with owned_directory(config, resume) as directory:
+        if resume:
+            fetch_uploaded(config, directory)  # first: how many generators there were may be told there alone
+            config = with_generators(config, remembered(directory, configured))
+            check_resume(config, config.run.steps, _geometry(config))
+        return run_stage(config, directory, resume,
+                         lambda session: _run(config, directory, session, resume, configured))
 
 
 def preflight(config: PPOConfig) -> None:
@@ -114,8 +116,8 @@ async def _run(
 ) -> dict[str, Any]:
     """`configured`: generators by the configuration; a run that was scaled is resumed with another number."""
     began = time.perf_counter()
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    start = newest_checkpoint(store, resume)
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, term=directory.term)
+    start = newest_checkpoint(store, resume, directory)
     with StageProgress("PPO", config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
@@ -123,7 +125,8 @@ async def _run(
         with stop.listening():
             async with workplace(config, progress.note) as place:
                 team = spawn_team(config, place, Healing(
-                    config.cluster, FaultLog(directory.faults, progress.warn, progress.note)))
+                    config.cluster, FaultLog(directory.faults, progress.warn, progress.note,
+                                             directory.term)))
                 if len(team.generators) != configured:
                     progress.note(f"{len(team.generators)} generators, as `rlhf-ray scale` left them (configured: "
                                   f"{configured})")
@@ -200,13 +203,13 @@ def wire(
                       + ", ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items()))
 
     best = BestKeeper(config.checkpoint, directory, store, state.best,
-                      lambda place: export_policy(coordinator, evaluations, place))
+                      lambda place: export_policy(coordinator, evaluations, place, directory.term))
     coordinator = Coordinator(
         config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
         weights=weights, evaluator=evaluator, best=best,
         recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger),
-        metrics=metrics, samples=SampleWriter(directory.samples, resume_at), progress=progress, stop=stop,
-        on_evaluation=note_evaluation, phases=weights.phases,
+        metrics=metrics, samples=SampleWriter(directory.samples, resume_at, directory.term), progress=progress,
+        stop=stop, on_evaluation=note_evaluation, phases=weights.phases,
         profiler=StepProfiler(directory, team, config.logging.profile_step, progress.note,
                               write_timeline if config.logging.task_events else None),
     )
@@ -219,9 +222,9 @@ def _ledger(config: PPOConfig, prompts: PromptSource, directory: RunDirectory, s
     facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
                         config.coordinator.max_staleness, tuple(prompts.sizes))
     if resume_at is None or resume_at == NOTHING:
-        directory.ledger.unlink(missing_ok=True)  # of a run that failed before anything worth keeping
-        return Ledger.create(directory.ledger, facts)
-    return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts)
+        discard(directory.ledger)  # of a run that failed before anything worth keeping
+        return Ledger.create(directory.ledger, facts, directory.term)
+    return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts, directory.term)
 
 
 def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prompts: PromptSource,
@@ -230,7 +233,7 @@ def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prom
     if config.reward.on_failure == "fail":
         return None
     return Quarantine(ledger, directory.quarantine, config.reward.quarantine_limit, sum(prompts.sizes),
-                      progress.warn_once)
+                      progress.warn_once, directory.term)
 
 
 def close_books(ledger: Ledger) -> dict[str, int]:

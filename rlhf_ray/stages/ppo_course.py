@@ -72,14 +72,15 @@ class Course:
         kept = start.step if start else NOTHING if resume else None
         self.evaluations = EvaluationLog(self._directory, kept)
         # In a thread, as its end: trackers may take their time, and workers are heard meanwhile.
-        metrics = await asyncio.to_thread(MetricsWriter, self._directory.path, self._config.logging, kept)
+        metrics = await asyncio.to_thread(MetricsWriter, self._directory.path, self._config.logging, kept,
+                                          self._directory.term)
         try:
             coordinator = self.coordinator = self._wire(metrics, self.evaluations, kept)
             if metrics.dropped:
                 coordinator.team.healing.log.count_again(metrics.dropped)
             try:
                 await bring_back(coordinator, start, again)
-                note_restart(self._directory.faults, coordinator.state.step)
+                note_restart(self._directory.faults, coordinator.state.step, self._directory.term)
                 await self._timed(coordinator)
                 await export_run(coordinator, self.evaluations, self._directory)
             except WorkerError:

@@ -6,6 +6,7 @@ from pathlib import Path
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.observability.owner import Term
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.export import export_learner
@@ -16,16 +17,18 @@ async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, direc
     config, policy = coordinator.config, coordinator.team.policy
     await export_learner(policy, config.policy, directory, _card(coordinator, evaluations))
     if config.shares_backbone:
-        await policy.values("export_value_head", str(directory.value_head.absolute()))
+        await policy.values("export_value_head", str(directory.value_head.absolute()), directory.term)
     if config.policy.ema_decay is not None:
         card = replace(_card(coordinator, evaluations), metrics={}, weights="exponential moving average, decay "
                        f"{config.policy.ema_decay:g} an optimizer step; not evaluated by itself")
-        await policy.values("export_average", str(directory.model_ema.absolute()), card)
+        await policy.values("export_average", str(directory.model_ema.absolute()), card, directory.term)
 
 
-async def export_policy(coordinator: Coordinator, evaluations: EvaluationLog, place: Path) -> None:
-    """Write the policy as it is now to the directory `place`."""
-    await coordinator.team.policy.values("export", str(place.absolute()), _card(coordinator, evaluations))
+async def export_policy(
+    coordinator: Coordinator, evaluations: EvaluationLog, place: Path, term: Term | None
+) -> None:
+    """Write the policy as it is now to the directory `place` of the run, which is owned in `term`."""
+    await coordinator.team.policy.values("export", str(place.absolute()), _card(coordinator, evaluations), term)
 
 
 def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo:

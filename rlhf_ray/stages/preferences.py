@@ -20,7 +20,7 @@ from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model
-from rlhf_ray.stages.workplace import Workplace, run_stage, workplace
+from rlhf_ray.stages.workplace import Workplace, owned_directory, run_stage, workplace
 
 
 def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
@@ -34,7 +34,8 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
     if resume and summary.is_file():
         finished: dict[str, Any] = json.loads(summary.read_text())
         return finished
-    return run_stage(config, resume, lambda directory, _: _run(config, directory))
+    with owned_directory(config, resume) as directory:
+        return run_stage(config, directory, resume, lambda _: _run(config, directory))
 
 
 def preflight(config: PreferencesStageConfig) -> None:
@@ -52,7 +53,8 @@ async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[
     with StopRequest(print).listening():
         pairs, left_out = await _sample_pairs(config)
     output = directory.path / config.pairs.output
-    write_atomically(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode())
+    write_atomically(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode(),
+                     directory.term)
     return {"stage": "preferences", "pairs": len(pairs), "left_out": left_out, "output": str(output),
             "seconds": time.perf_counter() - began}
 

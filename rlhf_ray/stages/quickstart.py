@@ -42,7 +42,8 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
     home = RunDirectory(directory)
     if home.finished_stage() == "quickstart":
         print(f"finished before, in {directory}; --fresh begins anew")
-        return _verdict(home, json.loads(home.summary.read_text())["seconds"])
+        with home.owned():
+            return _verdict(home, json.loads(home.summary.read_text())["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = _config("ppo", directory, seed, overrides)
     if ppo_config.logging.judge is None or ppo_config.evaluation is None:
@@ -55,7 +56,8 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
         seconds |= make_models(directory, seed)
         seconds["ppo"] = run_once("ppo", lambda: ppo.run(ppo_config, True), directory)
     seconds["total"] = max(time.perf_counter() - began, sum(seconds.values()))
-    return _verdict(home, seconds)
+    with home.owned():
+        return _verdict(home, seconds)
 
 
 def make_models(directory: Path, seed: int) -> dict[str, float]:
@@ -100,7 +102,7 @@ def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
     summary = {**numbers, "stage": "quickstart", "reward_model_accuracy": accuracy,
                "seconds": seconds}
     home.write_json("summary.json", summary)
-    report = write_report(home.path)
+    report = write_report(home.path, term=home.term)
     sides = (evaluation["before"], evaluation["after"])
     before, after = ({name: side[name] for name in VERDICT if name in side} for side in sides)
     print_before_after(changes(before, after))

@@ -131,7 +131,8 @@ class SupervisedRun:
 
     async def _export_model(self, place: Path) -> None:
         """Write the model as it is now to the directory `place`, in Hugging Face format."""
-        await self.learners.values("export", str(place.absolute()), self.card(self.step, self.evaluation))
+        await self.learners.values("export", str(place.absolute()), self.card(self.step, self.evaluation),
+                                   self.directory.term)
 
     def _next_pause(self) -> int:
         """The next step at which something besides updates happens."""
@@ -142,7 +143,10 @@ class SupervisedRun:
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
 
-def newest_checkpoint(store: CheckpointStore, resume: bool) -> Checkpoint | None:
-    """What a resumed run goes on from; None for a new run. Errors as in `CheckpointStore.latest`."""
-    store.clean()
-    return store.latest() if resume else None
+def newest_checkpoint(store: CheckpointStore, resume: bool, directory: RunDirectory) -> Checkpoint | None:
+    """What a resumed run goes on from, noted in the owner's record; None for a new run. Errors as in
+    `CheckpointStore.latest`."""
+    start = store.latest() if resume else None
+    if directory.ownership is not None:
+        directory.ownership.go_on_from(start.step if start else None)
+    return start

@@ -21,7 +21,15 @@ from rlhf_ray.roles.data_reader import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_checkpoint
-from rlhf_ray.stages.workplace import Workplace, fetch_uploaded, run_stage, sizes_note, start_learners, workplace
+from rlhf_ray.stages.workplace import (
+    Workplace,
+    fetch_uploaded,
+    owned_directory,
+    run_stage,
+    sizes_note,
+    start_learners,
+    workplace,
+)
 
 
 @dataclass(frozen=True)
@@ -46,19 +54,20 @@ class SupervisedStage:
 
 def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     """Run a supervised stage to its end; returns its summary."""
-    if resume:
-        fetch_uploaded(stage.config)
-        check_resume(stage.config, stage.config.run.steps)
-    return run_stage(stage.config, resume, lambda directory, session: _run(stage, directory, session, resume))
+    with owned_directory(stage.config, resume) as directory:
+        if resume:
+            fetch_uploaded(stage.config, directory)
+            check_resume(stage.config, stage.config.run.steps)
+        return run_stage(stage.config, directory, resume, lambda session: _run(stage, directory, session, resume))
 
 
 async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
     config, began = stage.config, time.perf_counter()
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    start = newest_checkpoint(store, resume)
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, term=directory.term)
+    start = newest_checkpoint(store, resume, directory)
     # In a thread, as its end: trackers may take their time.
     metrics = await asyncio.to_thread(MetricsWriter, directory.path, config.logging,
-                                      start.step if start else NOTHING if resume else None)
+                                      start.step if start else NOTHING if resume else None, directory.term)
     with StageProgress(stage.title, config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
@@ -72,7 +81,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                     async with heeding_notices(stop, progress.warn, [learners]):
                         if start is not None:
                             await run.restore(start.path)
-                            note_restart(directory.faults, start.step)
+                            note_restart(directory.faults, start.step, directory.term)
                         evaluation = await run.train()
                         await run.export()
         finally:

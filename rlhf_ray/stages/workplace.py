@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
+from rlhf_ray.checkpoint.atomic import clear_leftovers
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, bring_back
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session
-from rlhf_ray.config.load import save as save_config
+from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.engine.distributed import accelerator_environment
-from rlhf_ray.errors import RLHFError, StoppedEarly, UploadError
+from rlhf_ray.errors import RLHFError, StoppedEarly, SupersededError, UploadError
+from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sinks import require_trackers
@@ -123,8 +125,25 @@ def sizes_note(role: str, started: Mapping[str, float]) -> str:
     return f"{role} trains {trained:,.0f}{share} parameters"
 
 
+@contextmanager
+def owned_directory(config: StageConfig, resume: bool) -> Iterator[RunDirectory]:
+    """The run's directory, which this process owns meanwhile, without what others had begun to write there.
+
+    Raises:
+        ConfigError: `logging` asks for a package that is not installed; the directory cannot be used, holds another
+            run, or another driver owns it.
+    """
+    require_trackers(config.logging)
+    directory = RunDirectory.create(config.run.dir, resume)
+    with directory.owned():
+        clear_leftovers(directory.path, r"[a-z_]+", directory.term)
+        CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean()
+        yield directory
+
+
 def run_stage(
-    config: StageConfig, resume: bool, main: Callable[[RunDirectory, Session], Coroutine[Any, Any, dict[str, Any]]]
+    config: StageConfig, directory: RunDirectory, resume: bool,
+    main: Callable[[Session], Coroutine[Any, Any, dict[str, Any]]],
 ) -> dict[str, Any]:
     """Run a stage's coroutine in its run directory and on its cluster, then write summary and report.
 
@@ -132,24 +151,22 @@ def run_stage(
         The summary.
 
     Raises:
-        ConfigError: `logging` asks for a package that is not installed.
+        SupersededError: another driver has taken the directory over; nothing was written there since.
         StoppedEarly: the run ended itself before its last step; summary and report are written then, too.
     """
-    require_trackers(config.logging)
-    directory = RunDirectory.create(config.run.dir, resume)
-    with directory.alone(), uploading(config, directory, resume):
-        save_config(config, directory.config)
+    with uploading(config, directory, resume):
+        directory.write_text(directory.config.name, as_yaml(config))
         metadata = {"directory": str(directory.path.resolve()), "steps": str(config.run.steps),
                     "stage": type(config).__name__.removesuffix("Config")}
         try:
             with ray_session(config.cluster, config.pools, directory.path.name, metadata) as session:
-                summary = run_async(main(directory, session))
+                summary = run_async(while_owned(directory.ownership, main(session)))
         finally:  # workers may write to a checkpoint that was given up until they are gone
-            with suppress(OSError):
-                CheckpointStore(directory.checkpoints, keep=1).clean()
+            with suppress(OSError, SupersededError):
+                CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean()
         directory.write_json("summary.json", summary)
         if directory.metrics.is_file():
-            write_report(directory.path)
+            write_report(directory.path, term=directory.term)
     if "stopped_early" in summary:
         raise StoppedEarly(f"stopped early after step {summary['steps']} of {config.run.steps}: "
                            f"{summary['stopped_early']}. Checkpoint, model and report are in {directory.path}; with "
@@ -157,14 +174,14 @@ def run_stage(
     return summary
 
 
-def fetch_uploaded(config: StageConfig) -> None:
+def fetch_uploaded(config: StageConfig, directory: RunDirectory) -> None:
     """Before a resume: bring back from `run.upload` a run that is further there than here.
 
     Raises:
         ConfigError: the place cannot be used.
     """
     if config.run.upload:
-        bring_back(config.run.upload, RunDirectory(config.run.dir).path, logging.getLogger(__name__).warning)
+        bring_back(config.run.upload, directory.path, logging.getLogger(__name__).warning, directory.term)
 
 
 @contextmanager
@@ -178,12 +195,12 @@ def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Ite
     if not config.run.upload:
         yield
         return
-    uploader = Uploader(config.run.upload, directory.path, config.cluster.call_timeout_s)
+    uploader = Uploader(config.run.upload, directory.path, config.cluster.call_timeout_s, term=directory.term)
     uploader.start(resume)
     try:
         yield
     except BaseException:
-        with suppress(UploadError):  # said already; why the run ended is more to the point
+        with suppress(UploadError, SupersededError):  # said already; why the run ended is more to the point
             uploader.finish()
         raise
     try:
@@ -192,6 +209,31 @@ def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Ite
         summary = json.loads(directory.summary.read_text())
         directory.write_json(directory.summary.name, {**summary, "upload_failed": str(error)})
         raise
+
+
+async def while_owned(ownership: Ownership | None, main: Coroutine[Any, Any, T]) -> T:
+    """The result of `main`, which is cancelled when another driver takes over the run's directory.
+
+    Raises:
+        SupersededError: one did.
+    """
+    if ownership is None:
+        return await main
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def end() -> None:
+        if task is not None:
+            loop.call_soon_threadsafe(task.cancel)
+
+    ownership.when_lost(end)
+    try:
+        return await main
+    except BaseException:
+        if ownership.lost is not None:  # whatever else went wrong then is of no matter
+            raise ownership.lost from None
+        raise
+    finally:
+        ownership.when_lost(lambda: None)
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -40,11 +41,10 @@ def test_a_run_that_failed_before_its_first_step_may_be_started_again(tmp_path):
 
 def test_two_runs_do_not_write_into_one_directory_and_the_second_is_told_who_does(tmp_path):
     first, second = RunDirectory.create(tmp_path), RunDirectory(tmp_path)
-    first.write_json("status.json", {"pid": 4711, "host": "here"})
-    said = "being written by another run, process 4711 on here"
-    with first.alone(), pytest.raises(ConfigError, match=said), second.alone():
+    said = f"being written by another run, process {os.getpid()} on {socket.gethostname()}, since "
+    with first.owned(), pytest.raises(ConfigError, match=said), second.owned():
         pass
-    with second.alone():
+    with second.owned():
         pass
 
 
@@ -114,7 +114,7 @@ def test_what_a_killed_run_had_begun_to_write_is_removed(tmp_path, monkeypatch):
     (run.path / ".gitignore").touch()
     (run.path / ".mine.json").touch()
     assert len(list(run.samples.iterdir())) == 2 and len(list(run.path.glob(".status*"))) == 1
-    with run.alone():
+    with run.owned():
         assert [part.name for part in run.samples.iterdir()] == ["step_000001.parquet"]
         assert {file.name for file in run.path.glob(".*")} == {".gitignore", ".mine.json"}
 

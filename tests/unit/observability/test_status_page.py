@@ -1,20 +1,21 @@
 """What `rlhf-ray status` says, from files made by hand."""
 
 import json
-import os
-import socket
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from rlhf_ray.errors import DataError
+from rlhf_ray.observability.owner import Record
+from rlhf_ray.observability.process import ProcessIdentity
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.status_page import status_page
 
 LIVE = {
-    "time": 0.0, "pid": 77, "host": "here", "step": 2, "steps": 10, "samples": 32, "max_staleness": 0,
+    "time": 0.0, "step": 2, "steps": 10, "samples": 32, "max_staleness": 0,
     "buffer": {"ready": 8, "under_way": 4, "training": 16, "mb": 1.5},
     "under_way": [{"worker": "generator/1", "phase": "generate", "calls": 3, "seconds": 4.25},
                   {"worker": "policy_learner/0", "phase": "policy_update", "calls": 1, "seconds": 0.5}],
@@ -22,6 +23,7 @@ LIVE = {
     "leases": [{"samples": 16, "version": 2, "held_by": ["policy_learner", "critic_learner"],
                 "comes_back_in_s": 3599.0}],
 }
+ELSEWHERE = ProcessIdentity("here", "another boot", 1, 77, 5)
 
 
 def row(step, seconds, learning):
@@ -32,7 +34,10 @@ def row(step, seconds, learning):
 
 @pytest.fixture
 def shown(tmp_path):
-    def show(live=None, rows=()):
+    def show(live=None, rows=(), owner=ELSEWHERE):
+        if owner:
+            (tmp_path / "owner").mkdir(exist_ok=True)
+            (tmp_path / "owner/term_1.json").write_bytes(Record(1, owner, 0.0, 0.0).encoded())
         if live:
             (tmp_path / "status.json").write_text(json.dumps(live))
         if rows:
@@ -47,7 +52,7 @@ def shown(tmp_path):
 
 def test_a_running_run_says_how_far_it_is_what_waits_and_who_holds_what(shown):
     text = shown(LIVE | {"time": time.time()}, [row(1, 3.0, 0.2), row(2, 1.0, 0.6)])
-    assert "step 2 of 10, running (process 77 on here)" in text
+    assert "step 2 of 10, running (process 77 on here since 19" in text
     assert "2 s a step, 8 samples/s, 16 s left" in text
     lines = {" ".join(line.split()) for line in text.splitlines()}
     assert lines >= {"generator 70% policy learner 30%", "policy learner 30% generator 70%",
@@ -74,16 +79,19 @@ def test_a_run_is_finished_when_its_summary_is_there(shown, tmp_path):
 
 
 def test_a_run_that_was_killed_on_this_machine_is_told_at_once(shown):
-    here = LIVE | {"host": socket.gethostname(), "time": time.time()}
-    assert "running (process" in shown(here | {"pid": os.getpid()})
+    live, here = LIVE | {"time": time.time()}, ProcessIdentity.own()
     child = subprocess.Popen(["true"])
     child.wait()
-    assert f"process {child.pid} on {socket.gethostname()} is gone" in shown(here | {"pid": child.pid})
+    gone = replace(here, pid=child.pid)
+    assert f"step 4; {gone} is gone without a word" in shown(rows=[{"step": 4, "time": 1.0}], owner=gone)
+    assert f"{gone} is gone without a word (--resume" in shown(live, owner=gone)
+    assert f"running ({here} since" in shown(live, owner=here)
 
 
 def test_a_run_of_another_stage_has_its_step_and_pace(shown):
     text = shown(rows=[{"step": 4, "time": 1.0, "time/step": 0.5, "sft/loss": 2.0}])
-    assert "step 4" in text and "0.5 s a step" in text and "what to change" not in text
+    assert "step 4; owned by process 77 on here since" in text and "0.5 s a step" in text
+    assert "what to change" not in text
 
 
 def test_a_finished_run_of_another_stage_says_so(shown, tmp_path):

@@ -59,7 +59,7 @@ def test_an_interrupted_run_is_copied_with_its_last_checkpoint(config):
 def test_a_resume_elsewhere_begins_with_what_was_copied(config, tmp_path):
     test_an_interrupted_run_is_copied_with_its_last_checkpoint(config)
     other = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path / "other")})})
-    fetch_uploaded(other)
+    fetch_uploaded(other, RunDirectory(other.run.dir))
     assert CheckpointStore(tmp_path / "other/checkpoints", 1).latest().step == 5
 
 

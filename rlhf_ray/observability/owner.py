@@ -1,0 +1,285 @@
+"""One driver writes a run's directory, on whatever machine it and others run.
+
+A driver owns a directory for a *term*. It claims the term by creating `owner/term_N.json` exclusively, which is
+atomic on network file systems too (`flock` is local to the host on some); N is one more than the highest there is. It
+removes earlier records, and a thread renews its own every few seconds. Whether the driver of a record lives:
+
+- It ran on this machine, in this boot: its process is looked up. If it is dead, it is succeeded at once; if it is
+  alive, the claim is refused.
+- It runs elsewhere: its record is watched. If it is renewed, the claim is refused; if it stays unchanged for a minute
+  by the watcher's own clock, it is succeeded. Clocks of two machines are never compared.
+
+A driver that was cut off may be alive and come back. So it writes under temporary names that hold its term, and
+checks the term just before each rename (`Term.renaming`). A successor creates its record, removes the earlier ones,
+then removes what earlier terms were writing, and only then reads the directory. A late rename therefore happens
+before the successor reads, or finds nothing to rename. A file that grows, such as metrics.jsonl, is replaced by the
+successor: late bytes go to the old one. Other writes (a line of faults.jsonl or quarantine.jsonl) are checked just
+before; a driver that is stopped in the microseconds between and goes on after its succession still writes that line.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from rlhf_ray.errors import ConfigError, SupersededError
+from rlhf_ray.observability.process import ProcessIdentity
+
+FOLDER = "owner"
+BEAT_S = 5.0
+"""Between two renewals of a record."""
+SILENT_S = 60.0
+"""A record of elsewhere that stays unchanged for so long is succeeded."""
+LOOK_S = 1.0
+"""Between two looks at it."""
+RECORD_BYTES = 1024
+"""All records have one length, so that one is renewed in place by one write."""
+_NAME = re.compile(r"term_(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What stands in the file of a term."""
+
+    term: int
+    process: ProcessIdentity
+    since: float
+    """When the term began, in seconds since 1970 by its host's clock; for people."""
+    renewed: float
+    """When it was renewed last, by the same clock; for people."""
+    beat: int = 0
+    """How often it was renewed."""
+    ended: bool = False
+    """Whether its driver has left the directory in good order."""
+    went_on_from: int | None = None
+    """Step of the checkpoint that the driver went on from; -1 where it began anew; None until that is known."""
+    before: tuple[int, int | None] | None = None
+    """Term and `went_on_from` of the driver before; None without one."""
+
+    def encoded(self) -> bytes:
+        """The bytes of the file."""
+        return json.dumps(asdict(self)).encode().ljust(RECORD_BYTES - 1) + b"\n"
+
+    @classmethod
+    def read(cls, raw: bytes) -> Self | None:
+        """A file's record; None where its driver is about to write it, or died before it had."""
+        try:
+            found = json.loads(raw)
+            before = tuple(found.pop("before") or ()) or None
+            return cls(process=ProcessIdentity(**found.pop("process")), before=before, **found)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def disowns(self, term: int, step: int, cleaning: bool = False) -> bool:
+        """Whether a checkpoint does not belong to the run: a driver put it there after it had been superseded.
+
+        Args:
+            cleaning: while this driver has not chosen where to go on from, judge by what the one before it chose.
+        """
+        number, went_on_from = self.term, self.went_on_from
+        if cleaning and went_on_from is None and self.before:
+            number, went_on_from = self.before
+        return went_on_from is not None and term != number and step > went_on_from
+
+
+@dataclass(frozen=True)
+class Term:
+    """The right to write into a run's directory, for as long as nobody has taken it over. Plain data: workers get it
+    with what they are to write."""
+
+    directory: Path
+    """The run's, absolute: all nodes know it by this name."""
+    number: int
+
+    @property
+    def path(self) -> Path:
+        """The record's."""
+        return self.directory / FOLDER / f"term_{self.number}.json"
+
+    @property
+    def mark(self) -> str:
+        """What temporary names hold."""
+        return f"t{self.number}"
+
+    def check(self) -> None:
+        """Ask the file system whether the term goes on. (Opening the record, which a successor removes, asks the server
+        of a network file system, too, where a look at a name may be answered from memory.)
+
+        Raises:
+            SupersededError: it does not.
+        """
+        try:
+            os.close(os.open(self.path, os.O_RDONLY))
+            newest = max(_terms(self.path.parent), default=0)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            newest = 0
+        if newest != self.number:
+            raise self.superseded()
+
+    @contextmanager
+    def renaming(self) -> Iterator[None]:
+        """For a rename inside the directory: checks the term before it, and again when it fails, since a successor
+        removes what is to be renamed.
+
+        Raises:
+            SupersededError: the term is over.
+        """
+        self.check()
+        try:
+            yield
+        except OSError:
+            self.check()
+            raise
+
+    def superseded(self) -> SupersededError:
+        """The error that says so."""
+        newer = read_owner(self.directory)
+        by = f"{newer.process} (term {newer.term})" if newer and newer.term > self.number else "another driver"
+        return SupersededError(
+            f"run.dir={str(self.directory)!r} was taken over by {by} while this driver (term {self.number}) gave no "
+            "sign of life there. This driver ends, and writes nothing more into it; do not start it again, the other "
+            "one goes on with the run")
+
+    def record(self) -> Record | None:
+        """What stands in the record now."""
+        try:
+            return Record.read(self.path.read_bytes())
+        except OSError:
+            return None
+
+
+def renaming(term: Term | None) -> AbstractContextManager[None]:
+    """`Term.renaming`; nothing for who writes where no run is."""
+    return nullcontext() if term is None else term.renaming()
+
+
+def read_owner(directory: Path) -> Record | None:
+    """Who owns a run's directory, or owned it last; None where that is not known."""
+    try:
+        found = _newest(directory / FOLDER)
+    except OSError:
+        return None
+    return Record.read(found[1]) if found else None
+
+
+def claim(
+    directory: Path, process: ProcessIdentity, say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+) -> Term:
+    """Take a directory for the next term. Of several who try at once, one gets it.
+
+    Args:
+        process: who takes it.
+        say: told what is waited for.
+        clock, sleep: of who takes it, in seconds.
+
+    Raises:
+        ConfigError: somebody else owns it, and lives.
+    """
+    folder = directory.absolute() / FOLDER
+    folder.mkdir(exist_ok=True)
+    while True:
+        found = _newest(folder)
+        if found and not _is_over(directory, folder, found, process, say, clock, sleep):
+            continue
+        last = Record.read(found[1]) if found else None
+        term = Term(folder.parent, found[0] + 1 if found else 1)
+        before = (last.term, last.went_on_from) if last else (found[0], None) if found else None
+        if _create(term, Record(term.number, process, time.time(), time.time(), before=before)):
+            for number in _terms(folder):
+                if number < term.number:
+                    (folder / f"term_{number}.json").unlink(missing_ok=True)
+            return term
+
+
+def _create(term: Term, record: Record) -> bool:
+    """Make the record; False where somebody else has."""
+    try:
+        handle = os.open(term.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        os.write(handle, record.encoded())
+        os.fsync(handle)
+    except BaseException:
+        term.path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+    if max(_terms(term.path.parent), default=0) > term.number:  # this term came and went since we looked
+        term.path.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _is_over(
+    directory: Path, folder: Path, found: tuple[int, bytes], process: ProcessIdentity, say: Callable[[str], None],
+    clock: Callable[[], float], sleep: Callable[[float], None],
+) -> bool:
+    """Whether the driver of the newest record is gone; False when the record changed, and has to be judged anew.
+
+    Raises:
+        ConfigError: it lives.
+    """
+    record = Record.read(found[1])
+    if record and record.ended:
+        return True
+    lives = record.process.lives(process) if record else None
+    if record and lives:
+        raise _owned(directory, record)
+    if lives is False:
+        return True
+    who = "being claimed by another driver"
+    if record:
+        who = f"owned by {record.process}, seen last at {day_and_time(record.renewed)} by its clock"
+    until, told = clock() + SILENT_S, False
+    while (asked := clock()) < until:
+        sleep(LOOK_S)
+        now = _newest(folder)
+        renewed = Record.read(now[1]) if now else None
+        if now is None or now[0] != found[0] or record is None or (renewed and renewed.ended):
+            if now != found:
+                return False
+        elif now != found:
+            raise _owned(directory, renewed or record)
+        if not told:  # a claim under way is over by now
+            say(f"run.dir={str(directory)!r} is {who}; waiting up to {SILENT_S:g} s for a sign of life of it")
+            told = True
+        if clock() - asked > LOOK_S + BEAT_S:  # the disk, or this process, stood still: so may the owner's
+            until = clock() + SILENT_S
+    return True
+
+
+def _owned(directory: Path, record: Record) -> ConfigError:
+    return ConfigError(f"run.dir={str(directory)!r} is being written by another run, {record.process}, since "
+                       f"{day_and_time(record.since)}: wait for its end or stop it, or choose another run.dir")
+
+
+def _newest(folder: Path) -> tuple[int, bytes] | None:
+    """The highest term and the bytes of its record."""
+    while numbers := _terms(folder):
+        with suppress(FileNotFoundError):  # succeeded this moment
+            return max(numbers), (folder / f"term_{max(numbers)}.json").read_bytes()
+    return None
+
+
+def _terms(folder: Path) -> list[int]:
+    try:
+        return [int(match[1]) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+    except FileNotFoundError:
+        return []
+
+
+def day_and_time(seconds: float) -> str:
+    """Seconds since 1970 for people, by this machine's clock and zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
