@@ -229,8 +229,10 @@ async def while_owned(ownership: Ownership | None, main: Coroutine[Any, Any, T])
     try:
         return await main
     except BaseException:
-        if ownership.lost is not None:  # whatever else went wrong then is of no matter
+        if ownership.lost is not None:  # whatever else went wrong: the run is not this driver's to go on with
             raise ownership.lost from None
+        with suppress(OSError):
+            ownership.term.check()
         raise
     finally:
         ownership.when_lost(lambda: None)

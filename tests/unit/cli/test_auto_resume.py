@@ -15,13 +15,13 @@ from rlhf_ray.cli import auto_resume
 from rlhf_ray.cli.auto_resume import Child, run_and_resume
 from rlhf_ray.observability.faults import in_one_line, read_faults
 
-KILLED, LOST_A_WORKER, STOPPED = -signal.SIGKILL, 69, 75
+KILLED, LOST_A_WORKER, STOPPED, SUPERSEDED = -signal.SIGKILL, 69, 75, 77
 
 
 @pytest.mark.parametrize(("code", "asked", "again"), [
     (0, False, False), (1, False, False), (2, False, False), (3, False, False), (STOPPED, False, False),
     (KILLED, False, True), (-signal.SIGSEGV, False, True), (LOST_A_WORKER, False, True),
-    (KILLED, True, False), (-signal.SIGTERM, False, False), (-signal.SIGINT, False, False),
+    (SUPERSEDED, False, False), (KILLED, True, False), (-signal.SIGTERM, False, False), (-signal.SIGINT, False, False),
 ])
 def test_only_deaths_that_nobody_asked_for_may_be_gone_on_from(code, asked, again):
     assert Child(code, asked).may_go_on is again

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.errors import SupersededError, WorkerError
+from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.stages.ppo_team import _learner
-from rlhf_ray.stages.workplace import Workplace, run_async
+from rlhf_ray.stages.workplace import Workplace, run_async, while_owned
+from tests.unit.owners import Watch, host, take_over
 
 
 async def give(value):
@@ -28,6 +31,27 @@ def test_a_coroutine_runs_to_its_value():
 def test_being_cancelled_is_being_interrupted():
     with pytest.raises(KeyboardInterrupt):
         run_async(cancel())
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by the thread that renews the record"])
+def test_a_stage_whose_directory_was_taken_over_ends_with_that_whatever_else_went_wrong(tmp_path, ends):
+    async def main():
+        take_over(tmp_path)
+        if ends == "by itself":
+            raise WorkerError("all workers were silent for a minute")
+        await asyncio.to_thread(ownership.renew)
+        await asyncio.sleep(60)
+
+    ownership = Ownership(Watch().claim(tmp_path, host("a")))
+    with pytest.raises(SupersededError, match="taken over by process 4711 on b"):
+        run_async(while_owned(ownership, main()))
+
+
+def test_a_stage_that_owns_its_directory_ends_as_it_does(tmp_path):
+    ownership = Ownership(Watch().claim(tmp_path, host("a")))
+    assert run_async(while_owned(ownership, give(3))) == 3
+    with pytest.raises(KeyboardInterrupt):
+        run_async(while_owned(ownership, cancel()))
 
 
 async def farewell(hurry):
