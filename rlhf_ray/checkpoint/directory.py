@@ -162,7 +162,8 @@ class CheckpointStore:
             self._term.check()
         removed = clear_leftovers(self.root, r"step_\d+", self._term)
         for path in sorted(self._disowned(cleaning=True)):
-            self._warn(f"removing {path}: a driver put it there after another one had taken over the run")
+            self._warn(f"removing {path}: it was made in term {read_manifest(path).term} of its owners, and the "
+                       "run went on from an earlier step after that term")
             remove_directory(path, self._term)
             removed.append(path)
         return removed

@@ -25,7 +25,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -40,6 +40,8 @@ SILENT_S = 60.0
 """A record of elsewhere that stays unchanged for so long is succeeded."""
 LOOK_S = 1.0
 """Between two looks at it."""
+GONE = (errno.ENOENT, errno.ESTALE)
+"""How a file that another machine has removed is told of."""
 RECORD_BYTES = 1024
 """All records have one length, so that one is renewed in place by one write."""
 _NAME = re.compile(r"term_(\d+)\.json")
@@ -120,7 +122,7 @@ class Term:
             os.close(os.open(self.path, os.O_RDONLY))
             newest = max(_terms(self.path.parent), default=0)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE):
+            if error.errno not in GONE:
                 raise
             newest = 0
         if newest != self.number:
@@ -144,11 +146,14 @@ class Term:
     def superseded(self) -> SupersededError:
         """The error that says so."""
         newer = read_owner(self.directory)
-        by = f"{newer.process} (term {newer.term})" if newer and newer.term > self.number else "another driver"
+        if newer is None or newer.term <= self.number:
+            return SupersededError(
+                f"{self.path} is gone: another driver took over run.dir={str(self.directory)!r} from this one (term "
+                f"{self.number}), or somebody removed the file. This driver ends, and writes nothing more there")
         return SupersededError(
-            f"run.dir={str(self.directory)!r} was taken over by {by} while this driver (term {self.number}) gave no "
-            "sign of life there. This driver ends, and writes nothing more into it; do not start it again, the other "
-            "one goes on with the run")
+            f"run.dir={str(self.directory)!r} was taken over by {newer.process} (term {newer.term}) while this driver "
+            f"(term {self.number}) gave no sign of life there. This driver ends, and writes nothing more into it; do "
+            "not start it again, the other one goes on with the run")
 
     def record(self) -> Record | None:
         """What stands in the record now."""
@@ -268,8 +273,11 @@ def _owned(directory: Path, record: Record) -> ConfigError:
 def _newest(folder: Path) -> tuple[int, bytes] | None:
     """The highest term and the bytes of its record."""
     while numbers := _terms(folder):
-        with suppress(FileNotFoundError):  # succeeded this moment
+        try:
             return max(numbers), (folder / f"term_{max(numbers)}.json").read_bytes()
+        except OSError as error:
+            if error.errno not in GONE:  # it was succeeded this moment
+                raise
     return None
 
 

@@ -3,7 +3,6 @@ has taken over."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -14,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_ray.errors import SupersededError
-from rlhf_ray.observability.owner import BEAT_S, SILENT_S, Record, Term
+from rlhf_ray.observability.owner import BEAT_S, GONE, SILENT_S, Record, Term
 
 LEAVING_S = 10.0
 """For the record to be closed at the end: a disk that hangs holds nobody up longer."""
@@ -73,7 +72,7 @@ class Ownership:
         except SupersededError as error:
             self._lose(error)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):  # gone since it was asked for
+            if error.errno in GONE:  # gone since it was asked for
                 self._lose(self.term.superseded())
             elif not self._failing:
                 self._failing = True
