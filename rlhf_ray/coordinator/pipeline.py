@@ -2,7 +2,9 @@
 
 Every chunk is scored as soon as it is generated, while others are still being generated; where timing may choose, those
 that are generated at nearly the same time go on together. What is in a chunk and in which order chunks form a batch is
-fixed at admission, so at max_staleness 0, where each goes alone, timing changes nothing about the result.
+fixed at admission, so at max_staleness 0, where each goes alone, timing changes nothing about the result: prompts that
+take the place of others are drawn when it is known of every chunk of the batch which ones it lost, in the order of
+admission.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.entries import CommitOutcome, Eviction, Lease, Reservation
+from rlhf_ray.replay.entries import CommitOutcome, Entry, Eviction, Lease, Reservation
 from rlhf_ray.replay.freshness import AdmissionRule
 from rlhf_ray.replay.ledger import Ledger
 
@@ -60,6 +62,9 @@ class Pipeline:
         self._running: dict[asyncio.Task[None], Reservation] = {}
         self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._generating = 0
+        self._incomplete: dict[int, Reservation] = {}
+        """Places of chunks that lost prompts and wait for others, by admission number; what stays is in
+        `RunState.in_flight`."""
         self._with_texts: set[int] = set()
         self.stations: dict[int, Station] = {}
         """Where each chunk under way is, by admission number."""
@@ -84,23 +89,46 @@ class Pipeline:
     async def _progress(self) -> None:
         """Wait until a chunk is over; its failure is raised."""
         task = await self._over.get()
-        self.stations.pop(self._running.pop(task).order, None)
+        del self._running[task]
         task.result()
 
     def start_again(self, reservations: list[Reservation]) -> None:
         """Make the chunks of these places, which were under way when the run was saved. The generators hold the
-        restored policy."""
+        restored policy. What a smaller max_staleness than the saved run's does not admit is admitted anew, when its
+        turn comes."""
         self.version = self.state.step
-        self._with_texts.update(r.order for r in reservations[:1])
-        for reservation in reservations:
-            self._start(reservation, self.state.in_flight[reservation.order])
+        dropped = {place.order: place for place in self.buffer.trim(self.config.samples_per_step)}
+        again: list[SampleKey] = []
+        for order, place in dropped.items():
+            if isinstance(place, Entry):
+                again += self._given_up(place, f"of version {place.min_version}, when the run went on at version "
+                                        f"{self.version} with max_staleness={self.config.coordinator.max_staleness}")
+            else:
+                again += self.state.in_flight.pop(order)
+        self._admit_again(again)
+        kept = [reservation for reservation in reservations if reservation.order not in dropped]
+        self._with_texts.update(reservation.order for reservation in kept[:1])
+        for reservation in kept:
+            keys = self.state.in_flight[reservation.order]
+            if len(keys) == reservation.samples:
+                self._start(reservation, keys)
+            else:
+                self._incomplete[reservation.order] = reservation
 
     def make_again(self, evictions: list[Eviction]) -> None:
-        """Generate the samples of dropped entries anew; no prompt is lost because its experience grew too old."""
-        for eviction in evictions:
-            self.summaries.pop(eviction.entry.order, None)
-            self.ledger.give_up(eviction.entry.keys, f"{eviction.staleness} versions old when the policy was renewed")
-            self._start(self.buffer.reserve_again(eviction.entry.samples, self.version), list(eviction.entry.keys))
+        """Admit the samples of dropped entries anew; no prompt is lost because its experience grew too old."""
+        self._admit_again([key for eviction in evictions for key in self._given_up(
+            eviction.entry, f"{eviction.staleness} versions old when the policy was renewed")])
+
+    def _given_up(self, entry: Entry, reason: str) -> tuple[SampleKey, ...]:
+        """The samples of an entry that was dropped."""
+        self.summaries.pop(entry.order, None)
+        self.ledger.give_up(entry.keys, reason)
+        return entry.keys
+
+    def _admit_again(self, keys: Sequence[SampleKey]) -> None:
+        """Let samples that have no place any more come before all that was not drawn yet."""
+        self.state.returned[:0] = keys
 
     async def close(self) -> None:
         """Drop what is under way."""
@@ -109,11 +137,20 @@ class Pipeline:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
+        self._incomplete.clear()
         self._over, self._generating = asyncio.Queue(), 0
         self.stations.clear()
 
     def admit(self) -> None:
-        """Start what freshness, generators and capacity allow, and no more than the remaining steps will train on."""
+        """Start what freshness, generators and capacity allow, and no more than the remaining steps will train on; and
+        complete the chunks that lost prompts."""
+        self._admit_new()
+        # At max_staleness 0 the whole batch is admitted by then, and what each chunk lost is known. Otherwise timing
+        # may choose, and nobody waits.
+        if not self._running or self.config.coordinator.max_staleness:
+            self._complete()
+
+    def _admit_new(self) -> None:
         buffer = self.buffer
         if self._generators != len(self.team.generators):  # some were added or removed
             self._rule = self._rule_of(len(self.team.generators))
@@ -122,13 +159,22 @@ class Pipeline:
         allowance = min(allowance, left)
         while allowance > 0:
             size, position = self._next_chunk()
-            reservation = buffer.reserve(size, self.version) if size <= allowance else None
+            if size > allowance:
+                return
+            reservation = buffer.reserve(size, self.version, again=bool(self.state.returned))
             if reservation is None:
                 return
             if position == 0:  # of each batch the first chunk gives the texts that are kept
                 self._with_texts.add(reservation.order)
             self._start(reservation, self._next_keys(size))
             allowance -= size
+
+    def _complete(self) -> None:
+        """Give chunks that lost prompts the next ones, in the order of their admission."""
+        for order, reservation in sorted(self._incomplete.items()):
+            staying = self.state.in_flight[order]
+            self._start(reservation, staying + self._next_keys(reservation.samples - len(staying)))
+        self._incomplete.clear()
 
     def _rule_of(self, generators: int) -> AdmissionRule:
         self._generators = generators
@@ -143,9 +189,12 @@ class Pipeline:
         return min(self.config.generator.chunk, batch - position), position
 
     def _next_keys(self, samples: int) -> list[SampleKey]:
-        per_prompt = self.config.coordinator.samples_per_prompt
-        rows = self._prompts.draw(samples // per_prompt)
-        return [SampleKey(epoch, row, sample) for epoch, row in rows for sample in range(per_prompt)]
+        """Samples to admit: those that were admitted before and have no place any more, then the cursor's next."""
+        returned, per_prompt = self.state.returned, self.config.coordinator.samples_per_prompt
+        keys = returned[:samples]
+        del returned[:samples]
+        rows = self._prompts.draw((samples - len(keys)) // per_prompt)
+        return keys + [SampleKey(epoch, row, sample) for epoch, row in rows for sample in range(per_prompt)]
 
     def _start(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         self.state.in_flight[reservation.order] = keys
@@ -156,33 +205,28 @@ class Pipeline:
         task.add_done_callback(self._over.put_nowait)
 
     async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
-        """One chunk from prompt to committed experience; made again when it came out too old for the bound, or when
-        prompts of it, or of its company, were left out."""
-        while True:
-            made = partial(self._experience, reservation, keys)
-            try:
-                ref, summary = await kept(made, self.config.cluster.max_restarts, partial(self._all_over, keys))
-            except UnscoredSamples as error:
-                keys = self._without_unscored(reservation, keys, error)
-                continue
+        """One chunk from prompt to committed experience. One that came out too old for the bound loses its place and is
+        admitted again; where prompts of it, or of its company, were left out, it keeps its place, and is made again
+        with others."""
+        order, made = reservation.order, partial(self._experience, reservation, keys)
+        try:
+            ref, summary = await kept(made, self.config.cluster.max_restarts, partial(self._all_over, keys))
+        except UnscoredSamples as error:
+            self.state.in_flight[order] = self._without_unscored(keys, error)
+            self._incomplete[order] = reservation
+        else:
             outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
+            del self.state.in_flight[order]
+            self._with_texts.discard(order)
             if outcome is CommitOutcome.READY:
                 self.ledger.scored(keys, summary.min_version)
-                self.summaries[reservation.order] = summary
-                self._with_texts.discard(reservation.order)
-                del self.stations[reservation.order]
-                del self.state.in_flight[reservation.order]
-                return
-            self.ledger.give_up(keys, f"{outcome}: made by version {summary.min_version}, finished at version "
-                                f"{self.state.step}")
-            self._generating += len(keys)
-            again = self.buffer.reserve_again(reservation.samples, self.version)
-            self.ledger.lease(keys, self.version)
-            if reservation.order in self._with_texts:
-                self._with_texts = self._with_texts - {reservation.order} | {again.order}
-            self.state.in_flight[again.order] = self.state.in_flight.pop(reservation.order)
-            self.stations.pop(reservation.order, None)
-            reservation = again
+                self.summaries[order] = summary
+            else:
+                self.ledger.give_up(keys, f"{outcome}: made by version {summary.min_version}, finished at version "
+                                    f"{self.state.step}")
+                self._admit_again(keys)
+        del self.stations[order]
+        self.admit()
 
     async def _experience(self, reservation: Reservation, keys: list[SampleKey]) -> tuple[Any, ExperienceSummary]:
         """A chunk generated, scored and assembled."""
@@ -199,10 +243,9 @@ class Pipeline:
         self.ledger.give_up(keys, first_line(error))
         self.ledger.lease(keys, self.version)
 
-    def _without_unscored(self, reservation: Reservation, keys: list[SampleKey],
-                          error: UnscoredSamples) -> list[SampleKey]:
-        """What takes the place of a chunk that has no scores: its other samples, and the next prompts for those that
-        are set aside. All of it is drawn again, and what has the same key comes out the same.
+    def _without_unscored(self, keys: list[SampleKey], error: UnscoredSamples) -> list[SampleKey]:
+        """The samples of a chunk whose prompts stay. They are drawn again, and what has the same key comes out the
+        same.
 
         Raises:
             RewardError: too many were set aside.
@@ -211,11 +254,7 @@ class Pipeline:
             raise error
         staying = self.quarantine.set_aside(keys, error)
         self.ledger.give_up(staying, "prompts of its chunk or company were left out, and the others drawn again")
-        keys = staying + self._next_keys(len(keys) - len(staying))
-        self.ledger.lease(keys, self.version)
-        self.state.in_flight[reservation.order] = keys
-        self._generating += len(keys)
-        return keys
+        return staying
 
     def _all_over(self, keys: list[SampleKey], error: WorkerLost) -> None:
         """A chunk is generated once more, after it was already."""

@@ -43,7 +43,10 @@ class RunState:
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
     """What the last steps looked like, to tell a run that went wrong."""
     in_flight: dict[int, list[SampleKey]] = field(default_factory=dict)
-    """Keys of admitted chunks that are not committed yet, by admission number."""
+    """Keys of admitted chunks that are not committed yet, by admission number; fewer than the chunk has where it lost
+    prompts that are not replaced yet."""
+    returned: list[SampleKey] = field(default_factory=list)
+    """Samples that were admitted and lost their place; they are the next to be admitted."""
 
     def observe_scores(self, scores: np.ndarray) -> None:
         """Take the scores `[N]` of a batch that was trained on into the running moments."""
@@ -66,6 +69,7 @@ class RunState:
             "early_stop": self.early_stop.state_dict(),
             "cursor": self.cursor.state_dict(),
             "in_flight": [[order, _plain(keys)] for order, keys in self.in_flight.items()],
+            "returned": _plain(self.returned),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -82,6 +86,7 @@ class RunState:
         self.early_stop.load_state_dict(state["early_stop"])
         self.step, self.samples, self.unmeasured = state["step"], state["samples"], state["unmeasured"]
         self.in_flight = {order: [SampleKey(*k) for k in keys] for order, keys in state["in_flight"]}
+        self.returned = [SampleKey(*key) for key in state["returned"]]
 
 
 def summary_state(summary: ExperienceSummary) -> dict[str, Any]:

@@ -83,27 +83,16 @@ class ReplayBuffer:
         """Bytes of the ready and leased entries."""
         return self._places.bytes
 
-    def reserve(self, samples: int, version: int) -> Reservation | None:
+    def reserve(self, samples: int, version: int, again: bool = False) -> Reservation | None:
         """A place for `samples` samples, or None while the buffer has no room for them.
 
         Args:
             version: of the weights that the generators hold; no token will come from an older one.
+            again: they had a place before; bytes may be full then, for what was admitted once is finished.
         """
         if samples < 1:
             raise BufferError(f"cannot reserve {samples} samples; reserve at least one")
-        return None if self._bytes_full() else self._places.open(samples, version)
-
-    def reserve_again(self, samples: int, version: int) -> Reservation:
-        """A new place for samples whose entry was refused or evicted a moment ago, although bytes may be full: what was
-        admitted once is finished.
-
-        Raises:
-            BufferError: the capacity in samples does not hold them, so they cannot have been here.
-        """
-        reservation = self._places.open(samples, version)
-        if reservation is None:
-            raise BufferError(f"no room for {samples} samples made again: {self.stats()}")
-        return reservation
+        return None if self._bytes_full() and not again else self._places.open(samples, version)
 
     def cancel(self, reservation: Reservation) -> None:
         """Give a place back unused. What is admitted instead gets a later place; a retry should keep its own.
@@ -204,6 +193,28 @@ class ReplayBuffer:
             self._places.drop(entry)
         return [self._eviction(entry) for entry in dropped]
 
+    def trim(self, batch: int) -> list[Entry | Reservation]:
+        """Drop what batches of `batch` samples, formed in admission order from the present version on, would not train
+        in time, as after a resume with a smaller bound; what is under way counts as made by the present version.
+
+        Returns:
+            the places that were dropped, in admission order: ready entries, and reservations, which are closed.
+        """
+        dropped: list[Entry | Reservation] = []
+        kept = 0
+        for order in sorted(self._places.ready.keys() | self._places.reserved.keys()):
+            place = self._places.ready.get(order) or self._places.reserved[order]
+            made_by = place.min_version if isinstance(place, Entry) else self._version
+            if is_fresh(made_by, self._version + (kept + place.samples - 1) // batch, self.max_staleness):
+                kept += place.samples
+                continue
+            dropped.append(place)
+            if isinstance(place, Entry):
+                self._places.drop(place)
+            else:
+                self._places.close(place)
+        return dropped
+
     def stats(self) -> BufferStats:
         """Counts, bytes and staleness now. Staleness refers to the version the buffer was told of last."""
         entries = self._places.ready_entries()
@@ -237,7 +248,8 @@ class ReplayBuffer:
         return {"version": self._version, **self._places.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any]) -> list[Reservation]:
-        """Resume an empty buffer from `state_dict`.
+        """Resume an empty buffer from `state_dict`, which may exceed a capacity or a bound that are smaller than those
+        of the buffer that gave it: call `trim` before anything is leased or reserved.
 
         Args:
             refs: a reference per ready entry, by its order number.
@@ -246,11 +258,10 @@ class ReplayBuffer:
             The reservations that were open: start their samples again under them, or cancel them.
 
         Raises:
-            BufferError: this buffer is in use, a reference is missing, or the capacity is too small for the state.
+            BufferError: this buffer is in use, or a reference is missing.
         """
-        reservations = self._places.load_state_dict(state, refs)
         self._version = state["version"]
-        return reservations
+        return self._places.load_state_dict(state, refs, self._version)
 
     def _oldest(self, samples: int) -> list[Entry] | None:
         """Fresh entries of lowest order that add up to `samples`; None when some are still to come, or what they pass

@@ -101,9 +101,9 @@ class Places:
         return [self.ready[order] for order in sorted(self.ready)]
 
     def restore(self, entries: Iterable[Entry]) -> None:
-        """Take saved entries back to their places. Raises BufferError when a place, a key or the capacity is taken."""
+        """Take saved entries back to their places. Raises BufferError when a place or a key is taken."""
         for entry in entries:
-            self._check_free(entry.order, entry.samples)
+            self._check_free(entry.order)
             self.check(entry)
             self.hold(entry)
             self._next_order = max(self._next_order, entry.order + 1)
@@ -115,20 +115,21 @@ class Places:
         return {
             "trained": self.trained,
             "next_order": self._next_order,
-            "reserved": [[r.order, r.samples, r.version] for _, r in sorted(self.reserved.items())],
+            "reserved": [[r.order, r.samples] for _, r in sorted(self.reserved.items())],
             "ready": [_entry_state(entry) for entry in self.ready_entries()],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any]) -> list[Reservation]:
-        """Fill empty places from `state_dict`, with a reference per ready entry; returns the open reservations."""
+    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any], version: int) -> list[Reservation]:
+        """Fill empty places from `state_dict`, with a reference per ready entry; returns the open reservations, whose
+        samples are made anew, by weights of `version`."""
         if self.reserved or self.held:
             raise BufferError("load_state_dict needs an empty buffer; make a new one")
         missing = [saved["order"] for saved in state["ready"] if saved["order"] not in refs]
         if missing:
             raise BufferError(f"load_state_dict: no reference given for places {missing}")
         self.restore(_entry(saved, refs[saved["order"]]) for saved in state["ready"])
-        for order, samples, version in state["reserved"]:
-            self._check_free(order, samples)
+        for order, samples in state["reserved"]:
+            self._check_free(order)
             self.reserve(Reservation(order, samples, version))
         self.trained, self._next_order = state["trained"], state["next_order"]
         return [self.reserved[order] for order in sorted(self.reserved)]
@@ -141,12 +142,9 @@ class Places:
         del self.ready[entry.order]
         self.samples_ready -= entry.samples
 
-    def _check_free(self, order: int, samples: int) -> None:
+    def _check_free(self, order: int) -> None:
         if order in self.ready or order in self.reserved:
             raise BufferError(f"restore: place {order} is taken already")
-        total = self.running + len(self.held) + samples
-        if total > self.capacity_samples:
-            raise BufferError(f"{total} saved samples exceed buffer.capacity_samples={self.capacity_samples}; raise it")
 
 
 def _entry_state(entry: Entry) -> dict[str, Any]:

@@ -320,7 +320,7 @@ def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
         evictions = world.buffer.evict(5)
         world.pipeline.make_again(evictions)
         assert [e.entry for e in evictions] == ready and world.pipeline.summaries == {}
-        assert list(world.state.in_flight.values()) == [list(e.keys) for e in ready]
+        assert world.state.returned == [key for entry in ready for key in entry.keys]
         lease = await world.pipeline.next_batch()
         await world.pipeline.close()
         return ready, lease

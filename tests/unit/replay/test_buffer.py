@@ -7,7 +7,7 @@ import pytest
 from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.entries import CommitOutcome, EvictionReason
+from rlhf_ray.replay.entries import CommitOutcome, Entry, EvictionReason, Reservation
 
 
 class Clock:
@@ -317,9 +317,10 @@ def test_state_resumes_ready_entries_and_open_places_through_json():
 def test_a_resumed_buffer_judges_commits_by_the_saved_version():
     buffer = make(eta=1)
     buffer.evict(7)
-    place = buffer.reserve(1, 0)
+    order = buffer.reserve(1, 6).order
     resumed = make(eta=1)
-    assert resumed.load_state_dict(buffer.state_dict(), {}) == [place]
+    (place,) = resumed.load_state_dict(buffer.state_dict(), {})
+    assert place == Reservation(order, 1, 7), "what is made anew is made by the restored policy"
     assert commit(resumed, place, version=5) is CommitOutcome.STALE
 
 
@@ -338,14 +339,49 @@ def test_state_with_a_lease_out_cannot_be_saved():
         buffer.state_dict()
 
 
-def test_loading_refuses_missing_references_used_buffers_and_small_capacities():
+def test_loading_refuses_missing_references_and_used_buffers():
     state = filled(make(), [2, 2]).state_dict()
     with pytest.raises(BufferError, match=r"no reference given for places \[1\]"):
         make().load_state_dict(state, {0: "a"})
     with pytest.raises(BufferError, match="needs an empty buffer"):
         filled(make(), [1]).load_state_dict(state, {0: "a", 1: "b"})
-    with pytest.raises(BufferError, match="4 saved samples exceed"):
-        make(capacity=3).load_state_dict(state, {0: "a", 1: "b"})
+
+
+def resumed_with(eta):
+    """Saved at version 5 by a buffer of η = 2: places (order: version) 0: 3, 1: under way, 2: 4, 3: 5, 4: 5, 5: under
+    way, of two samples each; a batch has four."""
+    buffer = make(capacity=12, eta=2)
+    buffer.evict(5)
+    for order, version in enumerate((3, None, 4, 5, 5, None)):
+        place = buffer.reserve(2, 3)
+        if version is not None:
+            commit(buffer, place, version)
+        assert place.order == order
+    resumed = make(capacity=4 * (eta + 1), eta=eta)
+    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())), dict.fromkeys(range(6), "ref"))
+    return resumed
+
+
+@pytest.mark.parametrize(("eta", "dropped"), [(3, []), (2, []), (1, [0, 5]), (0, [0, 2, 4, 5])])
+def test_trimming_leaves_what_batches_in_admission_order_would_train_in_time(eta, dropped):
+    buffer = resumed_with(eta)
+    assert [place.order for place in buffer.trim(4)] == dropped
+    assert sum(counts(buffer)) == 2 * (6 - len(dropped)) <= buffer.capacity_samples
+    assert buffer.trim(4) == []
+
+
+def test_what_was_trimmed_has_no_place_any_more():
+    buffer = resumed_with(0)
+    entry, *_, reservation = buffer.trim(4)
+    assert isinstance(entry, Entry) and entry.min_version == 3
+    with pytest.raises(BufferError, match="no such open reservation"):
+        commit(buffer, reservation)
+    assert buffer.reserve(1, 5) is None, "the two that are left are a whole batch"
+
+
+def test_what_had_a_place_gets_another_one_although_bytes_are_full():
+    buffer = filled(make(nbytes=10), [1])
+    assert buffer.reserve(1, 0) is None and buffer.reserve(1, 0, again=True) is not None
 
 
 @pytest.mark.parametrize("arguments", [(0, None, 0, 1.0), (1, None, -1, 1.0), (1, None, 0, 0.0)])
