@@ -20,9 +20,9 @@ the oldest moves every other sample up by a batch as the version grows by one; a
 way is formed only where `in_time` says that the others stay in time. So nothing is ever trained too old, and nothing
 comes too late to be trained: what a batch may not pass over it waits for. With η = 0 it may pass over nothing.
 
-`is_fresh`, asked at commit, lease, eviction and resume, holds the same bound without any of this: for samples whose generator
-had older weights than it should, that wait in a resumed run with a smaller η, or that were made by weights which a
-rebuilt learner no longer has. They are dropped and made again.
+`is_fresh`, asked at commit, lease and eviction, holds the same bound without any of this: for samples whose generator
+had older weights than it should, or that were made by weights which a rebuilt learner no longer has. They are dropped
+and made again, and so is what is not in time when a run goes on with a smaller η (`ReplayBuffer.trim`).
 
 The rule is that of AReaL (Fu et al. 2025, "AReaL: A Large-Scale Asynchronous Reinforcement Learning System", eq. 3).
 """
