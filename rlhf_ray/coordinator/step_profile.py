@@ -122,11 +122,11 @@ class StepProfiler:
                window: tuple[float, float]) -> None:
         """`workers.trace.json`, and what the report shows: `profile.json`, with times from the step's begin on."""
         began, ended = window
-        where = self._directory.profile / f"step_{step}"
+        where = f"{self._directory.profile.name}/step_{step}"
         lanes = [[f"{s.role}/{s.worker}", round(max(s.start, began) - began, 6), round(min(s.end, ended) - began, 6)]
                  for s in sorted(spans, key=lambda span: span.start)]
-        RunDirectory(where).write_json("workers.trace.json", chrome_trace(lanes))
-        RunDirectory(where).write_json("profile.json", {
+        self._directory.write_json(f"{where}/workers.trace.json", chrome_trace(lanes))
+        self._directory.write_json(f"{where}/profile.json", {
             "step": step, "seconds": ended - began, "spans": lanes,
             "workers": {name: asdict(profile) for name, profile in profiles.items()}})
 

@@ -139,7 +139,10 @@ async def _answer(directory: RunDirectory, question: Question, handlers: Mapping
 
 
 def _taken(directory: RunDirectory) -> list[Question]:
-    """Requests that are there, by name; their files are taken away."""
+    """Requests that are there, by name; their files are taken away. Those made to a driver that has taken over the
+    directory are its own business: SupersededError."""
+    if directory.term is not None:
+        directory.term.check()
     if not directory.control.is_dir():
         return []
     found = []

@@ -45,8 +45,8 @@ class Ledger:
 
     Raises:
         LedgerError: (any method) the file cannot be read or written, or a sample is not in the state it must be in.
-        SupersededError: (any method that writes) another driver owns the run's directory now. It has put a new file in
-            the place of this one, which a late write does not reach.
+        SupersededError: (a method about an update or a checkpoint) another driver owns the run's directory now. It has
+            put a new file in the place of this one, which a late write does not reach.
     """
 
     def __init__(self, path: Path, term: Term | None = None) -> None:
@@ -125,10 +125,12 @@ class Ledger:
 
     def consumed(self, keys: Iterable[SampleKey], step: int) -> None:
         """Update number `step` (from 1) was made with the samples."""
+        self._check_term()
         self._move(keys, State.CONSUMED, (State.SCORED,), step=step)
 
     def not_applied(self, keys: Iterable[SampleKey], step: int, reason: str) -> None:
         """Update number `step` was made with the samples and changed nothing: they were not trained on."""
+        self._check_term()
         self._move(keys, State.NOT_APPLIED, (State.SCORED,), step=step, reason=reason)
 
     def quarantine(self, keys: Iterable[SampleKey], reason: str) -> None:
@@ -160,6 +162,7 @@ class Ledger:
 
     def save(self, copy: Path) -> None:
         """Write a copy for the checkpoint of the present step: everything consumed is committed in it."""
+        self._check_term()
         with self._told("copied"), closing(sqlite3.connect(copy)) as target:
             self._db.backup(target)
             target.execute("PRAGMA journal_mode=DELETE")
@@ -167,6 +170,7 @@ class Ledger:
 
     def commit(self, step: int | None = None) -> None:
         """The checkpoint is in its place: everything consumed by updates up to `step` (all if None) is committed."""
+        self._check_term()
         with self._writing() as db:
             _commit_consumed(db, step)
 
@@ -174,8 +178,7 @@ class Ledger:
         """Leave one file behind, without a write-ahead log, which readers would begin anew, and without a journal. They
         stay, whole, where somebody reads at this moment, or holds the file."""
         with self._told("closed"), closing(self._db):
-            if self._term is not None:
-                self._term.check()
+            self._check_term()
             self._db.execute("PRAGMA busy_timeout=2000")
             try:
                 self._db.execute("PRAGMA journal_mode=DELETE")
@@ -199,10 +202,12 @@ class Ledger:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        if self._term is not None:
-            self._term.check()
         with self._told("written"), self._db as db:
             yield db
+
+    def _check_term(self) -> None:
+        if self._term is not None:
+            self._term.check()
 
     @contextmanager
     def _told(self, action: str) -> Iterator[None]:
@@ -212,6 +217,7 @@ class Ledger:
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"{self.path}: a sample that is there already was admitted again ({error})") from error
         except sqlite3.Error as error:
+            self._check_term()  # SQLite refuses to begin a journal for a file that has been replaced
             hint = "another program keeps it locked: end that" if _is_locked(error) else "is the disk full?"
             raise LedgerError(f"{self.path} cannot be {action}: {error}; {hint}") from error
 

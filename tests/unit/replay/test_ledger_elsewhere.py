@@ -2,7 +2,8 @@
 
 import shutil
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,6 @@ def journal_mode(path):
 def test_the_kind_of_file_system_is_that_of_the_deepest_mount(tmp_path, monkeypatch, path, kind):
     (tmp_path / "mounts").write_text(MOUNTS)
     monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "mounts")
-    from pathlib import Path
     assert kind_of(Path(path)) == kind and is_local(Path(path)) is (kind in ("ext4", "tmpfs"))
 
 
@@ -117,7 +117,7 @@ def test_a_damaged_log_on_a_shared_file_system_is_refused_by_name(tmp_path, shar
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["with a log", "with a journal"])
-def test_what_a_superseded_driver_writes_is_refused_and_does_not_reach_its_successors_ledger(
+def test_a_superseded_driver_marks_no_update_and_what_it_writes_does_not_reach_its_successors_ledger(
         tmp_path, monkeypatch, local):
     monkeypatch.setattr("rlhf_ray.replay.ledger.is_local", lambda _: local)
     monkeypatch.setattr("rlhf_ray.observability.run_directory.claim", lambda directory, *_: take_over(directory, "a"))
@@ -128,7 +128,11 @@ def test_what_a_superseded_driver_writes_is_refused_and_does_not_reach_its_succe
         mine.save(copy)
         theirs = Ledger.resume(run.ledger, copy, FACTS, take_over(tmp_path))
         lease(theirs, 1)
-        for write in (lambda: lease(mine, 2), lambda: mine.commit(1), mine.close):
+        with suppress(SupersededError):
+            lease(mine, 2)
+        key = [SampleKey(0, 2, 0)]
+        for write in (lambda: mine.consumed(key, 1), lambda: mine.not_applied(key, 1, "no number"),
+                      lambda: mine.save(tmp_path / "late"), lambda: mine.commit(1), mine.close):
             with pytest.raises(SupersededError):
                 write()
         with pytest.raises(sqlite3.ProgrammingError):
