@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -23,20 +24,29 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 DRIVER = """
 import sys
 from dataclasses import replace
-from rlhf_ray.observability import owner
+from rlhf_ray.observability import owner, ownership
 from rlhf_ray.observability.process import ProcessIdentity
 own, host = ProcessIdentity.own(), sys.argv.pop(1)
 ProcessIdentity.own = classmethod(lambda _: replace(own, host=host))
-owner.SILENT_S = 3.0
+ownership.BEAT_S, owner.SILENT_S = 0.5, 15.0
 from rlhf_ray.cli.main import main
 main()
 """
 
 
-def start(host, file, log, *more):
-    """A driver on a machine of that name, that takes three seconds for a long time."""
-    with log.open("a") as out:
-        return subprocess.Popen([sys.executable, "-c", DRIVER, host, "ppo", str(file), *more], stdout=out, stderr=out)
+@pytest.fixture
+def start():
+    """start(host, file, log, ...) -> a driver on a machine of that name, to which 15 seconds are a minute."""
+    with ExitStack() as stack:
+        def begin(host, file, log, *more):
+            with log.open("a") as out:
+                process = subprocess.Popen([sys.executable, "-c", DRIVER, host, "ppo", str(file), *more], stdout=out,
+                                           stderr=out)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        yield begin
 
 
 def contents(directory):
@@ -45,28 +55,25 @@ def contents(directory):
             for path in directory.rglob("*") if path.is_file() and path.parent.name != "owner"}
 
 
-def test_a_driver_that_was_cut_off_is_succeeded_and_changes_nothing_when_it_comes_back(finished, configure, tmp_path):
+def test_a_driver_that_was_cut_off_is_succeeded_and_changes_nothing_when_it_comes_back(
+        finished, configure, tmp_path, start):
     directory, logs = tmp_path / "run", [tmp_path / "a.log", tmp_path / "b.log", tmp_path / "c.log"]
     file = configure(directory, run={"steps": 4, "dir": str(directory), "seed": 5})
     first = start("a", file, logs[0])
-    family = []
-    try:
-        wait_for(lambda: directory.is_dir() and read_owner(directory), first)
-        refused = start("c", file, logs[2], "--resume")
-        assert refused.wait(timeout=120) == 2, logs[2].read_text()
-        assert f"written by another run, process {first.pid} on a" in logs[2].read_text()
-        wait_for_step(directory, 3, first, logs[0])
-        wait_for(lambda: (directory / "checkpoints/step_2").is_dir(), first)
-        family = psutil.Process(first.pid).children(recursive=True)
-        os.kill(first.pid, signal.SIGSTOP)
-        second = start("b", file, logs[1], "--resume")
-        assert second.wait(timeout=400) == 0, logs[1].read_text()
-        assert f"owned by process {first.pid} on a" in logs[1].read_text()
-        before = contents(directory)
-        os.kill(first.pid, signal.SIGCONT)
-        assert first.wait(timeout=120) == SupersededError.exit_code, logs[0].read_text()
-    finally:
-        first.kill()
+    wait_for(lambda: directory.is_dir() and read_owner(directory), first)
+    refused = start("c", file, logs[2], "--resume")
+    assert refused.wait(timeout=120) == 2, logs[2].read_text()
+    assert f"written by another run, process {first.pid} on a" in logs[2].read_text()
+    wait_for_step(directory, 3, first, logs[0])
+    wait_for(lambda: (directory / "checkpoints/step_2").is_dir(), first)
+    family = psutil.Process(first.pid).children(recursive=True)
+    os.kill(first.pid, signal.SIGSTOP)
+    second = start("b", file, logs[1], "--resume")
+    assert second.wait(timeout=400) == 0, logs[1].read_text()
+    assert f"owned by process {first.pid} on a" in logs[1].read_text()
+    before = contents(directory)
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.wait(timeout=120) == SupersededError.exit_code, logs[0].read_text()
     said = logs[0].read_text()
     assert f"was taken over by process {second.pid} on b (term 2)" in said and "Traceback" not in said
     assert contents(directory) == before
