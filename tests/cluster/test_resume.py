@@ -19,6 +19,7 @@ from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.replay.audit import counts
 from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
+from tests.cluster.tiny import SMALL
 
 pytestmark = pytest.mark.cluster
 
@@ -155,3 +156,34 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_then_with_two_again(finished, c
         for name in ("reward/mean", "kl/sequence", "policy/loss", "critic/loss", "policy/grad_norm", "response/length"):
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (row["step"], name)
     assert samples(directory) == samples(finished.directory)
+
+
+@pytest.fixture(scope="module")
+def ahead(configure, tmp_path_factory):
+    """A run of 4 steps whose rollouts may be two versions old: when step 2 was saved, all the rest was under way."""
+    from rlhf_ray.stages import ppo
+
+    directory = tmp_path_factory.mktemp("ahead") / "run"
+    ppo.run(load(PPOConfig, configure(directory, **SMALL, coordinator={"max_staleness": 2}), []))
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_run_goes_on_with_a_smaller_bound_on_staleness_and_trains_on_every_sample_once(
+        ahead, configure, tmp_path, bound):
+    from rlhf_ray.stages import ppo
+
+    directory = shutil.copytree(ahead, tmp_path / "run")
+    shutil.rmtree(directory / "checkpoints/step_4")
+    summary = ppo.run(load(PPOConfig, configure(directory, **SMALL, coordinator={"max_staleness": bound}), []),
+                      resume=True)
+    assert [row["step"] for row in steps(directory)] == [1, 2, 3, 4]
+    assert max(row["staleness/max"] for row in steps(directory)[2:]) <= bound
+    assert summary["ledger"]["committed"] == 4 * 16
+    trained = [sample[:3] for sample in samples(directory)]
+    assert trained == [sample[:3] for sample in samples(ahead)] and len(set(trained)) == 4 * 16
+    with closing(open_for_reading(directory / "ledger.sqlite")) as db:
+        dropped = db.execute("SELECT count(*) FROM attempts WHERE reason LIKE ?",
+                             (f"%went on at version 2 with max_staleness={bound}",)).fetchone()[0]
+    assert dropped > 0
