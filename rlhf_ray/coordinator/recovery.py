@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
@@ -12,7 +13,7 @@ from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import ConfigError, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
-from rlhf_ray.records import ExperienceSummary
+from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import Entry, Reservation
 from rlhf_ray.replay.ledger import Ledger
@@ -27,13 +28,16 @@ class Recovery:
     """Saves a run between two steps and brings it back. One checkpoint is under way at a time."""
 
     def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer,
-                 summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str], ledger: Ledger) -> None:
+                 summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str], ledger: Ledger,
+                 old_logprobs: str = "policy") -> None:
         """
         Args:
             summaries: what the pipeline knows of the entries in the buffer, by admission number.
             geometry: values of the configuration (by field) that must be the same when the run goes on.
+            old_logprobs: which ones experience brings with it, see `PPOConfig.old_logprobs`. Where that is another when
+                the run goes on, as it may be with another max_staleness, what waits is made anew.
         """
-        self.geometry = geometry
+        self.geometry, self.old_logprobs = geometry, old_logprobs
         self.store, self.team, self.state, self.buffer = store, team, state, buffer
         self.summaries, self.ledger = summaries, ledger
         self.longest_pause_s = 0.0
@@ -56,6 +60,7 @@ class Recovery:
         snapshot = {
             "geometry": dict(self.geometry), "run": self.state.state_dict(), "buffer": self.buffer.state_dict(),
             "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
+            "old_logprobs": self.old_logprobs,
         }
         step, directory = self.state.step, self.store.begin(self.state.step)
         with self.store.whole_or_nothing(directory, step):
@@ -135,17 +140,27 @@ class Recovery:
             ConfigError: it is another configuration's.
         """
         saved = load_state(directory / "coordinator.json")
-        check_complete(saved, ("geometry", "run", "buffer", "summaries"), str(directory))
+        check_complete(saved, ("geometry", "run", "buffer", "summaries", "old_logprobs"), str(directory))
         check_geometry(directory, self.geometry, saved["geometry"])
         await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
                                for group in self.team.learners()))
         self.state.load_state_dict(saved["run"])
+        if saved["old_logprobs"] != self.old_logprobs:
+            self._drop_waiting(saved, f"made with old log-probabilities of the {saved['old_logprobs']}, and the run "
+                                      f"went on with those of the {self.old_logprobs}")
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"
             refs[entry["order"]] = (await self.team.crew(self.team.assembler).ask("load", str(path))).ref
         self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
         return self.buffer.load_state_dict(saved["buffer"], refs)
+
+    def _drop_waiting(self, saved: dict[str, Any], reason: str) -> None:
+        """Let the samples of waiting experience be admitted anew."""
+        keys = [SampleKey(*key) for entry in saved["buffer"]["ready"] for key in entry["keys"]]
+        saved["buffer"]["ready"], saved["summaries"] = [], []
+        self.ledger.give_up(keys, reason)
+        self.state.returned[:0] = keys
 
 
 def check_geometry(directory: Path, wanted: Mapping[str, int | str], saved: Mapping[str, int | str]) -> None:

@@ -207,7 +207,8 @@ def wire(
     coordinator = Coordinator(
         config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
         weights=weights, evaluator=evaluator, best=best,
-        recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger),
+        recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger,
+                          config.old_logprobs),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at, directory.term), progress=progress,
         stop=stop, on_evaluation=note_evaluation, phases=weights.phases,
         profiler=StepProfiler(directory, team, config.logging.profile_step, progress.note,
@@ -256,6 +257,5 @@ def _geometry(config: PPOConfig) -> dict[str, int | str]:
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
-        "algorithm.old_logprobs (\"update\": see PPOConfig.old_logprobs)": config.old_logprobs,
         "critic.backbone": critic,
     }

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import ConfigError, WorkerError, WorkerLost
@@ -215,6 +215,35 @@ def test_a_run_that_ends_lets_its_checkpoint_come_to_an_end_unless_it_is_in_a_hu
     asyncio.run(run())
     assert (tmp_path / "step_0").is_dir() is whole
     assert [path.name for path in tmp_path.iterdir() if "tmp-step" in path.name] == []
+
+
+def test_experience_with_other_old_logprobs_than_updates_need_now_is_made_again(tmp_path, summary):
+    """As when a run with one optimizer step a batch goes on at max_staleness 0, where the update gives them itself."""
+    keys = [SampleKey(0, row, 0) for row in range(6)]
+
+    async def run():
+        _, state, buffer, summaries, recovery = setting(tmp_path)
+        places = [buffer.reserve(2, 0) for _ in range(2)]
+        recovery.ledger.lease(keys[:4], 0)
+        recovery.ledger.generated(keys[2:4], "generator/0")
+        recovery.ledger.scored(keys[2:4], 0)
+        buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 0, 20)
+        summaries[1] = summary(keys[2:4])
+        state.in_flight, state.returned = {0: keys[:2]}, keys[4:]
+        where = await saved(recovery)
+
+        _, again, other, found, restored = setting(tmp_path)
+        restored.old_logprobs = "update"
+        restored.ledger = Ledger.resume(tmp_path / "resumed.sqlite", where / LEDGER, LedgerFacts(2, 1, 1, (20,)))
+        open_places = await restored.restore(where)
+        with closing(open_for_reading(restored.ledger.path)) as db:
+            (told,) = db.execute("SELECT DISTINCT reason FROM attempts WHERE row IN (2, 3)")
+        return again, other, found, open_places, told[0]
+
+    again, buffer, found, open_places, told = asyncio.run(run())
+    assert again.returned == [*keys[2:4], *keys[4:]] and again.in_flight == {0: keys[:2]}
+    assert [place.order for place in open_places] == [0] and buffer.ready_entries() == [] and found == {}
+    assert told == "made with old log-probabilities of the policy, and the run went on with those of the update"
 
 
 def test_other_ranks_and_another_estimator_are_refused_by_name(tmp_path):

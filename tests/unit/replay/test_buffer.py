@@ -347,6 +347,16 @@ def test_loading_refuses_missing_references_and_used_buffers():
         filled(make(), [1]).load_state_dict(state, {0: "a", 1: "b"})
 
 
+def test_chunks_of_another_size_wait_for_a_straggler_that_makes_them_add_up():
+    """As in a run that went on with larger chunks."""
+    buffer = make(eta=1)
+    straggler = buffer.reserve(2, 0)
+    filled(buffer, [2, 4])
+    assert buffer.lease(4, 0) is None
+    commit(buffer, straggler)
+    assert [len(buffer.lease(4, 0).entries) for _ in range(2)] == [2, 1]
+
+
 def resumed_with(eta):
     """Saved at version 5 by a buffer of η = 2: places (order: version) 0: 3, 1: under way, 2: 4, 3: 5, 4: 5, 5: under
     way, of two samples each; a batch has four."""
