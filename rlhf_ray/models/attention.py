@@ -15,10 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlhf_ray.errors import ModelError
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.short_rows import LONGEST, HeadGrids, ShortRowAttention
 
 NAME = "rlhf_ray_packed"
+NEUTRAL = {
+    "position_ids": "queries and keys are turned by their positions before they come here",
+    "use_cache": "no pass over packed rows keeps keys and values",
+    "output_attentions": "no pass here asks for attention's weights",
+}
+"""What families of transformers hand to attention besides, and why it changes nothing. Of other arguments only None is
+taken, and `sliding_window` where no row is longer: `softcap` caps scores, `s_aux` are sinks, `position_bias` is added
+to scores, `encoder_hidden_states` are another text's."""
 
 
 class _Scatter(torch.autograd.Function):
@@ -57,7 +66,7 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     packing: Packing | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of `[1, heads, T, D]` queries over packed rows; returns `[1, T, heads, D]` as transformers expects.
 
@@ -65,9 +74,12 @@ def packed_attention(
 
     Raises:
         ValueError: called without a `packing`, which only our own forward passes give.
+        ModelError: the model asks for attention of another kind; names the family, the argument and what to do.
     """
     if packing is None:
-        raise ValueError(f"attention {NAME!r} needs packing=Packing(...); use 'sdpa' for padded batches")
+        raise ValueError(f"attention {NAME!r} needs packing=Packing(...), which {_family(module)} was not given or "
+                         "does not pass on; use 'sdpa' for padded batches")
+    _refuse_other_kinds(module, packing, {"attention_mask": attention_mask, **others})
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if _by_products(q, k, packing, dropout):
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -78,6 +90,26 @@ def packed_attention(
     if filler:
         answers.append(answers[0].new_zeros(filler, *answers[0].shape[1:]))
     return (answers[0] if len(answers) == 1 else torch.cat(answers))[None], None
+
+
+def _refuse_other_kinds(module: torch.nn.Module, packing: Packing, others: Mapping[str, Any]) -> None:
+    """Refuse arguments, and modules, for which causal attention within each row is not what the model computes."""
+    asked = [name for name, value in others.items() if value is not None and name not in NEUTRAL and not (
+        (name == "sliding_window" and packing.longest <= value) or (name == "is_causal" and value))]
+    if asked:
+        name, value = asked[0], others[asked[0]]
+        what = f"{name}={value}" if isinstance(value, int | float | str) else f"{name} (a {type(value).__name__})"
+        rows = f", with rows of up to {packing.longest} tokens" if name == "sliding_window" else ""
+        raise ModelError(f"{_family(module)} calls attention with {what}{rows}, which packed attention does not "
+                         "compute; take a model without it, or rows within the window (see docs/models.md)")
+    if getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{_family(module)} lets tokens attend to later ones (is_causal=False), which packed "
+                         "attention does not; take a causal model (see docs/models.md)")
+
+
+def _family(module: torch.nn.Module) -> str:
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    return type(module).__name__ + (f" of the family {kind!r}" if kind else "")
 
 
 def _by_products(query: Tensor, key: Tensor, packing: Packing, dropout: float) -> bool:
@@ -100,15 +132,6 @@ def _attend(
         q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
     flat = out.transpose(1, 2).reshape(size, *out.shape[1::2])
     return flat if packing.is_grid else _Gather.apply(flat, packing.grid_index)
-
-
-def local_window(shape: Mapping[str, Any]) -> int | None:
-    """Tokens that layers with local attention look back, by a model's configuration; None where no layer has any.
-
-    `packed_attention` sees whole rows: rows longer than the window would be read otherwise than the model does.
-    """
-    local = "sliding_attention" in (shape.get("layer_types") or ["sliding_attention"])
-    return shape.get("sliding_window") if local and shape.get("use_sliding_window", True) else None
 
 
 def register() -> str:

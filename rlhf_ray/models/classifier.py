@@ -1,8 +1,8 @@
 """One-label sequence classifiers of any architecture as scorers: packed where that is proven, padded elsewhere.
 
-Decoders score a row at its last token, whatever that token is; encoders as their own head does. Decoders outside
-`PACKED`, or with attention that packing does not know (a sliding window), run on rows padded to the longest of a
-micro-batch, with transformers' own attention.
+Decoders score a row at its last token, whatever that token is; encoders as their own head does. What was not measured
+to be right on packed rows (see `families.runs_packed`) runs on rows padded to the longest of a micro-batch, with
+transformers' own attention.
 """
 
 from __future__ import annotations
@@ -19,16 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.errors import ModelError
-from rlhf_ray.models.attention import local_window
+from rlhf_ray.models.families import runs_packed
 from rlhf_ray.models.loading import load_scalar_model, pretrained_config
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
-
-PACKED = frozenset({
-    "gemma", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3",
-})
-"""Architectures (`model_type`) whose packed forward pass is tested against transformers' own."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +35,6 @@ class EncodedRow:
     """[T] which text of a pair each token is of, for models that want to know."""
 
 
-def packs(shape: Any) -> bool:
-    """Whether a model of this transformers configuration may run on packed rows."""
-    window = local_window(shape.to_dict())
-    return shape.model_type in PACKED and (window is None or window >= shape.max_position_embeddings)
-
-
-def check_packs(config: ModelConfig, field: str) -> None:
-    """Refuse a model that cannot be trained on packed rows, by its configuration alone.
-
-    Raises:
-        ModelError: naming the field and the architecture.
-    """
-    shape = pretrained_config(config)
-    if not packs(shape):
-        raise ModelError(f"{field}: {config.path!r} is of architecture {shape.model_type!r}, which runs on padded rows "
-                         f"only and cannot be trained here; architectures that can: {', '.join(sorted(PACKED))} "
-                         "(without a sliding window shorter than the context)")
-
-
 class Classifier:
     """A frozen one-label classifier on this process's device."""
 
@@ -69,7 +44,7 @@ class Classifier:
             ModelError: no such model, or no classifier with one label.
         """
         shape = pretrained_config(config)
-        self._packs = packs(shape)
+        self._packs = runs_packed(shape)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_scalar_model(config, new_head=False, packed=self._packs)
         self._model = model.to(self._device).eval().requires_grad_(False)

@@ -12,6 +12,7 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.comparison import Comparison, Pair, print_comparison
 from rlhf_ray.observability.comparison_page import comparison_page
@@ -81,6 +82,7 @@ def _model(name: str, argument: str) -> ModelConfig:
     model, said = model_at(name, argument)
     if said:
         print(said, file=sys.stderr)
+    check_family(model, argument, {Use.GENERATION})
     return model
 
 

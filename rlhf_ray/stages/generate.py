@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.observability.answers import print_answer
 from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.rewards.protocol import RewardRequest
@@ -91,6 +92,7 @@ class _Asker:
         self._model, said = model_at(options.model, "MODEL")
         if said:
             print(said, file=sys.stderr)
+        check_family(self._model, "MODEL", {Use.GENERATION})
         if options.reward:
             check_scorer(options.reward, self._model, "--reward")
         self._scorer: Scorer | None = scorer_of(options.reward, self._model) if options.reward else None

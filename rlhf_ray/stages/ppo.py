@@ -35,6 +35,7 @@ from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.failpoints import armed
+from rlhf_ray.models.families import POLICY, Use, check_family
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.gauges import Gauges
@@ -58,7 +59,6 @@ from rlhf_ray.stages.preflight import (
     check_data_file,
     check_first_rows,
     check_model,
-    check_window,
 )
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.resume_preflight import check_resume
@@ -99,13 +99,15 @@ def preflight(config: PPOConfig) -> None:
         check_data_file(held_out.location, "evaluation.prompts")
     check_pretraining_text(config)
     check_model(config.model, "model")
+    longest, field = config.longest_response
+    rows = config.prompts.max_tokens + longest, f"prompts.max_tokens + {field}"
+    check_family(config.model, "model", POLICY, rows)
     check_rewards(config)
     check_adapters(config.policy, config.model, "policy", scalar=False)
     if config.starts_critic:
+        check_family(config.critic_model, f"critic.init={config.critic.init}", {Use.SCALAR}, rows)
         check_adapters(config.critic, config.critic_model, "critic", scalar=True)
-    longest, field = config.longest_response
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
-    check_window(config.model, config.prompts.max_tokens + longest, f"prompts.max_tokens + {field}")
     check_fit(config)
     for section in (config.prompts, held_out) if held_out else (config.prompts,):
         check_first_rows(section, config.model)

@@ -11,6 +11,7 @@ from rlhf_ray.config.stages import PreferencesStageConfig
 from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 from rlhf_ray.observability.spans import StepClock
@@ -43,6 +44,7 @@ def preflight(config: PreferencesStageConfig) -> None:
     refuse_open_serialization()
     check_data(config.prompts, "prompts")
     check_model(config.model, "model")
+    check_family(config.model, "model", {Use.GENERATION})
     check_first_rows(config.prompts, config.model)
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))

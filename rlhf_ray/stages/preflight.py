@@ -13,7 +13,6 @@ from rlhf_ray.data.formats import check_rows, check_some_are_left
 from rlhf_ray.data.reading import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError
-from rlhf_ray.models.attention import local_window
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 
@@ -120,8 +119,7 @@ def context_length(config: ModelConfig | NewModelConfig) -> int | None:
 
 
 def check_row_length(config: ModelConfig | NewModelConfig, tokens: int, field: str) -> None:
-    """Refuse rows that are longer than a model under training can read: than its context, or than a sliding window of
-    its attention, which packed rows do without.
+    """Refuse rows that are longer than a model's context.
 
     Raises:
         ModelError: naming the field, its value and the limit.
@@ -129,21 +127,6 @@ def check_row_length(config: ModelConfig | NewModelConfig, tokens: int, field: s
     longest = context_length(config)
     if longest is not None and tokens > longest:
         raise ModelError(f"{field}={tokens} tokens is over the context of {_name(config)!r}, {longest}; lower it")
-    check_window(config, tokens, field)
-
-
-def check_window(config: ModelConfig | NewModelConfig, tokens: int, field: str) -> None:
-    """Refuse rows longer than a sliding window of the attention of a model under training, which packed rows do
-    without.
-
-    Raises:
-        ModelError: naming the field, its value and the window.
-    """
-    window = None if isinstance(config, NewModelConfig) else local_window(_shape(config))
-    if window is not None and tokens > window:
-        raise ModelError(f"{field}={tokens} tokens is over the sliding window of {_name(config)!r}, {window}: packed "
-                         "attention sees whole rows, and would train another model than vLLM runs; lower it to the "
-                         "window, or take a model without one")
 
 
 def _name(config: ModelConfig | NewModelConfig) -> str:

@@ -5,6 +5,7 @@ import asyncio
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.team import Team
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.stages.preflight import check_data_file, check_row_length
@@ -12,7 +13,7 @@ from rlhf_ray.stages.workplace import Workplace
 
 
 def check_pretraining_text(config: PPOConfig) -> None:
-    """Refuse text that is not there, or rows longer than the model can read (`preflight.check_row_length`).
+    """Refuse text that is not there, or rows longer than the model can read, or than packed passes of it may be.
 
     Raises:
         DataError, ModelError: naming the field, the value and the fix.
@@ -21,6 +22,7 @@ def check_pretraining_text(config: PPOConfig) -> None:
         return
     check_data_file(config.ptx.path, "ptx.path")
     check_row_length(config.model, config.ptx.max_tokens, "ptx.max_tokens")
+    check_family(config.model, "model", {Use.LANGUAGE}, (config.ptx.max_tokens, "ptx.max_tokens"))
 
 
 async def hand_out_pretraining_text(

@@ -22,7 +22,7 @@ from rlhf_ray.data.rows import brief
 from rlhf_ray.data.step_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, RewardError
-from rlhf_ray.models.classifier import check_packs
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.number import has_number
@@ -41,7 +41,6 @@ def check_rewards(config: PPOConfig) -> None:
         _check_answers(config, name, reward)
     if config.starts_critic and config.critic.init == "reward":
         check_same_tokens(config.model, config.critic_model, ("model", "rewards, from which critic.init=reward starts"))
-        check_packs(config.critic_model, "critic.init=reward")
 
 
 def _check_source(config: PPOConfig, name: str, reward: RewardConfig) -> None:
@@ -50,6 +49,7 @@ def _check_source(config: PPOConfig, name: str, reward: RewardConfig) -> None:
             _check_reward_model(config, name, reward)
         case ProcessReward():
             check_model(reward, f"rewards.{name}")
+            check_family(reward, f"rewards.{name}", {Use.LANGUAGE})
             StepTokens.of(load_steps(reward, f"rewards.{name}"), load_tokenizer(reward))
         case HTTPReward():
             digest = tokenizer_digest(load_tokenizer(config.model))

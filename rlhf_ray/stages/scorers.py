@@ -16,6 +16,7 @@ from rlhf_ray.data.judge import judge_scores
 from rlhf_ray.data.step_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import check_model_directory, check_scalar_head, load_tokenizer
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
@@ -98,6 +99,7 @@ async def _check(component: str, reward: RewardConfig, model: ModelConfig) -> No
             check_scalar_head(reward, f"rewards.{component}")
         case ProcessReward():
             check_model_directory(reward, f"rewards.{component}")
+            check_family(reward, f"rewards.{component}", {Use.LANGUAGE})
             StepTokens.of(load_steps(reward, f"rewards.{component}"), load_tokenizer(reward))
         case HTTPReward():
             await HTTPSource(component, reward).check(tokenizer_digest(load_tokenizer(model)))

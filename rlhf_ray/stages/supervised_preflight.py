@@ -3,6 +3,7 @@
 from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.step_format import StepTokens
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.stages.fit_preflight import check_fit
 from rlhf_ray.stages.preflight import check_adapters, check_data, check_first_rows, check_model, check_row_length
@@ -22,6 +23,8 @@ def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: St
     check_data(config.data, "data")
     check_model(config.model, "model")
     check_row_length(config.model, config.data.max_tokens, "data.max_tokens")
+    check_family(config.model, "model", {Use.SCALAR if pairs else Use.LANGUAGE},
+                 (config.data.max_tokens, "data.max_tokens"))
     check_adapters(config.learner, config.model, "learner", scalar=pairs)
     if steps is not None:
         StepTokens.of(steps, load_tokenizer(config.model))

@@ -63,14 +63,16 @@ class Routes:
         """Names of the checkpoint's tensors that a layer is made of."""
         return self._sources[layer]
 
-    def of(self, name: str, tensor: Tensor) -> Iterator[Route]:
-        """The calls that load `tensor`. One that the model transforms first goes through its `load_weights` again."""
+    def of(self, name: str, tensor: Tensor) -> list[Route]:
+        """The calls that load `tensor`. One that the model transforms first goes through its `load_weights` again.
+
+        The parameters have their own loaders again when this returns: whoever copies them copies those too.
+        """
         if name in self._known:
-            for route in self._known[name]:
-                yield Route(route.layer, route.parameter, tensor, route.arguments, route.keywords)
-            return
+            return [Route(route.layer, route.parameter, tensor, route.arguments, route.keywords)
+                    for route in self._known[name]]
         with recorded(self._model) as calls:
-            yield from _asked(self._model, calls, name, tensor)
+            return _asked(self._model, calls, name, tensor)
 
 
 def _ties(layers: Mapping[str, nn.Module]) -> dict[str, list[Tie]]:

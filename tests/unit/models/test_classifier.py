@@ -9,33 +9,19 @@ import torch
 import transformers
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.errors import ModelError
-from rlhf_ray.models.classifier import PACKED, Classifier, EncodedRow, check_packs, packs
+from rlhf_ray.models.classifier import Classifier, EncodedRow
+from rlhf_ray.models.families import FAMILIES as KNOWN
+from rlhf_ray.models.families import Use, runs_packed
+from tests.tiny_families import DECODERS, GROUPED, SHAPE, SMALL_BLOOM, USUAL, config_of
 
-SHAPE = {"vocab_size": 64, "num_labels": 1, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-USUAL = {**SHAPE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "max_position_embeddings": 32, "initializer_range": 0.2}
-GROUPED = {**USUAL, "num_key_value_heads": 1, "head_dim": 16}
 FAMILIES = {
-    "llama": (transformers.LlamaConfig, GROUPED), "qwen2": (transformers.Qwen2Config, GROUPED),
-    "qwen3": (transformers.Qwen3Config, GROUPED), "mistral": (transformers.MistralConfig, GROUPED),
-    "gemma": (transformers.GemmaConfig, GROUPED), "gpt_neox": (transformers.GPTNeoXConfig, USUAL),
-    "gpt2": (transformers.GPT2Config, {**SHAPE, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32,
-                                       "initializer_range": 0.2}),
-    "phi": (transformers.PhiConfig, USUAL), "phi3": (transformers.Phi3Config, GROUPED),
-    "olmo2": (transformers.Olmo2Config, GROUPED),
-    "opt": (transformers.OPTConfig, {**SHAPE, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2,
-                                     "num_attention_heads": 2, "max_position_embeddings": 32,
-                                     "word_embed_proj_dim": 32, "init_std": 0.2}),
-    "sliding mistral": (transformers.MistralConfig, {**GROUPED, "sliding_window": 4}),
-    "gemma2": (transformers.Gemma2Config, {**GROUPED, "sliding_window": 4}),
-    "bloom": (transformers.BloomConfig, {**SHAPE, "hidden_size": 32, "n_layer": 2, "n_head": 2,
-                                         "initializer_range": 0.2}),
-    "bert": (transformers.BertConfig, USUAL), "distilbert": (transformers.DistilBertConfig, {
+    **{name: (name, shape) for name, shape in DECODERS.items() if name != "granite"},
+    "sliding mistral": ("mistral", {**GROUPED, "sliding_window": 4}),
+    "gemma2": ("gemma2", {**GROUPED, "sliding_window": 4}), "bloom": ("bloom", SMALL_BLOOM),
+    "bert": ("bert", USUAL), "distilbert": ("distilbert", {
         **SHAPE, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32}),
-    "roberta": (transformers.RobertaConfig, {**USUAL, "pad_token_id": 1, "eos_token_id": 2}),
-    "deberta-v2": (transformers.DebertaV2Config, USUAL),
-    "modernbert": (transformers.ModernBertConfig, {**USUAL, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}),
+    "roberta": ("roberta", {**USUAL, "pad_token_id": 1, "eos_token_id": 2}), "deberta-v2": ("deberta-v2", USUAL),
+    "modernbert": ("modernbert", {**USUAL, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}),
 }
 LENGTHS = (5, 9, 3, 9, 1, 12)
 
@@ -47,9 +33,9 @@ def saved(tmp_path_factory):
 
     def save(family: str) -> Path:
         if family not in made:
-            cls, shape = FAMILIES[family]
+            kind, shape = FAMILIES[family]
             torch.manual_seed(0)
-            model = transformers.AutoModelForSequenceClassification.from_config(cls(**shape))
+            model = transformers.AutoModelForSequenceClassification.from_config(config_of(kind, **shape))
             with torch.no_grad():  # biases and heads start at zero or nearly so; scores must differ to tell anything
                 for name, p in model.named_parameters():
                     if name.split(".")[0] in ("score", "classifier", "pooler", "head", "pre_classifier"):
@@ -85,8 +71,8 @@ def test_rows_with_and_without_types_score_together_as_apart(saved):
 
 
 def test_packing_is_for_the_proven_and_encoders_read_pairs(saved):
-    packed = {family for family in FAMILIES if packs(transformers.AutoConfig.from_pretrained(saved(family)))}
-    assert packed == PACKED, "what packs is tested here, and only that"
+    packed = {family for family in FAMILIES if runs_packed(transformers.AutoConfig.from_pretrained(saved(family)))}
+    assert packed == {name for name, known in KNOWN.items() if Use.SCALAR in known.right}, "and only that is tested"
     pairs = {family for family in FAMILIES if Classifier(ModelConfig(path=str(saved(family)))).reads_pairs}
     assert pairs == {"bert", "distilbert", "roberta", "deberta-v2", "modernbert"}
 
@@ -123,11 +109,3 @@ def test_second_texts_of_a_pair_are_told_apart(saved):
     with torch.no_grad():
         expected = plain(torch.arange(4, 10)[None], token_type_ids=torch.tensor([[0, 0, 0, 1, 1, 1]])).logits.item()
     assert score == pytest.approx(expected, abs=1e-5)
-
-
-def test_what_cannot_be_packed_starts_no_critic(saved):
-    check_packs(ModelConfig(path=str(saved("qwen2"))), "critic.init=reward")
-    for family in ("bert", "sliding mistral", "bloom"):
-        said = r"^critic\.init=reward: '.*' is of architecture '\w+', which runs on padded rows"
-        with pytest.raises(ModelError, match=said):
-            check_packs(ModelConfig(path=str(saved(family))), "critic.init=reward")

@@ -10,7 +10,8 @@ import torch
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.chat import ChatTemplate
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.classifier import Classifier, check_packs
+from rlhf_ray.models.classifier import Classifier
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import (
     check_scalar_head,
     load_causal_lm,
@@ -94,7 +95,7 @@ READERS = {
     "load_scalar_model": ("reward", lambda c: load_scalar_model(c, new_head=False)),
     "Classifier": ("reward", Classifier),
     "check_scalar_head": ("reward", check_scalar_head),
-    "check_packs": ("reward", lambda c: check_packs(c, "rewards.main")),
+    "check_family": ("reward", lambda c: check_family(c, "rewards.main", {Use.SCALAR})),
     "check_targets": ("policy", lambda c: check_targets(["q_proj"], c, "policy.lora.targets", scalar=False)),
     "pretrained_config": ("policy", pretrained_config),
     "load_tokenizer": ("policy", load_tokenizer),

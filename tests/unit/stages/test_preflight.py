@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.config.ptx import PtxConfig
-from rlhf_ray.config.stages import PPOConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, DataError, ModelError
-from rlhf_ray.stages import ppo, reward_model, sft
+from rlhf_ray.stages import compare, generate, ppo, preferences, process_reward, reward_model, sft
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
@@ -24,6 +25,7 @@ from rlhf_ray.stages.preflight import (
 )
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
+from tests.tiny_families import config_of
 
 
 @pytest.fixture(scope="module")
@@ -121,22 +123,6 @@ def test_rows_fit_into_the_context(llama):
     scratch = NewModelConfig(architecture=ArchitectureConfig(max_positions=32), tokenizer="t")
     with pytest.raises(ModelError, match=r"data\.max_tokens=33 tokens is over the context of 'the new model', 32"):
         check_row_length(scratch, 33, "data.max_tokens")
-
-
-@pytest.mark.parametrize(("more", "refused"), [
-    ({"sliding_window": 16}, True), ({"sliding_window": 20}, False), ({"sliding_window": None}, False),
-    ({"sliding_window": 16, "use_sliding_window": False}, False),
-    ({"sliding_window": 16, "layer_types": ["full_attention"]}, False),
-    ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, True),
-])
-def test_rows_fit_into_a_sliding_window_where_there_is_one(copy, more, refused):
-    shape = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(shape | more))
-    if not refused:
-        check_row_length(config(copy), 20, "data.max_tokens")
-        return
-    with pytest.raises(ModelError, match=r"data\.max_tokens=20 tokens is over the sliding window of .*, 16: packed"):
-        check_row_length(config(copy), 20, "data.max_tokens")
 
 
 def test_pretraining_text_is_there_and_its_rows_fit(llama, tmp_path):
@@ -373,3 +359,55 @@ def test_a_switch_that_lets_vllm_unpickle_is_refused(ppo_config, monkeypatch):
             begin()
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in generator_environment(GenerationConfig())
+
+
+@pytest.fixture
+def of_family(llama, tmp_path):
+    """of_family(name, **shape) -> a model directory whose configuration is another family's."""
+
+    def make(name, **shape):
+        directory = shutil.copytree(llama, tmp_path / name)
+        config_of(name, **{"vocab_size": 40, "max_position_embeddings": 64, **shape}).save_pretrained(directory)
+        return directory
+
+    return make
+
+
+def test_every_stage_refuses_what_is_known_not_to_work(of_family, llama, tmp_path, ppo_config):
+    """Before anything starts, with the section that names the model."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w2"}\n')
+    data, model = {"path": str(tmp_path / "p.jsonl"), "max_tokens": 20}, {"path": str(of_family("gemma2"))}
+    run = {"dir": str(tmp_path / "run")}
+    said = r"^model: '.*gemma2' is of the family 'gemma2', which cannot be used for .* caps"
+    steps = {"separator": "w5", "placeholder": "w6", "good": "w7", "bad": "w8"}
+    for stage, config_ in (
+        (sft, SFTConfig(run=run, model=model, data=data)),
+        (reward_model, RewardModelConfig(run=run, model=model, data=data)),
+        (process_reward, ProcessRewardConfig(run=run, model=model, data=data, steps=steps)),
+        (ppo, ppo_config(model=model)),
+    ):
+        with pytest.raises(ModelError, match=said):
+            stage.preflight(config_)
+    rewards = {"main": {"type": "process", "path": model["path"]}}
+    with pytest.raises(ModelError, match=said.replace("model:", r"rewards\.main:")):
+        ppo.preflight(ppo_config(rewards=rewards))
+    olmo = {"path": str(of_family("olmo2"))}
+    with pytest.raises(ModelError, match=r"^model: '.*olmo2'.*cannot be used for generation with vLLM: vLLM 0\.32"):
+        preferences.preflight(PreferencesStageConfig(run=run, model=olmo, prompts=data, pairs={}))
+    sampling = SamplingConfig(max_tokens=4)
+    with pytest.raises(ModelError, match=r"^MODEL: '.*olmo2'.*cannot be used for generation"):
+        generate.run(generate.GenerateOptions(olmo["path"], sampling, prompts=["w2"]), None)
+    with pytest.raises(ModelError, match=r"^B: '.*olmo2'.*cannot be used for generation"):
+        compare.run(compare.CompareOptions(str(llama), olmo["path"], data["path"], "vader", tmp_path / "c.html",
+                                           sampling))
+
+
+def test_ppo_refuses_what_cannot_be_published_and_windows_that_rows_leave(of_family, ppo_config):
+    with pytest.raises(ModelError, match=r"^model: .*'mixtral'.*new weights for vLLM"):
+        ppo.preflight(ppo_config(model={"path": str(of_family("mixtral"))}))
+    with pytest.raises(ModelError, match=r"^critic\.init=policy: .*'granite'.*no sequence classifier"):
+        ppo.preflight(ppo_config(model={"path": str(of_family("granite"))}))
+    windowed = ppo_config(model={"path": str(of_family("mistral", sliding_window=63))})
+    said = r"^prompts\.max_tokens \+ generator\.sampling\.max_tokens=64 tokens is over the sliding window of .*, 63"
+    with pytest.raises(ModelError, match=said):
+        ppo.preflight(windowed)

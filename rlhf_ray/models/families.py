@@ -1,0 +1,206 @@
+"""What is known of model families (`model_type` of a config.json): what they work for here, what not, and why.
+
+Each use of each family below was measured with a tiny random model in float32: packed passes against transformers' own
+forward of every row alone, vLLM against it before and after a publication. What is known not to work is refused here,
+by the model's configuration alone. A family that is not listed, or not in a use, runs only if the comparison of packed
+with padded passes that every learner and scorer makes as it starts comes out even.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.errors import ModelError
+from rlhf_ray.models.loading import pretrained_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Use(Enum):
+    """What a model is wanted for; the value says it in an error message."""
+
+    LANGUAGE = "log-probabilities of tokens (policy, reference, SFT, process reward model)"
+    """Packed passes of a language model."""
+    SCALAR = "a scalar head (critic, reward model under training)"
+    """Packed passes of a sequence classifier with one label."""
+    GENERATION = "generation with vLLM"
+    PUBLICATION = "new weights for vLLM while it runs (PPO)"
+
+
+PACKED = frozenset({Use.LANGUAGE, Use.SCALAR})
+DECODING = frozenset({Use.GENERATION, Use.PUBLICATION})
+EVERYTHING = PACKED | DECODING
+POLICY = frozenset({Use.LANGUAGE, *DECODING})
+"""What PPO wants of the model under training."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one `model_type`."""
+
+    right: frozenset[Use] = EVERYTHING
+    """Uses in which it was measured to be right."""
+    wrong: Mapping[Use, str] = field(default_factory=dict)
+    """Why it is refused in others. What is in neither was not measured."""
+    plain: bool = True
+    """Whether entries that its config.json leaves out set nothing of `_SPECIAL`, by transformers' defaults."""
+
+
+_BACKEND = ("vLLM 0.32 has no implementation of its own and fails to run transformers' (\"no attribute "
+            "'do_not_compile'\")")
+_EXPERTS = "vLLM's fused experts cannot be given transformers' tensors while it runs"
+_NO_HEAD = "transformers has no sequence classifier of it"
+_OWN = "its attention does not go through transformers' interface for it, so packed rows would see each other"
+_RECURRENT = "its layers hand a state on from token to token, and would hand it on from one packed row to the next"
+_UNTOLD = "it does not tell its attention where packed rows end"
+_SINKS = "its attention has sinks (s_aux), which packed attention does not compute"
+
+FAMILIES: dict[str, Family] = {
+    **{name: Family() for name in ("gemma", "glm4", "gpt2", "llama", "opt", "phi3", "qwen2", "qwen3")},
+    **{name: Family(plain=False) for name in ("gemma3_text", "mistral")},
+    **{name: Family(PACKED, dict.fromkeys(DECODING, _BACKEND))
+       for name in ("glm", "gpt_neox", "olmo", "olmo2", "phi", "smollm3", "starcoder2")},
+    **{name: Family(PACKED | {Use.GENERATION}, {Use.PUBLICATION: _EXPERTS})
+       for name in ("mixtral", "qwen2_moe", "qwen3_moe")},
+    "gemma2": Family(DECODING, plain=False),
+    "granite": Family(EVERYTHING - {Use.SCALAR}, {Use.SCALAR: _NO_HEAD}),
+    **{name: Family(DECODING, {Use.SCALAR: _NO_HEAD}, plain=False) for name in ("cohere", "cohere2")},
+    "falcon": Family(DECODING, dict.fromkeys(PACKED, _OWN)),
+    **{name: Family(frozenset(), dict.fromkeys(PACKED, _OWN)) for name in ("bloom", "mpt")},
+    "gpt_oss": Family(frozenset(), {**dict.fromkeys(PACKED, _SINKS), Use.PUBLICATION: _EXPERTS}),
+    **{name: Family(frozenset(), dict.fromkeys(PACKED, _SINKS))
+       for name in ("granite_swa", "granitemoe_swa", "mimo_v2_flash")},
+    **{name: Family(DECODING, dict.fromkeys(PACKED, _UNTOLD)) for name in ("nemotron", "stablelm")},
+    "moshi": Family(frozenset(), dict.fromkeys(PACKED, _UNTOLD)),
+    **{name: Family(frozenset(), dict.fromkeys(PACKED, _RECURRENT)) for name in (
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "minimax", "nemotron_h",
+        "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm")},
+}
+
+
+def check_family(
+    model: ModelConfig | NewModelConfig, section: str, uses: Collection[Use], longest: tuple[int, str] | None = None
+) -> None:
+    """Refuse a model that is known not to work in one of these uses, by its configuration alone.
+
+    Args:
+        section: the section of the configuration that names the model, or the argument of a command.
+        longest: tokens of the longest row of packed passes, and the field that says so.
+
+    Raises:
+        ModelError: names the field, the family, the reason and what to do.
+    """
+    if isinstance(model, NewModelConfig):
+        return  # a Llama
+    values = _configuration(model)
+    kind, wrong = str(values.get("model_type")), _wrong(values)
+    for use in (use for use in Use if use in uses and use in wrong):
+        raise ModelError(
+            f"{section}: {model.path!r} is of the family {kind!r}, which cannot be used for {use.value}: {wrong[use]}. "
+            f"Take a model of a family that can: {', '.join(_right(uses))} (see docs/models.md)")
+    if longest is not None and PACKED & set(uses):
+        tokens, field = longest
+        for limit, what, why in _limits(values):
+            if tokens > limit:
+                raise ModelError(f"{field}={tokens} tokens is over the {what} of {model.path!r}, {limit}: {why}; lower "
+                                 "it to that, or take a model without one")
+
+
+def runs_packed(shape: PretrainedConfig) -> bool:
+    """Whether a scalar model of this configuration was measured to compute on packed rows what transformers does, for
+    rows as long as its context."""
+    values, known = _values(shape), FAMILIES.get(shape.model_type)
+    return (known is not None and Use.SCALAR in known.right and Use.SCALAR not in _wrong(values)
+            and all(limit >= shape.max_position_embeddings for limit, *_ in _limits(values)))
+
+
+def _right(uses: Collection[Use]) -> list[str]:
+    return sorted(name for name, family in FAMILIES.items() if family.right.issuperset(uses))
+
+
+def _configuration(model: ModelConfig) -> dict[str, Any]:
+    """What a model's configuration says, transformers' defaults included where they decide something here.
+
+    A local file of a plain family that sets none of `_SPECIAL` is read as it is: transformers' own class of it would
+    import two seconds' worth of code.
+
+    Raises:
+        ModelError: there is no readable configuration.
+    """
+    file = Path(model.path) / "config.json"
+    if file.is_file():
+        try:
+            values = dict(json.loads(file.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ModelError(f"no model could be loaded from {model.path!r}: config.json: {error}") from error
+        family = FAMILIES.get(str(values.get("model_type")))
+        special = any(values.get(name) for name in _SPECIAL) or any(
+            rope.get("rope_type", rope.get("type", "default")) != "default" for rope in _ropes(values))
+        if family is not None and family.plain and not special:
+            return values
+    return _values(pretrained_config(model))
+
+
+_SPECIAL = ("attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale",
+            "logits_scaling", "sliding_window", "use_bidirectional_attention")
+
+
+def _values(shape: PretrainedConfig) -> dict[str, Any]:
+    """Of a model that reads texts and other things, what it says of texts, under the name of the whole."""
+    return {**shape.get_text_config().to_dict(), "model_type": shape.model_type}
+
+
+def _ropes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """How positions are turned; some models turn them in one way where attention is local, in another elsewhere."""
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    parts = [part for part in given.values() if isinstance(part, dict)]
+    return parts or [given]
+
+
+def _wrong(values: Mapping[str, Any]) -> dict[Use, str]:
+    """Why a model of this configuration is refused, by use."""
+    kind = str(values.get("model_type"))
+    family = FAMILIES.get(kind)
+    found = dict(family.wrong) if family else _by_transformers(kind)
+    if values.get("attn_logit_softcapping"):
+        found |= dict.fromkeys(PACKED, "attn_logit_softcapping caps its attention, which packed attention does not")
+    if values.get("use_bidirectional_attention"):
+        found |= dict.fromkeys(PACKED, "its tokens attend to later ones (use_bidirectional_attention)")
+    for name, does in (("final_logit_softcapping", "caps"), ("logit_scale", "scales"), ("logits_scaling", "scales")):
+        if values.get(name) not in (None, 1):
+            found[Use.LANGUAGE] = f"{name}={values[name]} {does} its logits, which packed passes do not"
+    return found
+
+
+def _by_transformers(kind: str) -> dict[Use, str]:
+    """What transformers' own lists tell of a family that is not listed here."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return dict.fromkeys(EVERYTHING, "it reads a text in both directions")
+    if kind in CONFIG_MAPPING_NAMES and kind not in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        return {Use.SCALAR: _NO_HEAD}
+    return {}
+
+
+def _limits(values: Mapping[str, Any]) -> Iterator[tuple[int, str, str]]:
+    """(tokens, what it is, why) of rows up to which packed passes compute what the model does."""
+    layers = values.get("layer_types") or ["sliding_attention", "chunked_attention"]
+    whole = "packed attention sees whole rows, and would train another model than vLLM runs"
+    for name, kind, what in (("sliding_window", "sliding_attention", "sliding window"),
+                             ("attention_chunk_size", "chunked_attention", "attention_chunk_size")):
+        if values.get(name) and kind in layers:
+            yield int(values[name]), what, whole
+    for rope in _ropes(values):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            limit = rope.get("original_max_position_embeddings") or values["max_position_embeddings"]
+            yield int(limit), f"context before {rope['rope_type']} rope scaling", (
+                "from there on the positions of all rows of a pass are turned by its longest row")
