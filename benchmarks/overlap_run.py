@@ -134,7 +134,7 @@ class OverlapRun:
         buffer = ReplayBuffer((max_staleness + 1) * config.samples_per_step, None, max_staleness, 3600.0)
         buffer.load_state_dict(self._places, {})
         watch, silent = Watch(self._team.clock), _Silent()
-        with self._ledger(config) as ledger:
+        with self._ledger(config, state.cursor) as ledger:
             pipeline = Pipeline(config, self._team, state, buffer, self._prompts, ledger)
             await Coordinator(
                 config, self._team, state, buffer, pipeline, self._weights, recovery=cast(Any, silent),
@@ -151,13 +151,11 @@ class OverlapRun:
         return self.config.model_copy(update={"run": run, "coordinator": loop})
 
     @contextmanager
-    def _ledger(self, config: PPOConfig) -> Iterator[Ledger]:
+    def _ledger(self, config: PPOConfig, cursor: PromptCursor) -> Iterator[Ledger]:
         """The books of one turn, on disk as a run's are."""
-        facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
-                            config.coordinator.max_staleness, tuple(self._prompts.sizes))
         path = Path(config.run.dir) / "ledger.sqlite"
         path.unlink(missing_ok=True)
-        ledger = Ledger.create(path, facts)
+        ledger = Ledger.create(path, LedgerFacts.of(config, cursor))
         try:
             yield ledger
         finally:

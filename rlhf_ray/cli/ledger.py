@@ -21,10 +21,10 @@ def ledger(
 ) -> None:
     """Show how many samples are under way, trained on, committed, quarantined or were given up; during a run and after.
 
-    A sample is committed when a checkpoint holds the update that consumed it, and not_applied when that update changed
-    no weight, because no loss and gradient was finite. --check goes through the invariants:
-    every sample committed once or quarantined with a reason, updates without a gap and each of one whole batch,
-    staleness within its bound, every row visited in an epoch before the next begins.
+    A sample is committed when a checkpoint holds the update that consumed it, not_applied when that update changed
+    no weight, because no loss and gradient was finite, and unused when the run ended before its turn.
+    --check goes through the invariants: the prompts in the ledger are those that the data cursor handed out, each once;
+    updates without a gap and each of one whole batch; staleness within its bound; nothing open after the run's end.
     """
     require_run(run)
     from rlhf_ray.observability.run_directory import RunDirectory

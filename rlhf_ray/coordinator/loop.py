@@ -25,6 +25,7 @@ from rlhf_ray.failpoints import reached
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import SampleWriter
+from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import BufferStats, Lease
 
@@ -193,6 +194,11 @@ class Coordinator:
         """Whether an evaluation or a checkpoint follows this step; new batches are begun after it."""
         return self._due(self.config.checkpoint.every) or (
             self.config.evaluation is not None and self._due(self.config.evaluation.every))
+
+    def open_keys(self) -> list[SampleKey]:
+        """The samples that were admitted and not trained on: under way, or waiting for the learners."""
+        ready = (entry.keys for entry in self.buffer.ready_entries())
+        return [key for keys in (*self.state.in_flight.values(), *ready) for key in keys]
 
     @property
     def stopped_early(self) -> str | None:

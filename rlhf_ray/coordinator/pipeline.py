@@ -194,7 +194,9 @@ class Pipeline:
         keys = returned[:samples]
         del returned[:samples]
         rows = self._prompts.draw((samples - len(keys)) // per_prompt)
-        return keys + [SampleKey(epoch, row, sample) for epoch, row in rows for sample in range(per_prompt)]
+        new = [SampleKey(epoch, row, sample) for epoch, row in rows for sample in range(per_prompt)]
+        self.ledger.admit(new, self.state.cursor.position)
+        return keys + new
 
     def _start(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         self.state.in_flight[reservation.order] = keys

@@ -54,6 +54,11 @@ class PromptCursor:
         finally:
             self._visited = visited
 
+    @property
+    def position(self) -> list[int]:
+        """Rows handed out of each source so far, over all its epochs."""
+        return list(self._visited)
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; plain numbers."""
         return {"rows": self._rows, "weights": self._weights, "seed": self._seed, "shuffle": self._shuffle,

@@ -1,11 +1,16 @@
 """The ledger: what became of every sample that a run ever admitted, in one SQLite file.
 
-A sample is known by its key (epoch, row, sample) for ever; attempts to make it are numbered apart. Its life:
+A sample is known by its key (epoch, row, sample) for ever, from the moment when the data cursor hands its prompt out;
+attempts to make it are numbered apart. Its life:
 
-    lease ──► generated ──► scored ──► consumed(step) ──► committed        the step is in a checkpoint
-      │           │            │ └───► not_applied(step, reason)           the step was made and changed no weight
-      └───────────┴────────────┴──► given up: the attempt is over, and another may follow
-                               └──► quarantined(reason): there will be no other
+    admitted ──► leased ──► generated ──► scored ──► consumed(step) ──► committed    the step is in a checkpoint
+       ▲           │            │           │ └────► not_applied(step, reason)       the step changed no weight
+       └───────────┴────────────┴───────────┤   the attempt is given up, and another follows
+                                            ├──► quarantined(reason)                 there will be no other
+                                            └──► unused(reason)                      the run ended before its turn
+
+How far the cursor has come is written together with what it handed out, so that at any moment each sample it handed out
+has one place here, and nothing else has.
 
 The running process keeps `ledger.sqlite` up to date, so that others can read it meanwhile: with a write-ahead log on a
 file system of one machine, with a rollback journal on one that others may share. A checkpoint holds a copy made for it,
@@ -18,7 +23,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +33,8 @@ from rlhf_ray.errors import LedgerError
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.file_system import is_local
-from rlhf_ray.replay.ledger_tables import CREATE, SCHEMA, LedgerFacts, State, contents, unharmed
+from rlhf_ray.replay.ledger_tables import CREATE, OPEN, SCHEMA, UNDER_WAY, LedgerFacts, State, contents, unharmed
 
-UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
 LOCKED_S = 60.0
 """For another program to let go of the file. Those that read it as `open_for_reading` does never keep it."""
 LOST = "the process ended before the next checkpoint"
@@ -75,6 +79,7 @@ class Ledger:
             with closing(sqlite3.connect(path)) as db:
                 db.executescript(CREATE)
                 db.executemany("INSERT INTO facts VALUES (?, ?)", [("schema", SCHEMA), *facts.rows()])
+                db.executemany("INSERT INTO cursor VALUES (?, 0)", [(n,) for n in range(len(facts.source_rows))])
                 db.commit()
         except sqlite3.Error as error:
             raise LedgerError(f"{path} cannot be made: {error}") from error
@@ -101,19 +106,28 @@ class Ledger:
             db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", loosest.rows())
             db.execute(f"INSERT OR REPLACE INTO attempts SELECT epoch, row, sample, attempt, state, worker, ? {UNMADE}",
                        (LOST,))
-            db.execute(f"DELETE {UNMADE}")
+            db.execute("UPDATE samples SET state = ?, version = NULL, worker = NULL WHERE rowid IN (SELECT rowid "
+                       f"{UNMADE})", (State.ADMITTED,))
             db.executemany("INSERT OR IGNORE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", lost)
             db.execute("UPDATE samples SET attempt = 1 + (SELECT count(*) FROM attempts AS a WHERE (a.epoch, a.row, "
-                       "a.sample) = (samples.epoch, samples.row, samples.sample)) WHERE state = ?", (State.SCORED,))
+                       "a.sample) = (samples.epoch, samples.row, samples.sample)) WHERE state IN (?, ?)",
+                       (State.SCORED, State.ADMITTED))
         return ledger
 
-    def lease(self, keys: Iterable[SampleKey], version: int) -> None:
-        """An attempt at new samples begins, under weights of `version`."""
+    def admit(self, keys: Iterable[SampleKey], position: Sequence[int]) -> None:
+        """The data cursor has handed out the prompts of these samples, and stands at `position` now: prompts handed out
+        of each source, over all its epochs."""
         with self._writing() as db:
             db.executemany(
-                "INSERT INTO samples (epoch, row, sample, attempt, state, version) VALUES (?1, ?2, ?3, 1 + (SELECT "
-                "count(*) FROM attempts WHERE epoch = ?1 AND row = ?2 AND sample = ?3), ?4, ?5)",
-                [(*key.numbers, State.LEASED, version) for key in keys])
+                "INSERT INTO samples (epoch, row, sample, attempt, state) VALUES (?1, ?2, ?3, 1 + (SELECT "
+                "count(*) FROM attempts WHERE epoch = ?1 AND row = ?2 AND sample = ?3), ?4)",
+                [(*key.numbers, State.ADMITTED) for key in keys])
+            db.executemany("UPDATE cursor SET handed_out = ? WHERE source = ?",
+                           [(count, source) for source, count in enumerate(position)])
+
+    def lease(self, keys: Iterable[SampleKey], version: int) -> None:
+        """An attempt at admitted samples begins, under weights of `version`."""
+        self._move(keys, State.LEASED, (State.ADMITTED,), version=version)
 
     def generated(self, keys: Iterable[SampleKey], worker: str) -> None:
         """`worker` has drawn the responses."""
@@ -144,21 +158,19 @@ class Ledger:
         return [(SampleKey(*key), reason) for *key, reason in found]
 
     def give_up(self, keys: Iterable[SampleKey], reason: str) -> None:
-        """The present attempt at these samples is over without success; they count as never admitted until leased."""
+        """The present attempt at these samples is over without success, and another is to follow."""
         plain = [(*key.numbers, reason) for key in keys]
         with self._writing() as db:
             moved = db.executemany(
                 "INSERT INTO attempts SELECT epoch, row, sample, attempt, state, worker, ?4 FROM samples WHERE "
                 "epoch = ?1 AND row = ?2 AND sample = ?3 AND state IN ('leased', 'generated', 'scored')", plain)
             self._require(moved.rowcount, len(plain), "given up", UNDER_WAY)
-            db.executemany("DELETE FROM samples WHERE epoch = ? AND row = ? AND sample = ?",
-                           [key[:3] for key in plain])
+            db.executemany("UPDATE samples SET state = ?, attempt = attempt + 1, version = NULL, worker = NULL WHERE "
+                           "epoch = ? AND row = ? AND sample = ?", [(State.ADMITTED, *key[:3]) for key in plain])
 
-    def give_up_all(self, reason: str) -> None:
-        """`give_up` for everything under way."""
-        marks = ", ".join("?" * len(UNDER_WAY))
-        found = self._db.execute(f"SELECT epoch, row, sample FROM samples WHERE state IN ({marks})", UNDER_WAY)
-        self.give_up([SampleKey(*row) for row in found.fetchall()], reason)
+    def leave_unused(self, keys: Iterable[SampleKey], reason: str) -> None:
+        """The run is over, and no update will be made with these samples, which wait or are under way."""
+        self._move(keys, State.UNUSED, OPEN, reason=reason)
 
     def save(self, copy: Path) -> None:
         """Write a copy for the checkpoint of the present step: everything consumed is committed in it."""
@@ -286,7 +298,8 @@ def _check_ledger(db: sqlite3.Connection, path: Path) -> None:
         raise LedgerError(f"{path} is damaged: {said}")
     schema = db.execute("SELECT value FROM facts WHERE name = 'schema'").fetchone()
     if schema is None or schema[0] != SCHEMA:
-        raise LedgerError(f"{path} has schema {schema and schema[0]}, this version reads {SCHEMA}")
+        raise LedgerError(f"{path} has schema {schema and schema[0]}, this version reads {SCHEMA}: read it with the "
+                          "version of rlhf-ray that wrote it, or begin a new run")
     with closing(sqlite3.connect(":memory:")) as empty:
         empty.executescript(CREATE)
         if contents(db) != contents(empty):
@@ -311,8 +324,8 @@ def _attempts_beyond(path: Path, copy: Path) -> list[tuple[Any, ...]]:
             db.execute("ATTACH DATABASE ? AS saved", (_uri(copy, "ro"),))
             return db.execute(
                 "SELECT * FROM attempts UNION SELECT epoch, row, sample, attempt, state, worker, ? FROM samples AS now "
-                "WHERE NOT EXISTS (SELECT 1 FROM saved.samples AS before WHERE (before.epoch, before.row, "
-                "before.sample) = (now.epoch, now.row, now.sample))", (LOST,)).fetchall()
+                "WHERE state != 'admitted' AND NOT EXISTS (SELECT 1 FROM saved.samples AS before WHERE (before.epoch, "
+                "before.row, before.sample) = (now.epoch, now.row, now.sample))", (LOST,)).fetchall()
     except (LedgerError, sqlite3.Error):
         return []
 

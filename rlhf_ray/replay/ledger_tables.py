@@ -9,24 +9,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rlhf_ray.errors import LedgerError
 
-SCHEMA = 1
+if TYPE_CHECKING:
+    from rlhf_ray.config.stages import PPOConfig
+    from rlhf_ray.data.cursor import PromptCursor
+
+SCHEMA = 2
 
 # Samples lie in the order of their admission (a rowid table), for that is how they change. By key, in the shuffled
 # order of the data, each would lie on another page, and each change of a chunk would write as many pages as samples.
 CREATE = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value);
+CREATE TABLE cursor (          -- how far the data cursor has come
+    source INTEGER PRIMARY KEY,
+    handed_out INTEGER NOT NULL  -- prompts of this source, over all its epochs
+);
 CREATE TABLE samples (
     epoch INTEGER, row INTEGER, sample INTEGER,
-    attempt INTEGER NOT NULL,  -- from 1
+    attempt INTEGER NOT NULL,  -- from 1; the next one while it is admitted
     state TEXT NOT NULL,
     version INTEGER,           -- of the weights when it was leased; once scored, the oldest among its tokens
     worker TEXT,               -- who drew it
     step INTEGER,              -- the update that consumed it, from 1
-    reason TEXT,               -- of a quarantine, and of an update that changed nothing
+    reason TEXT,               -- of a quarantine, of an update that changed nothing, and of what stays unused
     PRIMARY KEY (epoch, row, sample)
 );
 CREATE INDEX by_step ON samples (step);
@@ -43,6 +51,7 @@ CREATE TABLE attempts (        -- that came to nothing
 class State(StrEnum):
     """Where a sample is in its life; see `ledger`."""
 
+    ADMITTED = "admitted"
     LEASED = "leased"
     GENERATED = "generated"
     SCORED = "scored"
@@ -50,6 +59,13 @@ class State(StrEnum):
     COMMITTED = "committed"
     NOT_APPLIED = "not_applied"
     QUARANTINED = "quarantined"
+    UNUSED = "unused"
+
+
+UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
+"""Of samples that an attempt is made at."""
+OPEN = (State.ADMITTED, *UNDER_WAY)
+"""Of samples that an update is to be made with yet."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +78,23 @@ class LedgerFacts:
     """The largest that any part of the run allowed."""
     source_rows: tuple[int, ...]
     """Rows of each source of prompts; sources are numbered through."""
+    seed: int
+    """Of the order of each epoch; see `data.cursor.PromptCursor`."""
+    shuffle: bool
+    """Whether an epoch's order is other than that of the file."""
+    weights: tuple[float, ...]
+    """Of each source: their turns are in proportion to these."""
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         """As rows of the table `facts`."""
         return ((name, json.dumps(value)) for name, value in asdict(self).items())
+
+    @classmethod
+    def of(cls, config: PPOConfig, cursor: PromptCursor) -> Self:
+        """Of a run with this configuration, whose prompts this cursor hands out."""
+        order = cursor.state_dict()
+        return cls(config.samples_per_step, config.coordinator.samples_per_prompt, config.coordinator.max_staleness,
+                   tuple(order["rows"]), order["seed"], order["shuffle"], tuple(map(float, order["weights"])))
 
     @classmethod
     def read(cls, db: sqlite3.Connection) -> Self:
@@ -76,9 +105,11 @@ class LedgerFacts:
         """
         with unharmed(db):
             found = dict(db.execute("SELECT name, value FROM facts"))
-            numbers = {f.name: json.loads(found[f.name]) for f in fields(cls)}
-            rows = tuple(map(operator.index, numbers.pop("source_rows")))
-            return cls(**{name: operator.index(value) for name, value in numbers.items()}, source_rows=rows)
+            values = {f.name: json.loads(found[f.name]) for f in fields(cls)}
+            rows = tuple(map(operator.index, values.pop("source_rows")))
+            weights, shuffle = tuple(map(float, values.pop("weights"))), bool(values.pop("shuffle"))
+            numbers = {name: operator.index(value) for name, value in values.items()}
+            return cls(**numbers, source_rows=rows, weights=weights, shuffle=shuffle)
 
 
 @contextmanager

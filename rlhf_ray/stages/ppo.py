@@ -1,7 +1,7 @@
 """`rlhf-ray ppo`: proximal policy optimisation for rewards."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from rlhf_ray.observability.gauges import Gauges
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import counts, require_sound
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, discard, open_for_reading
@@ -154,7 +155,7 @@ async def _run(
                             team.healing.at_work(watch.keep_looking()),
                             answering(directory, {"profile": course.profile, "scale": scaling.asked})):
                     coordinator = await course.run(start, resume)
-                samples = close_books(coordinator.pipeline.ledger)
+                samples = close_books(coordinator.pipeline.ledger, coordinator.open_keys())
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
     first_rollout = team.clock.first_end.get("phase:generate", team.clock.now())
     return {
@@ -191,7 +192,7 @@ def wire(
         buffer_config.capacity_mb * 2**20 if buffer_config.capacity_mb else None,
         config.coordinator.max_staleness, buffer_config.lease_timeout_s,
     )
-    ledger = _ledger(config, training, directory, store, resume_at)
+    ledger = _ledger(config, state.cursor, directory, store, resume_at)
     pipeline = Pipeline(config, team, state, buffer, training, ledger,
                         _quarantine(config, ledger, directory, training, progress))
     evaluator = None
@@ -219,11 +220,10 @@ def wire(
     return coordinator
 
 
-def _ledger(config: PPOConfig, prompts: PromptSource, directory: RunDirectory, store: CheckpointStore,
+def _ledger(config: PPOConfig, cursor: PromptCursor, directory: RunDirectory, store: CheckpointStore,
             resume_at: int | None) -> Ledger:
     """A new ledger, or the one of the checkpoint of step `resume_at` that the run goes on from."""
-    facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
-                        config.coordinator.max_staleness, tuple(prompts.sizes))
+    facts = LedgerFacts.of(config, cursor)
     if resume_at is None or resume_at == NOTHING:
         discard(directory.ledger)  # of a run that failed before anything worth keeping
         return Ledger.create(directory.ledger, facts, directory.term)
@@ -239,13 +239,16 @@ def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prom
                       progress.warn_once, directory.term)
 
 
-def close_books(ledger: Ledger) -> dict[str, int]:
+def close_books(ledger: Ledger, unused: Sequence[SampleKey]) -> dict[str, int]:
     """Samples by what became of them, when every one is accounted for.
 
+    Args:
+        unused: what the run knows of that was under way, or waited, when it ended. What else is open was lost.
+
     Raises:
-        LedgerError: some are not; the run did not end well, whatever it wrote.
+        LedgerError: some are not accounted for; the run did not end well, whatever it wrote.
     """
-    ledger.give_up_all("the run ended before their turn")
+    ledger.leave_unused(unused, "the run ended before its turn")
     ledger.close()
     with closing(open_for_reading(ledger.path)) as db:
         require_sound(db, ended=True)

@@ -18,8 +18,10 @@ from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.fuzz.budget import cases
+from tests.unit.replay.books import begin
 
-FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3, 2))
+FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3, 2), seed=0,
+                    shuffle=True, weights=(3.0, 2.0))
 PROMPTS = Prompts(offsets_of([2, 1]), np.array([5, 6, 7], np.int32), ["x", "y"], [{"a": 1}, {}], np.arange(2))
 STATE = {
     "geometry": {"a": 1},
@@ -62,7 +64,7 @@ def whole(tmp_path_factory):
     torch.save({"a": torch.arange(5.0), "b": [1, "x"]}, folder / "rng_0.pt")
     ledger = Ledger.create(folder / "ledger.sqlite", FACTS)
     keys = [SampleKey(0, row, sample) for row in (0, 3) for sample in range(2)]
-    ledger.lease(keys, 0)
+    begin(ledger, keys)
     ledger.generated(keys, "generator/0")
     ledger.scored(keys, 0)
     ledger.consumed(keys, 1)

@@ -9,6 +9,7 @@ from chaos.outcome import outcomes
 from chaos.refusals import others_left
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
+from tests.unit.replay.books import begin
 from tests.unit.replay.test_audit import FACTS
 
 
@@ -24,7 +25,7 @@ def refused(made_up):
         place = made_up.course.directory
         with closing(Ledger.create(place / "ledger.sqlite", FACTS)) as ledger:
             for row, _, reason in samples:
-                ledger.lease([SampleKey(0, row, 0)], 0)
+                begin(ledger, [SampleKey(0, row, 0)])
                 ledger.quarantine([SampleKey(0, row, 0)], reason)
         lines = [{"key": [0, row, 0], "prompt": prompt, "reason": reason} for row, prompt, reason in samples]
         (place / "quarantine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if named))

@@ -9,14 +9,15 @@ import pytest
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
+from tests.unit.replay.books import begin
 
 
 @pytest.fixture
 def run(tmp_path):
     """A finished run of one update of two samples, the second of them made twice."""
-    ledger = Ledger.create(tmp_path / "ledger.sqlite", LedgerFacts(2, 1, 0, (2,)))
+    ledger = Ledger.create(tmp_path / "ledger.sqlite", LedgerFacts(2, 1, 0, (2,), 0, False, (1.0,)))
     keys = [SampleKey(0, 1, 0), SampleKey(0, 0, 0)]
-    ledger.lease(keys, 0)
+    begin(ledger, keys)
     ledger.generated(keys, "generator/0")
     ledger.give_up(keys[1:], "generator/0 died")
     ledger.lease(keys[1:], 0)
@@ -33,8 +34,8 @@ def test_it_counts_samples_by_what_became_of_them(command_line, run):
     told = command_line("ledger", str(run), "--check")
     assert told.code == 0
     numbers = {line.rsplit(maxsplit=1)[0]: int(line.rsplit(maxsplit=1)[1]) for line in told.out.splitlines()[:-1]}
-    assert numbers == {"leased": 0, "generated": 0, "scored": 0, "consumed": 0, "committed": 2, "not_applied": 0,
-                       "quarantined": 0, "attempts given up": 1}
+    assert numbers == {"admitted": 0, "leased": 0, "generated": 0, "scored": 0, "consumed": 0, "committed": 2,
+                       "not_applied": 0, "quarantined": 0, "unused": 0, "attempts given up": 1}
     assert told.out.splitlines()[-1] == "the audit found nothing wrong"
 
 

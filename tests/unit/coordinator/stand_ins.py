@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_ray.cluster.calls import Timing
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.team import Team
+from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
@@ -21,11 +22,9 @@ Behaviour = Callable[..., Awaitable[Any]]
 """Answers (rank, method, *arguments)."""
 
 
-def ledger_of(config: PPOConfig, rows: int, directory: str) -> Ledger:
+def ledger_of(config: PPOConfig, cursor: PromptCursor, directory: str) -> Ledger:
     """A real and empty ledger."""
-    facts = LedgerFacts(config.samples_per_step, config.coordinator.samples_per_prompt,
-                        config.coordinator.max_staleness, (rows,))
-    return Ledger.create(Path(directory) / "ledger.sqlite", facts)
+    return Ledger.create(Path(directory) / "ledger.sqlite", LedgerFacts.of(config, cursor))
 
 
 class StandInCall:

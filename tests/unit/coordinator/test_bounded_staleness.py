@@ -48,7 +48,8 @@ class DelayedRun:
         self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=False))
         eta = config.coordinator.max_staleness
         self.buffer = ReplayBuffer((eta + 1) * config.samples_per_step, None, eta, 1e9)
-        ledger = SimpleNamespace(**dict.fromkeys(("lease", "generated", "scored", "consumed", "give_up"), _nothing))
+        said = ("admit", "lease", "generated", "scored", "consumed", "give_up")
+        ledger = SimpleNamespace(**dict.fromkeys(said, _nothing))
         self.pipeline = Pipeline(config, team, self.state, self.buffer, StandInPrompts("prompts"), ledger)
         silent = SimpleNamespace(write=lambda *_: None, update=lambda *_, **__: None, warn=lambda _: None,
                                  save=self._delay, settled=_silence, close=_silence)

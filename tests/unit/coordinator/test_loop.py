@@ -261,7 +261,8 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_resumed_run(ppo_config,
     async def go_on():
         state = run.world.state
         open_places = [Reservation(order, len(keys), state.step) for order, keys in state.in_flight.items()]
-        run.world.ledger.give_up_all("the process ended")
+        for keys in state.in_flight.values():
+            run.world.ledger.give_up(keys, "the process ended")
         run.coordinator.pipeline.start_again(open_places)
         await asyncio.wait_for(run.coordinator.run(), 20)
 

@@ -36,7 +36,7 @@ class World:
         capacity = (config.coordinator.max_staleness + 1) * config.samples_per_step
         self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness, 60.0)
         self._directory = tempfile.TemporaryDirectory()
-        self.ledger = ledger_of(config, ROWS, self._directory.name)
+        self.ledger = ledger_of(config, self.state.cursor, self._directory.name)
         self.pipeline = self.pipeline_of(config, self.team)
 
     def pipeline_of(self, config, team):
@@ -373,6 +373,8 @@ def test_what_was_under_way_starts_again_in_its_old_place(ppo_config, summary):
 
         resumed = World(config, summary, seed=3)
         resumed.state.load_state_dict(saved)
+        for keys in resumed.state.in_flight.values():
+            resumed.ledger.admit(keys, resumed.state.cursor.position)
         resumed.pipeline.start_again(resumed.buffer.load_state_dict(buffer, {}))
         keys = await resumed.train()
         return [(k.epoch, k.row) for k in keys], [(k.epoch, k.row) for k in await resumed.train()]

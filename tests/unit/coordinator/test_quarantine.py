@@ -14,6 +14,7 @@ from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.test_pipeline import ROWS, World
+from tests.unit.replay.books import begin
 
 FIRST = [row for _, row in PromptCursor(ROWS, 5, shuffle=True).next(ROWS)]
 """Rows in the order in which they are drawn."""
@@ -50,7 +51,6 @@ def play(world, steps):
         return trained
 
     trained = asyncio.run(asyncio.wait_for(run(), 20))
-    world.ledger.give_up_all("the test ended")
     with closing(open_for_reading(world.ledger.path)) as db:
         return trained, counts(db), audit(db, ended=False)
 
@@ -102,11 +102,11 @@ def test_a_resumed_run_knows_who_left_and_forgets_who_left_after_its_checkpoint(
     def unscored(*rows):
         return UnscoredSamples("no score", [Unscored(SampleKey(0, row, 0), "p", "r", f"bad {row}") for row in rows])
 
-    facts = LedgerFacts(samples_per_step=2, samples_per_prompt=1, max_staleness=0, source_rows=(20,))
+    facts = LedgerFacts(2, 1, 0, (20,), seed=0, shuffle=False, weights=(1.0,))
     ledger, file = Ledger.create(tmp_path / "ledger.sqlite", facts), tmp_path / "quarantine.jsonl"
     keys, told = [SampleKey(0, row, 0) for row in range(4)], []
     quarantine = Quarantine(ledger, file, 0.1, 20, told.append)
-    ledger.lease(keys, 0)
+    begin(ledger, keys)
     assert quarantine.set_aside(keys[:2], unscored(1)) == keys[:1]
     ledger.save(tmp_path / "copy.sqlite")
     assert quarantine.set_aside(keys[2:], unscored(2, 9)) == keys[3:], "another chunk's samples are not its own"

@@ -19,6 +19,7 @@ from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.stand_ins import team_of
+from tests.unit.replay.books import begin
 
 
 class Workers:
@@ -58,10 +59,13 @@ class Workers:
         return self.path(path).read_text()
 
 
+FACTS = LedgerFacts(2, 1, 1, (20,), 3, True, (1.0,))
+
+
 def setting(tmp_path, geometry=MappingProxyType({"policy.workers": 2}), critic=True):
     workers, summaries = Workers(critic), {}
     state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
-    ledger = Ledger.create(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.sqlite", LedgerFacts(2, 1, 1, (20,)))
+    ledger = Ledger.create(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.sqlite", FACTS)
     recovery = Recovery(CheckpointStore(tmp_path, 2), workers.team, state, buffer, summaries, geometry, ledger)
     return workers, state, buffer, summaries, recovery
 
@@ -155,7 +159,7 @@ def test_waiting_experience_that_lay_on_a_lost_node_calls_for_what_its_update_wo
 
 def consume(recovery, row, step):
     key = SampleKey(0, row, 0)
-    recovery.ledger.lease([key], step - 1)
+    begin(recovery.ledger, [key], step - 1)
     recovery.ledger.generated([key], "generator/0")
     recovery.ledger.scored([key], step - 1)
     recovery.ledger.consumed([key], step)

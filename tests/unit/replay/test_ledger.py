@@ -15,8 +15,10 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import LOST, Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
+from tests.unit.replay.books import begin
 
-FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3, 2))
+FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3, 2), seed=0,
+                    shuffle=False, weights=(3.0, 2.0))
 
 
 def keys(*rows, epoch=0):
@@ -26,7 +28,7 @@ def keys(*rows, epoch=0):
 def trained(ledger, chosen, step, version=None):
     """From admission to the update `step`."""
     version = step - 1 if version is None else version
-    ledger.lease(chosen, version)
+    begin(ledger, chosen, version)
     ledger.generated(chosen, "generator/0")
     ledger.scored(chosen, version)
     ledger.consumed(chosen, step)
@@ -49,7 +51,7 @@ def ledger(tmp_path):
 
 def test_a_sample_goes_from_admission_to_its_update_and_is_committed_with_the_checkpoint(ledger, tmp_path):
     trained(ledger, keys(0, 3), 1)
-    ledger.lease(keys(1), 1)
+    begin(ledger, keys(1), 1)
     ledger.save(tmp_path / "copy.sqlite")
     assert [row[4] for row in table(ledger.path)] == ["consumed"] * 2 + ["leased"] * 2 + ["consumed"] * 2
     assert [row[4] for row in table(tmp_path / "copy.sqlite")] == ["committed"] * 2 + ["leased"] * 2 + ["committed"] * 2
@@ -61,46 +63,48 @@ def test_a_sample_goes_from_admission_to_its_update_and_is_committed_with_the_ch
 
 @pytest.mark.parametrize("step", ["lease", "generated", "consumed", "give_up"])
 def test_a_step_out_of_order_is_refused_and_changes_nothing(ledger, step):
-    ledger.lease(keys(0), 0)
+    begin(ledger, keys(0), 0)
     ledger.generated(keys(0), "generator/0")
     if step == "give_up":
         ledger.scored(keys(0), 0)
         ledger.consumed(keys(0), 1)
     before = table(ledger.path)
     arguments = {"lease": 0, "generated": "generator/1", "consumed": 1, "give_up": "reason"}
-    with pytest.raises(LedgerError, match="there already|a sample came twice, or was never admitted"):
+    with pytest.raises(LedgerError, match="a sample came twice, or was never admitted"):
         getattr(ledger, step)(keys(0), arguments[step])
     assert table(ledger.path) == before and not table(ledger.path, "attempts")
 
 
 def test_an_attempt_given_up_is_remembered_and_the_next_has_a_number_of_its_own(ledger):
-    ledger.lease(keys(0), 0)
+    begin(ledger, keys(0), 0)
     ledger.generated(keys(0), "generator/1")
     ledger.give_up(keys(0), "stale")
-    assert table(ledger.path) == []
+    assert table(ledger.path) == [(0, 0, n, 2, "admitted", None, None, None, None) for n in range(2)]
     assert table(ledger.path, "attempts")[0] == (0, 0, 0, 1, "generated", "generator/1", "stale")
+    assert not wrong(ledger.path)
     ledger.lease(keys(0), 1)
     assert [row[3] for row in table(ledger.path)] == [2, 2]
     assert not wrong(ledger.path)
-    ledger.give_up_all("the run ended")
-    assert table(ledger.path) == [] and len(table(ledger.path, "attempts")) == 4
+    ledger.leave_unused(keys(0), "the run ended")
+    assert [row[4:] for row in table(ledger.path)] == [("unused", 1, None, None, "the run ended")] * 2
+    assert not wrong(ledger.path, ended=True)
 
 
 def test_a_resumed_run_goes_on_from_the_copy_and_remembers_what_was_lost(ledger, tmp_path):
     trained(ledger, keys(0, 3), 1)
-    ledger.lease(keys(1), 1)  # under way when the run was saved
-    ledger.lease(keys(2), 1)
+    begin(ledger, keys(1), 1)  # under way when the run was saved
+    begin(ledger, keys(2), 1)
     ledger.generated(keys(2), "generator/0")
     ledger.scored(keys(2), 1)  # whole: its experience is in the checkpoint
     ledger.save(tmp_path / "copy.sqlite")
     ledger.generated(keys(1), "generator/0")
     ledger.scored(keys(1), 1)
     ledger.consumed(keys(1, 2), 2)
-    ledger.lease(keys(0, 1, epoch=1), 2)  # after the checkpoint: the copy knows nothing of these
+    begin(ledger, keys(0, 1, epoch=1), 2)  # after the checkpoint: the copy knows nothing of these
     again = Ledger.resume(ledger.path, tmp_path / "copy.sqlite", FACTS)
     with closing(open_for_reading(again.path)) as db:
-        assert counts(db) == {"leased": 0, "generated": 0, "scored": 2, "consumed": 0, "committed": 4,
-                              "not_applied": 0, "quarantined": 0, "attempts given up": 6}
+        assert counts(db) == {"admitted": 2, "leased": 0, "generated": 0, "scored": 2, "consumed": 0, "committed": 4,
+                              "not_applied": 0, "quarantined": 0, "unused": 0, "attempts given up": 6}
     assert {row[6] for row in table(again.path, "attempts")} == {LOST}
     again.lease(keys(1), 1)
     assert [row[3] for row in table(again.path)] == [1, 1, 2, 2, 1, 1, 1, 1]
@@ -108,7 +112,7 @@ def test_a_resumed_run_goes_on_from_the_copy_and_remembers_what_was_lost(ledger,
 
 
 def test_whole_experience_that_was_given_up_after_the_copy_goes_on_under_a_number_of_its_own(ledger, tmp_path):
-    ledger.lease(keys(0, 3), 0)
+    begin(ledger, keys(0, 3), 0)
     ledger.generated(keys(0, 3), "generator/0")
     ledger.scored(keys(0, 3), 0)
     ledger.save(tmp_path / "copy.sqlite")
@@ -134,7 +138,7 @@ def test_a_lost_or_damaged_file_beside_a_whole_copy_costs_nothing_that_counts(le
 
 def test_a_copy_of_a_run_with_other_facts_is_refused(ledger, tmp_path):
     ledger.save(tmp_path / "copy.sqlite")
-    other = LedgerFacts(4, 2, 1, (5,))
+    other = LedgerFacts(4, 2, 1, (5,), 0, False, (1.0,))
     with pytest.raises(LedgerError, match=r"source_rows=\(3, 2\).*source_rows=\(5,\)"):
         Ledger.resume(tmp_path / "new.sqlite", tmp_path / "copy.sqlite", other)
 
@@ -149,13 +153,13 @@ def test_a_damaged_ledger_is_refused_by_name(tmp_path):
 
 KILLED = """
 import sys
-import threading
 from pathlib import Path
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 ledger, number = Ledger(Path(sys.argv[1])), 0
 while True:
-    ledger.lease([SampleKey(number, row, sample) for row in range(5) for sample in range(2)], 0)
+    keys = [SampleKey(number, row, sample) for row in range(5) for sample in range(2)]
+    ledger.admit(keys, [3 * number + 3, 2 * number + 2])
     print(number, flush=True)
     number += 1
 """
@@ -170,25 +174,26 @@ def test_a_process_killed_while_it_writes_leaves_whole_transactions(ledger):
     process.wait()
     written = table(ledger.path)
     assert len(written) % 10 == 0 and len(written) >= 210
-    assert not [problem for problem in wrong(ledger.path) if "samples" in problem.invariant]
+    assert [problem.invariant for problem in wrong(ledger.path)] == ["at most 8 samples are open or unused, which is 2 "
+                                                                     "batches"], "the position is as far as the samples"
 
 
 def test_a_full_disk_is_said_as_such(ledger):
     ledger._db.execute("PRAGMA max_page_count=8")
     with pytest.raises(LedgerError, match="cannot be written: database or disk is full"):
         for epoch in range(1000):
-            ledger.lease(keys(0, 1, 2, epoch=epoch), 0)
+            begin(ledger, keys(0, 1, 2, epoch=epoch), 0)
 
 
 def test_a_closed_ledger_is_one_file_also_after_it_was_read(ledger):
-    ledger.lease(keys(0), 0)
+    begin(ledger, keys(0), 0)
     ledger.close()
     assert len(table(ledger.path)) == 2
     assert [path.name for path in ledger.path.parent.iterdir()] == ["ledger.sqlite"]
 
 
 def test_others_read_while_the_run_writes(ledger):
-    ledger.lease(keys(0), 0)
+    begin(ledger, keys(0), 0)
     with closing(open_for_reading(ledger.path)) as db:
         ledger.generated(keys(0), "generator/0")
         assert counts(db)["generated"] == 2
@@ -197,11 +202,11 @@ def test_others_read_while_the_run_writes(ledger):
 
 
 def test_a_reader_in_the_middle_of_its_reading_stops_neither_the_run_nor_its_end(ledger):
-    ledger.lease(keys(0), 0)
+    begin(ledger, keys(0), 0)
     with closing(open_for_reading(ledger.path)) as db:
         db.execute("BEGIN")
         assert counts(db)["leased"] == 2
-        ledger.lease(keys(1), 0)
+        begin(ledger, keys(1), 0)
         ledger.close()
         assert counts(db)["leased"] == 2, "as when it began to read"
     assert len(table(ledger.path)) == 4
@@ -221,7 +226,7 @@ def test_a_lock_is_waited_for_and_one_that_stays_is_told(ledger, monkeypatch):
     holder = hold(ledger.path)
     letting_go = threading.Timer(0.3, holder.rollback)
     letting_go.start()
-    ledger.lease(keys(0), 0)
+    begin(ledger, keys(0), 0)
     letting_go.join()
     with closing(holder), pytest.raises(LedgerError, match="locked; another program keeps it locked: end that"):
         holder.execute("BEGIN IMMEDIATE")

@@ -1,0 +1,15 @@
+"""Ledgers written by hand: what a cursor would have said of the prompts that a test admits."""
+
+from collections import Counter
+
+from rlhf_ray.replay.ledger_tables import LedgerFacts
+
+
+def begin(ledger, keys, version=0):
+    """Admit new samples and lease them; the position moves on by their prompts, source by source."""
+    facts = LedgerFacts.read(ledger._db)
+    ends = [sum(facts.source_rows[: n + 1]) for n in range(len(facts.source_rows))]
+    drawn = Counter(sum(row >= end for end in ends) for _, row in {(key.epoch, key.row) for key in keys})
+    before = dict(ledger._db.execute("SELECT source, handed_out FROM cursor"))
+    ledger.admit(keys, [before[source] + drawn[source] for source in before])
+    ledger.lease(keys, version)
