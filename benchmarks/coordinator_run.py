@@ -142,7 +142,8 @@ async def run_coordinator(config: PPOConfig, team: Team, reader: Any, live: bool
         async with looked_at(coordinator, directory) if live else nothing():
             await coordinator.run()
     metrics.close()
-    return {"marks": [asdict(mark) for mark in metrics.marks], "ledger": close_books(coordinator.pipeline.ledger)}
+    samples = close_books(coordinator.pipeline.ledger, coordinator.open_keys())
+    return {"marks": [asdict(mark) for mark in metrics.marks], "ledger": samples}
 
 
 @asynccontextmanager
