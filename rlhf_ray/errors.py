@@ -1,7 +1,14 @@
 """What can fail, said so that the next person knows what happened, with which values, and what to do.
 
 Every error we raise on purpose derives from `RLHFError`. The command line prints its message alone, without a
-traceback, and exits with `exit_code`. `retryable` says whether doing the same thing again may succeed.
+traceback, and exits with `exit_code`. `retryable` says whether doing the same thing again may succeed; codes of
+sysexits.h where one fits:
+
+    0   made all its steps                                  69  lost a worker (EX_UNAVAILABLE)            retryable
+    1   broke                                               74  copies are not complete (EX_IOERR)
+    2   refused: configuration, data or models              75  asked to stop, saved (EX_TEMPFAIL)        retryable
+    3   stopped early
+    68  lost its Ray cluster (EX_NOHOST)    retryable       77  was succeeded by another driver (EX_NOPERM)
 """
 
 from collections.abc import Sequence
@@ -154,6 +161,14 @@ class SupersededError(RLHFError):
     (EX_NOPERM) is final: a run that is started again would fight with its successor."""
 
     exit_code = 77
+
+
+class ClusterUnavailable(ClusterError):
+    """A Ray cluster that does not answer, or whose head was lost. Exit code 68 (EX_NOHOST) tells a scheduler that going
+    on with --resume may help, once it is there."""
+
+    exit_code = 68
+    retryable = True
 
 
 class StoppedEarly(RLHFError):

@@ -9,19 +9,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.stop import CHILD
-from rlhf_ray.errors import RunInterrupted, WorkerError
+from rlhf_ray.errors import ClusterUnavailable, RunInterrupted, WorkerError
 from rlhf_ray.observability.faults import STARTED_AGAIN
 
 MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
 STOP = (signal.SIGINT, signal.SIGTERM)
+MAY_BE_OVER = (WorkerError.exit_code, ClusterUnavailable.exit_code)
+"""Exit codes of what need not come again."""
+FIRST_S, LONGEST_S = 1.0, 60.0
+"""Between two looks whether a lost cluster is there again: the first time, doubled each time, and at most."""
 
 
 def is_child() -> bool:
@@ -49,10 +55,12 @@ class Child:
         """Whether starting again may help: it died of a signal that asks nobody to stop, or says so itself."""
         if self.asked or self.code in (0, RunInterrupted.exit_code, *(-number for number in STOP)):
             return False
-        return self.code < 0 or self.code == WorkerError.exit_code
+        return self.code < 0 or self.code in MAY_BE_OVER
 
     def how(self) -> str:
         """How it ended, in words."""
+        if self.code == ClusterUnavailable.exit_code:
+            return f"lost its Ray cluster, or did not reach it (exit code {self.code})"
         return f"died of {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
 
     def loss(self) -> dict[str, Any]:
@@ -61,8 +69,49 @@ class Child:
                 "lost_at": round(time.time(), 3)}
 
 
-def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool) -> int:
-    """Run `rlhf-ray COMMAND`, and again with --resume as long as it dies and has made a checkpoint since.
+class Outage:
+    """The time without the cluster that a run joins, since the last checkpoint that was made."""
+
+    def __init__(self, config: ClusterConfig, answers: Callable[[str], bool],
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """`answers`: whether somebody takes connections at an address."""
+        self._address, self._bound_s = config.address, config.start_timeout_s
+        self._answers, self._clock = answers, clock
+        self._began: float | None = None
+        self._pause_s = FIRST_S
+
+    def over(self) -> None:
+        """The run went on."""
+        self._began, self._pause_s = None, FIRST_S
+
+    def ended(self, child: Child) -> bool:
+        """Whether the child ended for want of the cluster. One that it started itself is started anew with it."""
+        if not self._address:
+            return False
+        return child.code == ClusterUnavailable.exit_code or not self._answers(self._address)
+
+    def waited(self, child: Child) -> bool:
+        """Wait until the address answers again; False when it does not in time, or at a request to stop."""
+        began = self._began = self._clock() if self._began is None else self._began
+        while (left := began + self._bound_s - self._clock()) > 0:
+            pause_s = min(self._pause_s, left)
+            self._pause_s = min(2 * self._pause_s, LONGEST_S)
+            _say(f"the run {child.how()}; {self._address} is asked for in {pause_s:g} s, and for {left:.0f} s more at "
+                 f"most (run.auto_resume, cluster.start_timeout_s={self._bound_s:g})")
+            if _pause(pause_s):
+                _say("asked to stop while the cluster was waited for; --resume goes on from the last checkpoint")
+                child.code = RunInterrupted.exit_code
+                return False
+            if self._answers(str(self._address)):
+                return True
+        _say(f"the run {child.how()}, and the cluster was not there for it within cluster.start_timeout_s="
+             f"{self._bound_s:g} s: it is not started again (run.auto_resume)")
+        return False
+
+
+def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool, outage: Outage) -> int:
+    """Run `rlhf-ray COMMAND`, and again with --resume as long as it dies and has made a checkpoint since. While the
+    cluster that it joins does not answer, that is waited for.
 
     Args:
         store: of the run.
@@ -78,12 +127,17 @@ def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool)
         if not child.may_go_on:
             return child.exit_code
         newest = store.newest_name()
-        if newest is None or newest == before:
+        if went_on := newest is not None and newest != before:
+            outage.over()
+        if outage.ended(child):
+            if not outage.waited(child):
+                return child.exit_code
+        elif not went_on:
             _say(f"the run {child.how()} and has made no checkpoint since it was started: it is not started again "
                  "(run.auto_resume)")
             return child.exit_code
-        _say(f"the run {child.how()}; it is started again and goes on from the checkpoint of step {newest[0]} "
-             "(run.auto_resume)")
+        where = f"goes on from the checkpoint of step {newest[0]}" if newest else "begins anew"
+        _say(f"the run {child.how()}; it is started again and {where} (run.auto_resume)")
         resume, loss = True, child.loss()
 
 
@@ -115,6 +169,17 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     before = {number: signal.signal(number, pass_on) for number in STOP}
     try:
         yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _pause(seconds: float) -> bool:
+    """Wait, unless asked to stop before or meanwhile; whether it was."""
+    asked = threading.Event()
+    before = {number: signal.signal(number, lambda *_: asked.set()) for number in STOP}
+    try:
+        return asked.wait(seconds)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

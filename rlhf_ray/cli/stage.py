@@ -69,7 +69,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
         raise ConfigError(f"give a configuration file: rlhf-ray {command} CONFIG (what it may hold: --help)")
     path, overrides = split_arguments(arguments)
     from rlhf_ray.checkpoint.directory import CheckpointStore
-    from rlhf_ray.cli.auto_resume import is_child, run_and_resume
+    from rlhf_ray.cli.auto_resume import Outage, is_child, run_and_resume
     from rlhf_ray.cli.quiet import quiet_libraries
     from rlhf_ray.config.load import STAGES, load
     from rlhf_ray.observability.run_directory import RunDirectory
@@ -77,6 +77,8 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     config = load(STAGES[command], path, overrides)
     if config.run.auto_resume and not is_child():
         store = CheckpointStore(RunDirectory(config.run.dir).checkpoints, keep=1)
-        raise typer.Exit(run_and_resume([command, *arguments], store, resume))
+        from rlhf_ray.cluster.head import answers
+
+        raise typer.Exit(run_and_resume([command, *arguments], store, resume, Outage(config.cluster, answers)))
     quiet_libraries()
     importlib.import_module(f"rlhf_ray.stages.{command.replace('-', '_')}").run(config, resume=resume)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +12,14 @@ import ray
 from ray.job_config import JobConfig
 
 from rlhf_ray.cluster.authentication import require_token
+from rlhf_ray.cluster.head import answers, head_watched, require_listener
 from rlhf_ray.cluster.shield import deaths_told_once, process_group_of_their_own
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
-from rlhf_ray.errors import ClusterError
+from rlhf_ray.errors import ClusterError, ClusterUnavailable
 
 INLINE_BYTES = 4096
 """Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's own bound of
 100 KiB lets whole chunks of tokens through the driver, to it and on to each of their readers."""
-CONNECT_S = 10.0
-"""For a cluster's address to take a connection."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,8 @@ class Session:
 def ray_session(
     config: ClusterConfig, pools: dict[str, PoolConfig], name: str, metadata: Mapping[str, str] | None = None
 ) -> Iterator[Session]:
-    """Connect (starting a local cluster when no address is configured), and leave again whatever happens.
+    """Connect (starting a local cluster when no address is configured), and leave again whatever happens. A process
+    whose cluster loses its head meanwhile ends, see `head`.
 
     A session inside a session joins it, so several stages can share one cluster.
 
@@ -46,14 +45,15 @@ def ray_session(
         metadata: what Ray's dashboard says of this job.
 
     Raises:
-        ClusterError: the cluster cannot be reached or started, or is open to whoever asks.
+        ClusterUnavailable: nobody answers at the address.
+        ClusterError: the cluster cannot be joined or started, or is open to whoever asks.
     """
     if ray.is_initialized():
         yield _describe()
         return
     _quieten_ray()
     if config.address:
-        _require_listener(config.address)
+        require_listener(config.address)
     namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster: their workers share names too
     job = JobConfig(metadata={"job_name": name, **(metadata or {})})  # the name that the dashboard shows
     try:
@@ -64,26 +64,15 @@ def ray_session(
             _start_local(config, pools, namespace, job)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
-        raise ClusterError(f"cannot {where}: {error}") from error
+        lost = config.address and (isinstance(error, ConnectionError | TimeoutError) or not answers(config.address))
+        raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {error}") from error
     try:
         if config.address and not config.allow_open:
             require_token(ray.get_runtime_context().gcs_address)
-        with deaths_told_once():
+        with deaths_told_once(), head_watched(ray.get_runtime_context().gcs_address):
             yield _describe()
     finally:
         ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Refuse a host:port where nobody listens: Ray itself tries for minutes, and logs each try."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:
-        return  # "auto", or another of Ray's own notations
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise ClusterError(f"nothing takes connections at cluster.address={address!r} ({error}): start the cluster "
-                           "(`ray start --head` prints its address), or correct host and port") from error
 
 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:

@@ -22,7 +22,8 @@ class RunConfig(Section):
     missing here. Credentials are the environment's."""
     auto_resume: bool = False
     """Start the run again with --resume when its process died (killed, out of memory) or lost a worker, as long as each
-    start makes a new checkpoint; Ctrl-C and SIGTERM end it."""
+    start makes a new checkpoint, and when it lost the cluster at `cluster.address`, once that answers again; Ctrl-C and
+    SIGTERM end it."""
 
 
 class PoolConfig(Section):
@@ -75,7 +76,8 @@ class ClusterConfig(Section):
     metrics_port: int | None = Field(None, ge=1024, le=65535)
     """Port of a local cluster's Prometheus endpoint; picked by Ray when empty."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for pools to be placed, and for workers to be ready."""
+    """Longest wait for pools to be placed, and for workers to be ready; with `run.auto_resume` also for a cluster that
+    was lost to answer again."""
     nodes_may_join: bool = False
     """Wait until `start_timeout_s` for pools that no present node could hold, since an autoscaler or a scheduler may
     add nodes; else such pools are refused at once."""

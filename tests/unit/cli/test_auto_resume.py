@@ -1,27 +1,32 @@
 """The parent of a run: when it starts the run again, what it passes on, what it ends with."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cli import auto_resume
-from rlhf_ray.cli.auto_resume import Child, run_and_resume
+from rlhf_ray.cli.auto_resume import Child, Outage, run_and_resume
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.errors import RLHFError
 from rlhf_ray.observability.faults import in_one_line, read_faults
 
-KILLED, LOST_A_WORKER, STOPPED, SUPERSEDED = -signal.SIGKILL, 69, 75, 77
+KILLED, LOST_ITS_CLUSTER, LOST_A_WORKER, STOPPED, SUPERSEDED = -signal.SIGKILL, 68, 69, 75, 77
 
 
 @pytest.mark.parametrize(("code", "asked", "again"), [
     (0, False, False), (1, False, False), (2, False, False), (3, False, False), (STOPPED, False, False),
     (KILLED, False, True), (-signal.SIGSEGV, False, True), (LOST_A_WORKER, False, True),
-    (SUPERSEDED, False, False), (KILLED, True, False), (-signal.SIGTERM, False, False), (-signal.SIGINT, False, False),
+    (LOST_ITS_CLUSTER, False, True), (LOST_ITS_CLUSTER, True, False), (74, False, False), (SUPERSEDED, False, False),
+    (KILLED, True, False), (-signal.SIGTERM, False, False), (-signal.SIGINT, False, False),
 ])
 def test_only_deaths_that_nobody_asked_for_may_be_gone_on_from(code, asked, again):
     assert Child(code, asked).may_go_on is again
@@ -33,6 +38,8 @@ class Runs:
     def __init__(self, tmp_path, patch, *lives):
         self.store, self.lives, self.started, self.step = CheckpointStore(tmp_path, 9), list(lives), [], 0
         self.told = []
+        self.pauses, self.up, self.stop_after = [], lambda: True, None
+        patch.setattr(auto_resume, "_pause", self.pause)
         patch.setattr(auto_resume, "_run", self.run)
 
     def run(self, arguments, loss):
@@ -45,10 +52,20 @@ class Runs:
                 (directory / "x").write_text("x")
         return Child(code, False, 7)
 
+    def pause(self, seconds):
+        """A virtual clock, and a request to stop in the given pause."""
+        self.pauses.append(seconds)
+        return len(self.pauses) == self.stop_after
+
+    def go(self, command=("ppo", "c.yaml"), resume=False, address=None, start_timeout_s=100):
+        cluster = ClusterConfig(address=address, start_timeout_s=start_timeout_s)
+        outage = Outage(cluster, lambda asked: asked == address and self.up(), lambda: sum(self.pauses))
+        return run_and_resume(list(command), self.store, resume, outage)
+
 
 def test_it_goes_on_with_resume_while_checkpoints_are_made(tmp_path, monkeypatch, capsys):
     runs = Runs(tmp_path, monkeypatch, (1, KILLED), (2, LOST_A_WORKER), (1, 0))
-    assert run_and_resume(["ppo", "c.yaml"], runs.store, resume=False) == 0
+    assert runs.go() == 0
     assert runs.started == [["ppo", "c.yaml"], *[["ppo", "c.yaml", "--resume"]] * 2]
     told = capsys.readouterr().err
     assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 1" in told
@@ -72,9 +89,83 @@ def test_a_start_after_a_loss_keeps_it_where_report_and_status_find_it(tmp_path,
 @pytest.mark.parametrize("first", [0, 1])
 def test_it_ends_when_a_start_made_no_checkpoint(tmp_path, monkeypatch, capsys, first):
     runs = Runs(tmp_path, monkeypatch, *[(1, KILLED)] * first, (0, KILLED))
-    assert run_and_resume(["ppo"], runs.store, resume=True) == 128 + signal.SIGKILL
+    assert runs.go(["ppo"], resume=True) == 128 + signal.SIGKILL
     assert runs.started == [["ppo", "--resume"]] * (first + 1)
     assert "has made no checkpoint since it was started: it is not started again" in capsys.readouterr().err
+
+
+def test_a_lost_cluster_is_waited_for_with_growing_pauses_though_no_checkpoint_was_made(tmp_path, monkeypatch, capsys):
+    runs = Runs(tmp_path, monkeypatch, (1, LOST_ITS_CLUSTER), (0, LOST_ITS_CLUSTER), (1, 0))
+    runs.up = lambda: sum(runs.pauses) >= 12 and len(runs.pauses) != 5
+    assert runs.go(address="head:6379") == 0
+    assert runs.pauses == [1, 2, 4, 8, 16, 32], "the third start comes later again: nothing was made in the second"
+    assert runs.started == [["ppo", "c.yaml"], *[["ppo", "c.yaml", "--resume"]] * 2]
+    told = capsys.readouterr().err
+    assert "lost its Ray cluster, or did not reach it (exit code 68); head:6379 is asked for in 4 s, and for 97" in told
+    assert told.count("it is started again and goes on from the checkpoint of step 1") == 2
+
+
+def test_pauses_begin_anew_when_a_checkpoint_was_made_in_between_and_have_a_longest(tmp_path, monkeypatch):
+    runs = Runs(tmp_path, monkeypatch, (0, LOST_ITS_CLUSTER), (1, LOST_ITS_CLUSTER), (0, 0))
+    runs.up = lambda: sum(runs.pauses) >= 200
+    assert runs.go(address="head:6379", start_timeout_s=1000) == 0
+    assert runs.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1]
+
+
+def test_a_cluster_that_stays_away_ends_it_with_the_code_of_its_loss(tmp_path, monkeypatch, capsys):
+    runs = Runs(tmp_path, monkeypatch, (1, LOST_ITS_CLUSTER))
+    runs.up = lambda: False
+    assert runs.go(address="head:6379") == LOST_ITS_CLUSTER
+    assert runs.pauses == [1, 2, 4, 8, 16, 32, 37], "100 s in all"
+    assert "not there for it within cluster.start_timeout_s=100 s: it is not started again" in capsys.readouterr().err
+
+
+def test_a_cluster_that_takes_connections_and_no_runs_is_not_tried_for_ever(tmp_path, monkeypatch):
+    runs = Runs(tmp_path, monkeypatch, *[(0, LOST_ITS_CLUSTER)] * 9)
+    assert runs.go(address="head:6379") == LOST_ITS_CLUSTER
+    assert runs.pauses == [1, 2, 4, 8, 16, 32, 37] and len(runs.started) == 8
+
+
+@pytest.mark.parametrize("code", [KILLED, LOST_A_WORKER])
+def test_a_run_that_died_of_another_loss_waits_too_while_its_cluster_does_not_answer(tmp_path, monkeypatch, code):
+    runs = Runs(tmp_path, monkeypatch, (0, code), (0, code))
+    runs.up = lambda: len(runs.pauses) > 1
+    assert runs.go(address="head:6379") == (code if code > 0 else 128 - code)
+    assert (runs.pauses, len(runs.started)) == ([1, 2], 2), "the second time it is the run's own: no checkpoint"
+
+
+@pytest.mark.parametrize(("commits", "starts"), [(1, 2), (0, 1)])
+def test_a_local_cluster_is_started_again_with_the_run_at_once(tmp_path, monkeypatch, commits, starts):
+    runs = Runs(tmp_path, monkeypatch, (commits, LOST_ITS_CLUSTER), (0, 0))
+    assert runs.go() == (0 if commits else LOST_ITS_CLUSTER)
+    assert len(runs.started) == starts and runs.pauses == []
+
+
+def test_a_request_to_stop_ends_the_wait(tmp_path, monkeypatch, capsys):
+    runs = Runs(tmp_path, monkeypatch, (1, LOST_ITS_CLUSTER))
+    runs.up, runs.stop_after = lambda: False, 3
+    assert runs.go(address="head:6379") == STOPPED
+    assert "asked to stop while the cluster was waited for" in capsys.readouterr().err
+
+
+def test_a_pause_is_over_at_a_request_to_stop():
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    before = signal.getsignal(signal.SIGTERM)
+    assert auto_resume._pause(60) is True and signal.getsignal(signal.SIGTERM) == before
+    assert auto_resume._pause(0.01) is False
+
+
+def test_exit_codes_in_the_docs_are_those_of_the_errors():
+    page = (Path(__file__).parents[3] / "docs/recovery.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|.*\| (yes|no)[^|]*\|$", page, re.MULTILINE)
+    documented = {int(code): again == "yes" for code, again in rows}
+    assert documented == {code: code in auto_resume.MAY_BE_OVER for code in documented}
+    kinds, codes = [RLHFError], {0}
+    while kinds:
+        kind = kinds.pop()
+        codes.add(kind.exit_code)
+        kinds += kind.__subclasses__()
+    assert documented.keys() == codes
 
 
 SLEEPER = """
@@ -99,7 +190,8 @@ def test_a_request_to_stop_reaches_the_child_once_and_its_answer_is_passed_back(
         os.dup2(out.fileno(), 1)
         try:
             threading.Thread(target=ask, daemon=True).start()
-            code = run_and_resume([], CheckpointStore(tmp_path / "checkpoints", 1), resume=False)
+            code = run_and_resume([], CheckpointStore(tmp_path / "checkpoints", 1), False,
+                                  Outage(ClusterConfig(), lambda _: True))
         finally:
             os.dup2(saved, 1)
             os.close(saved)

@@ -1,0 +1,44 @@
+"""A driver whose cluster loses its head ends with a code that is retried, before Ray's client ends it with 1."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from rlhf_ray.errors import ClusterUnavailable
+from tests.cluster.ray_head import ray_head
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+DRIVER = """
+import sys, time
+import ray
+from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.run import ClusterConfig
+
+with ray_session(ClusterConfig(address=sys.argv[1]), {}, "tiny"):
+    print("joined", flush=True)
+    time.sleep(120)
+"""
+
+
+def test_a_driver_without_its_head_ends_with_the_code_of_its_loss():
+    with ray_head(cpus=2) as head:
+        family = [p for p in psutil.process_iter(["cmdline"]) if head.environment["HOME"] in " ".join(p.cmdline())]
+        (gcs,) = (p for p in family if p.name() == "gcs_server")
+        address = re.search(r"--gcs-address=(\S+)", " ".join(word for p in family for word in p.cmdline())).group(1)
+        driver = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, address], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**head.environment, "RAY_AUTH_MODE": "token", "RAY_gcs_rpc_server_reconnect_timeout_s": "20"})
+        try:
+            assert driver.stdout.readline() == "joined\n"
+            gcs.send_signal(signal.SIGKILL)
+            gcs.wait(10)
+            _, errors = driver.communicate(timeout=60)
+        finally:
+            driver.kill()
+    assert driver.returncode == ClusterUnavailable.exit_code, errors
+    assert f"the head of the Ray cluster at {address} has not taken a connection for" in errors

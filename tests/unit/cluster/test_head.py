@@ -1,0 +1,90 @@
+"""A cluster's head: whether it takes connections, and what is done when it does not any more."""
+
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rlhf_ray.cluster.head import answers, head_watched, patience_s, require_listener
+from rlhf_ray.errors import ClusterError, ClusterUnavailable
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def address_of(server):
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_an_address_answers_while_somebody_listens_there(listener):
+    address = address_of(listener)
+    assert answers(address)
+    listener.close()
+    assert not answers(address)
+    with pytest.raises(ClusterUnavailable, match=f"nothing takes connections at cluster.address='{address}'") as caught:
+        require_listener(address)
+    assert (caught.value.exit_code, caught.value.retryable) == (68, True)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "..:6379"])
+def test_what_is_no_address_is_refused_for_good(address):
+    with pytest.raises(ClusterError, match="correct host and port") as caught:
+        require_listener(address)
+    assert not isinstance(caught.value, ClusterUnavailable) and caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "local"])
+def test_of_other_notations_nothing_is_known(address):
+    assert answers(address)
+
+
+def test_a_lost_head_is_told_once_after_several_probes_and_a_present_one_never(listener):
+    told, lost = [], threading.Event()
+
+    def end(message):
+        told.append(message)
+        lost.set()
+
+    address = address_of(listener)
+    with head_watched(address, end, patience=0.05, every_s=0.02):
+        assert not lost.wait(0.3)
+        listener.close()
+        assert lost.wait(30)
+    assert len(told) == 1 and address in told[0] and "--resume" in told[0]
+
+
+def test_a_head_that_is_away_for_a_moment_is_not_lost(listener, monkeypatch):
+    answered = iter([True, False, False, True, False, False])
+    probes, over = [], threading.Event()
+
+    def probe(address):
+        probes.append(next(answered, None))
+        if probes[-1] is None:
+            over.set()
+            return True
+        return probes[-1]
+
+    monkeypatch.setattr("rlhf_ray.cluster.head.answers", probe)
+    told = []
+    with head_watched("h:1", told.append, patience=0.0, every_s=0.001):
+        assert over.wait(30)
+    assert told == [], "three probes in a row have to fail"
+
+
+def test_it_ends_before_rays_client_would(monkeypatch):
+    monkeypatch.delenv("RAY_gcs_rpc_server_reconnect_timeout_s", raising=False)
+    assert patience_s() == 45
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "200")
+    assert patience_s() == 150
+
+
+def test_the_end_is_at_once_with_its_code_whatever_the_main_thread_does():
+    code = ("import threading, time; from rlhf_ray.cluster.head import end_process; "
+            "threading.Timer(0.1, end_process, ('the head is lost',)).start(); time.sleep(60)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (68, "error: the head is lost\n")
