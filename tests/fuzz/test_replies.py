@@ -64,6 +64,26 @@ def test_a_body_is_scores_or_an_error(body):
     assert scores.tolist() == [float(np.float32(x)) for x in told]
 
 
+def in_chunks(body, size):
+    """A body as chunks of some bytes (RFC 9112, section 7.1)."""
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def body_of(reply):
+    """The body of a reply that was taken, by its headers alone."""
+    head, _, rest = reply.partition(b"\r\n\r\n")
+    headers = [line.partition(b":") for line in head.split(b"\r\n")[1:]]
+    if not any(name == b"Transfer-Encoding" for name, *_ in headers):
+        (length,) = {int(value) for name, _, value in headers if name == b"Content-Length"}
+        return rest[:length]
+    body = b""
+    while (size := int(rest.partition(b"\r\n")[0], 16)) > 0:
+        start = rest.index(b"\r\n") + 2
+        body, rest = body + rest[start : start + size], rest[start + size + 2 :]
+    return body
+
+
 @st.composite
 def replies(draw):
     """The bytes of an answer to a request: mostly HTTP."""
@@ -103,7 +123,11 @@ def replies(draw):
         )
     )
     length = draw(st.sampled_from([len(body), len(body), 0, len(body) + 5, 10**30]))
-    whole = b"\r\n".join([b"HTTP/1.1 " + status, *headers, b"Content-Length: %d" % length, b"", body])
+    if draw(st.booleans()):
+        headers, body = [*headers, b"Transfer-Encoding: chunked"], in_chunks(body, draw(st.integers(1, 40)))
+    else:
+        headers.append(b"Content-Length: %d" % length)
+    whole = b"\r\n".join([b"HTTP/1.1 " + status, *headers, b"", body])
     return draw(
         st.one_of(st.just(whole), st.binary(max_size=30), st.integers(0, len(whole)).map(lambda end: whole[:end]))
     )
@@ -163,9 +187,16 @@ def test_a_reply_is_scores_or_an_error_that_names_the_server(asking, reply):
     except RewardError as error:
         assert "'far'" in str(error) and "http://127.0.0.1:" in str(error) and "No score is made up" in str(error)
         return
-    body = reply.partition(b"\r\n\r\n")[2]
-    told = json.loads(body)["scores"] if b"chunked" not in reply else scores
-    assert scores == [float(np.float32(x)) for x in told]
+    assert scores == [float(np.float32(x)) for x in json.loads(body_of(reply))["scores"]]
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+def test_a_reply_as_agreed_is_its_scores_however_it_is_framed(asking, framing):
+    body = b'{"scores": [0.25, -3]}'
+    rest = (b"Content-Length: %d\r\n\r\n%s" % (len(body), body) if framing == "length"
+            else b"Transfer-Encoding: chunked\r\n\r\n" + in_chunks(body, 5))
+    reply = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + rest
+    assert asking(reply) == [0.25, -3] and json.loads(body_of(reply)) == json.loads(body)
 
 
 @given(TEXTS)

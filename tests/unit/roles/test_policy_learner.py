@@ -1,5 +1,6 @@
 """The policy's loss on a few tokens by hand; the model's log-probabilities are given, all else is the learner's own."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.records import Batch, offsets_of
+from rlhf_ray.engine.train_engine import StepResult
+from rlhf_ray.records import Batch, Experience, SampleKey, offsets_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
 # Two rows: one prompt token and two response tokens; one prompt token and one response token.
@@ -98,10 +100,24 @@ def test_the_ratio_is_the_configured_one(loss_of):
     assert loss_of(part, clip_high=10.0, ratio="sequence")[0] == pytest.approx(-2 * np.exp(0.2) / 3, rel=1e-6)
 
 
-def test_an_update_remembers_its_coefficient(monkeypatch):
-    learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
-    whole = batch()
-    monkeypatch.setattr("rlhf_ray.roles.policy_learner.training_batch", lambda parts, whiten: parts[0])
-    monkeypatch.setattr("rlhf_ray.roles.policy_learner.run_update", lambda *_: SimpleNamespace(metrics={}))
-    learner.update(3, 0.07, whole)
-    assert learner.kl_coef == 0.07
+def test_each_update_weighs_the_penalty_by_the_coefficient_it_is_given():
+    algorithm = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False,
+                                kl={"placement": "loss", "estimator": "k2"})
+    learner, losses = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, algorithm, 1.0), []
+
+    def step(parts):
+        losses.append(sum(float(part) for part in parts))
+        return StepResult(applied=True, grad_norm=1.0, learning_rate=0.1)
+
+    def forward(tokens, packing, predicted, exact_entropy):
+        return torch.from_numpy(column(NEW))[tokens[predicted]], None  # tokens are numbered through
+
+    learner.engine = SimpleNamespace(device="cpu", step=step, forward=forward, count_update=lambda _: None)
+    part = batch(reference=[-1.5, -1.75, -0.5])
+    whole = Experience(**{f.name: getattr(part, f.name) for f in fields(Batch)},
+                       keys=[SampleKey(0, row, 0) for row in range(2)])
+    told = [learner.update(number, coef, whole) for number, coef in ((3, 0.07), (4, 0.6))]
+    # k2 of gaps 0.5, -0.25 and 0: 0.125, 0.03125 and 0.
+    penalty = (0.125 + 0.03125) / 3
+    assert losses == pytest.approx([0.07 * penalty, 0.6 * penalty], abs=1e-7)
+    assert [stats.metrics["kl_penalty"] for stats in told] == pytest.approx([penalty] * 2, abs=1e-7)

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from rlhf_ray.config.stages import SFTConfig
-from rlhf_ray.errors import ConfigError
+from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.planning.nodes import Node
 from rlhf_ray.stages.submission import (
     about_run,
@@ -17,6 +17,7 @@ from rlhf_ray.stages.submission import (
     new_job_id,
     variables_of,
 )
+from tests.models import make_tiny_llama
 
 
 def config_of(tmp_path, **changes):
@@ -81,10 +82,24 @@ def test_gpus_of_an_unknown_kind_are_no_reason_to_refuse(tmp_path):
     assert "not planned" in said and "kind that is not known" in said
 
 
-def test_what_is_seen_is_checked_as_before_a_run(tmp_path):
-    (tmp_path / "d.jsonl").write_text("no JSON\n")
+@pytest.mark.parametrize(("row", "refused"), [
+    ('{"text": "w2 w3"}', None), ("no JSON", r"d\.jsonl, line 1"),
+    ('{"prompt": "w2"}', r"d\.jsonl, line 1: no column 'text'")])
+def test_rows_that_are_seen_are_checked_as_before_a_run(tmp_path, row, refused):
+    (tmp_path / "d.jsonl").write_text(row + "\n")
+    config = config_of(tmp_path, data={"path": str(tmp_path / "d.jsonl"), "max_tokens": 64},
+                       model={"path": str(make_tiny_llama(tmp_path / "model"))})
+    if refused is None:
+        assert check_before_submission("sft", config) == []
+    else:
+        with pytest.raises(DataError, match=refused):
+            check_before_submission("sft", config)
+
+
+def test_a_model_that_is_seen_is_checked_as_before_a_run(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "w2", "response": "w3"}\n')
     (tmp_path / "model").mkdir()
-    with pytest.raises(Exception, match=r"d.jsonl|model"):
+    with pytest.raises(ModelError, match=r"model\.path='.*/model' has no config\.json"):
         check_before_submission("sft", config_of(tmp_path, model={"path": str(tmp_path / "model")}))
 
 
