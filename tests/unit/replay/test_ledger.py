@@ -36,7 +36,7 @@ def trained(ledger, chosen, step, version=None):
 
 def table(path, name="samples"):
     with closing(open_for_reading(path)) as db:
-        return db.execute(f"SELECT * FROM {name} ORDER BY 1, 2, 3").fetchall()
+        return sorted(db.execute(f"SELECT * FROM {name}").fetchall(), key=lambda row: row[:3])
 
 
 def wrong(path, ended=False):
@@ -109,6 +109,15 @@ def test_a_resumed_run_goes_on_from_the_copy_and_remembers_what_was_lost(ledger,
     again.lease(keys(1), 1)
     assert [row[3] for row in table(again.path)] == [1, 1, 2, 2, 1, 1, 1, 1]
     assert not wrong(again.path)
+
+
+def test_what_was_admitted_after_the_copy_and_never_begun_is_no_attempt(ledger, tmp_path):
+    ledger.save(tmp_path / "copy.sqlite")
+    ledger.admit(keys(0, 3), [1, 1])
+    begin(ledger, keys(1))
+    again = Ledger.resume(ledger.path, tmp_path / "copy.sqlite", FACTS)
+    assert {row[1] for row in table(again.path, "attempts")} == {1} and table(again.path) == []
+    assert table(again.path, "cursor") == [(0, 0), (1, 0)] and not wrong(again.path)
 
 
 def test_whole_experience_that_was_given_up_after_the_copy_goes_on_under_a_number_of_its_own(ledger, tmp_path):
