@@ -34,7 +34,7 @@ def cells_of() -> list[Cell]:
 
 
 def by_hand(activity: str, length: int) -> float:
-    """Seconds of a cell of the 5M model on `CORE`: 6 layers of width 256 with a gated feed-forward layer of 768, and 1024
+    """Seconds of a cell of the 5M model on `CORE`: 6 layers of width 256, gated feed-forward layers of 768, and 1024
     words, tied, in float32. Two operations a weight, four a value attended to, half a row on average."""
     layer = 4 * 256 * 256 + 3 * 256 * 768
     body, head, row = 6 * layer, 1024 * 256, 16 + length

@@ -16,8 +16,9 @@ from rlhf_ray.replay.file_system import is_local, kind_of
 from rlhf_ray.replay.ledger import Ledger, discard, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.owners import take_over
+from tests.unit.replay.books import begin
 
-FACTS = LedgerFacts(2, 1, 0, (9,))
+FACTS = LedgerFacts(2, 1, 0, (9,), 0, False, (1.0,))
 MOUNTS = r"""22 1 0:21 / / rw,relatime shared:1 - ext4 /dev/vda rw
 40 22 0:40 / /shared rw,relatime shared:9 master:2 - nfs4 server:/x rw
 41 40 0:41 / /shared/scratch rw - tmpfs tmpfs rw
@@ -34,7 +35,7 @@ def shared(monkeypatch):
 
 
 def lease(ledger, row):
-    ledger.lease([SampleKey(0, row, 0)], 0)
+    begin(ledger, [SampleKey(0, row, 0)])
 
 
 def journal_mode(path):
@@ -139,7 +140,7 @@ def test_a_superseded_driver_marks_no_update_and_what_it_writes_does_not_reach_i
             mine._db.execute("SELECT 1")
         lease(theirs, 3)
     with closing(open_for_reading(run.ledger)) as db:
-        assert [row for row, in db.execute("SELECT row FROM samples ORDER BY row")] == [1, 3]
+        assert [row for row, in db.execute("SELECT row FROM samples WHERE state = 'leased' ORDER BY row")] == [1, 3]
         assert db.execute("SELECT value FROM facts WHERE name = 'term'").fetchone() == (2,)
 
 
@@ -158,7 +159,7 @@ def test_a_write_that_passes_its_check_and_comes_late_is_lost_with_the_old_file(
     mine._db.close()
     lease(theirs, 3)
     with closing(open_for_reading(theirs.path)) as db:
-        assert [row for row, in db.execute("SELECT row FROM samples ORDER BY row")] == [1, 2, 3]
+        assert [row for row, in db.execute("SELECT row FROM samples WHERE state = 'leased' ORDER BY row")] == [1, 2, 3]
     theirs.close()
     with closing(open_for_reading(theirs.path)) as db:
         assert counts(db)["leased"] == 3
