@@ -196,9 +196,9 @@ class Coordinator:
             self.config.evaluation is not None and self._due(self.config.evaluation.every))
 
     def open_keys(self) -> list[SampleKey]:
-        """The samples that were admitted and not trained on: under way, or waiting for the learners."""
+        """The samples that were admitted and not trained on: under way, to be made again, or waiting for learners."""
         ready = (entry.keys for entry in self.buffer.ready_entries())
-        return [key for keys in (*self.state.in_flight.values(), *ready) for key in keys]
+        return [key for keys in (*self.state.in_flight.values(), self.state.returned, *ready) for key in keys]
 
     @property
     def stopped_early(self) -> str | None:

@@ -21,6 +21,7 @@ from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.entries import Reservation
 from rlhf_ray.replay.ledger import open_for_reading
+from rlhf_ray.replay.ledger_tables import OPEN
 from tests.unit.coordinator.stand_ins import StandInGroup, team_of
 from tests.unit.coordinator.test_pipeline import World
 
@@ -355,3 +356,16 @@ def test_a_batch_that_changed_nothing_is_not_applied_and_teaches_the_controllers
     told = [text for text in run.warnings if "left out" in text]
     assert told[0].startswith("step 1: 1 of the policy's 1 optimizer steps left out")
     assert "policy's 1 optimizer steps and 1 of the critic's" in told[1] and len(told) == 2
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_run_that_is_stopped_knows_every_sample_that_is_open_by_the_ledger(ppo_config, summary, staleness):
+    run = Run(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=9), summary, stop_after=2)
+    with pytest.raises(RunInterrupted):
+        run.go()
+    ledger = run.world.pipeline.ledger
+    with closing(open_for_reading(ledger.path)) as db:
+        marks = ", ".join("?" * len(OPEN))
+        found = db.execute(f"SELECT epoch, row, sample FROM samples WHERE state IN ({marks})", OPEN).fetchall()
+    known = [key.numbers for key in run.coordinator.open_keys()]
+    assert sorted(known) == sorted(found) and len(found) >= 4
