@@ -216,13 +216,15 @@ class CheckpointStore:
 
     @contextmanager
     def whole_or_nothing(self, tmp: Path, step: int) -> Iterator[None]:
-        """Remove `tmp` when the block fails, and say so plainly when the disk was full."""
+        """Remove `tmp` when the block fails, and say so plainly when the disk was full or another driver removed it."""
         try:
             yield
         except BaseException as error:
             full = is_disk_full(error, self.root)
             written = sum(f.stat().st_size for f in tmp.rglob("*") if f.is_file() and not f.is_symlink())
             shutil.rmtree(tmp, ignore_errors=True)
+            if self._term is not None and isinstance(error, OSError):
+                self._term.check()
             if full:
                 raise disk_full_error(self.root, f"checkpoint of step {step}", written, self._safe()) from error
             raise

@@ -1,0 +1,131 @@
+"""Two processes drive one run. The first is stopped, taken for dead by a second one on another host, and goes on: each
+of its writes is refused, and the directory is the second one's to the last byte."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability import run_directory
+from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.audit import audit
+from rlhf_ray.replay.ledger import Ledger, open_for_reading
+from rlhf_ray.replay.ledger_tables import LedgerFacts
+from tests.unit.owners import take_over
+
+FACTS = LedgerFacts(1, 1, 0, (9,))
+FILE_ONLY = LoggingConfig(tensorboard=False, ray_metrics=False)
+
+
+class Driver:
+    """What a driver writes with. Its weights are its name."""
+
+    def __init__(self, directory: RunDirectory, name: str) -> None:
+        self.name, self.directory = name, directory
+        self.store = CheckpointStore(directory.checkpoints, 9, term=directory.term)
+        self.store.clean()
+        start = self.store.latest()
+        self.step = start.step if start else 0
+        directory.ownership.go_on_from(self.step or None)
+        self.metrics = MetricsWriter(directory.path, FILE_ONLY, self.step, directory.term)
+        self.ledger = (
+            Ledger.resume(directory.ledger, start.path / "ledger.sqlite", FACTS, directory.term) if start
+            else Ledger.create(directory.ledger, FACTS, directory.term))
+
+    def consume(self) -> None:
+        keys = [SampleKey(0, self.step, 0)]
+        self.ledger.lease(keys, self.step)
+        self.ledger.generated(keys, self.name)
+        self.ledger.scored(keys, self.step)
+        self.step += 1
+        self.ledger.consumed(keys, self.step)
+
+    def begin(self):
+        tmp = self.store.begin(self.step)
+        (tmp / "weights").write_text(self.name)
+        self.ledger.save(tmp / "ledger.sqlite")
+        return tmp
+
+    def make_a_step(self) -> None:
+        self.consume()
+        self.store.commit(self.begin(), self.step)
+        self.ledger.commit(self.step)
+        self.metrics.write(self.step, {"loss": 1.0})
+        self.directory.write_json("status.json", {"of": self.name})
+
+
+FIRST = """
+import sys
+from rlhf_ray.observability.run_directory import RunDirectory
+from tests.unit.stages.test_two_drivers import Driver
+directory = RunDirectory.create(sys.argv[1])
+with directory.owned():
+    driver = Driver(directory, "a")
+    driver.make_a_step()
+    driver.consume()
+    tmp = driver.begin()
+    print("step 2 is to be committed", flush=True)
+    sys.stdin.readline()
+    late = {"commit": lambda: driver.store.commit(tmp, 2), "mark": lambda: driver.ledger.commit(2),
+            "row": lambda: driver.metrics.write(2, {"loss": 0.0}), "next": driver.make_a_step,
+            "status": lambda: directory.write_json("status.json", {"of": "a"}),
+            "summary": lambda: directory.write_json("summary.json", {"of": "a"}), "prune": driver.store.clean,
+            "close": driver.ledger.close}
+    for name, write in late.items():
+        try:
+            write()
+            print(name, "went through", flush=True)
+        except Exception as error:
+            print(name, type(error).__name__, flush=True)
+"""
+
+
+def contents(directory):
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_driver_that_comes_back_changes_nothing(tmp_path, monkeypatch):
+    here = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", FIRST, str(here)], text=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == "step 2 is to be committed\n"
+        with pytest.raises(ConfigError, match=f"by another run, process {process.pid} on"), RunDirectory(here).owned():
+            pass
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        monkeypatch.setattr(run_directory, "claim", lambda directory, *_: take_over(directory))
+        directory = RunDirectory.create(here, resume=True)
+        with directory.owned():
+            second = Driver(directory, "b")
+            assert second.step == 1
+            for _ in range(2):
+                second.make_a_step()
+            second.ledger.close()
+            second.metrics.close()
+            directory.write_json("summary.json", {"of": "b"})
+            before = contents(here)
+            process.send_signal(signal.SIGCONT)
+            said, _ = process.communicate("go\n", timeout=60)
+            assert contents(here) == before
+    finally:
+        process.kill()
+        process.wait()
+    assert {line.split()[1] for line in said.splitlines()} == {"SupersededError"} and len(said.splitlines()) == 8
+    found = {path.name: (path / "weights").read_text() for path in (here / "checkpoints").iterdir()}
+    assert found == {"step_1": "a", "step_2": "b", "step_3": "b"}
+    assert [row["step"] for row in read_metrics(here)] == [1, 2, 3]
+    with closing(open_for_reading(directory.ledger)) as db:
+        assert audit(db, ended=True) == []
+        drawn = db.execute("SELECT step, worker FROM samples ORDER BY step").fetchall()
+    assert drawn == [(1, "a"), (2, "b"), (3, "b")]
