@@ -19,7 +19,7 @@ from tests.cluster.outside import wait_for
 from tests.cluster.test_killed_driver import wait_for_step
 from tests.cluster.test_lost_learners import assert_equal_runs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DRIVER = """
 import sys
