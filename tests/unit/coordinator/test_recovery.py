@@ -228,7 +228,7 @@ def test_experience_with_other_old_logprobs_than_updates_need_now_is_made_again(
     async def run():
         _, state, buffer, summaries, recovery = setting(tmp_path)
         places = [buffer.reserve(2, 0) for _ in range(2)]
-        recovery.ledger.lease(keys[:4], 0)
+        begin(recovery.ledger, keys[:4], 0)
         recovery.ledger.generated(keys[2:4], "generator/0")
         recovery.ledger.scored(keys[2:4], 0)
         buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 0, 20)
@@ -238,7 +238,7 @@ def test_experience_with_other_old_logprobs_than_updates_need_now_is_made_again(
 
         _, again, other, found, restored = setting(tmp_path)
         restored.old_logprobs = "update"
-        restored.ledger = Ledger.resume(tmp_path / "resumed.sqlite", where / LEDGER, LedgerFacts(2, 1, 1, (20,)))
+        restored.ledger = Ledger.resume(tmp_path / "resumed.sqlite", where / LEDGER, FACTS)
         open_places = await restored.restore(where)
         with closing(open_for_reading(restored.ledger.path)) as db:
             (told,) = db.execute("SELECT DISTINCT reason FROM attempts WHERE row IN (2, 3)")

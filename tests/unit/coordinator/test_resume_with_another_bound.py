@@ -16,7 +16,7 @@ from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.coordinator.test_bounded_staleness import ROWS, DelayedRun
+from tests.unit.coordinator.test_bounded_staleness import DelayedRun
 from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 BATCH, STEPS = 8, 7
@@ -29,7 +29,7 @@ class Stretch(DelayedRun):
         super().__init__(config, summary, seed, generating=pace[0], updating=pace[1])
         self._path, self._stop_after, self._saved = Path(directory) / "ledger.sqlite", stop_after, saved
         self.snapshot = None
-        facts = LedgerFacts(BATCH, 1, config.coordinator.max_staleness, (ROWS,))
+        facts = LedgerFacts.of(config, self.state.cursor)
         self.ledger = (Ledger.resume(self._path, self._copy, facts) if saved
                        else Ledger.create(self._path, facts))
         self.pipeline.ledger = self.ledger
