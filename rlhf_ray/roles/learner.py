@@ -245,7 +245,13 @@ class Learner:
         """Get ready to hand weights over from GPU to GPU; waits for the generators of a broadcast."""
         from rlhf_ray.weights.sender import open_sender
 
+        self._disconnect_weights()
         self._sender = open_sender(route, self.rank, self.engine.device)
+
+    def _disconnect_weights(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
     def offer_bucket(self, version: int, index: int, whole: bool = True) -> WeightOffer | None:
         """As `weight_bucket`, of which the bytes stay where they are until generators fetch them or `send_bucket`
@@ -347,5 +353,6 @@ class Learner:
         return self._profile.end(Path(trace))
 
     def leave(self) -> None:
-        """Leave the process group."""
+        """Leave the generators and the process group."""
+        self._disconnect_weights()
         distributed.leave()

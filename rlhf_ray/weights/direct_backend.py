@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry, WeightOffer
 from rlhf_ray.weights.fingerprint import require_fingerprint
-from rlhf_ray.weights.gloo import join_gloo
+from rlhf_ray.weights.gloo import GlooBroadcast
 from rlhf_ray.weights.handles import arguments_of
 from rlhf_ray.weights.manifest import torch_dtype
 from rlhf_ray.weights.vllm_backend import ObjectStoreWeightTransferEngine
@@ -139,16 +139,26 @@ class VerifiedGlooEngine(ObjectStoreWeightTransferEngine):
     init_info_cls = GlooInitInfo  # type: ignore[assignment]
     update_info_cls = OfferInfo  # type: ignore[assignment]
 
+    _broadcast: GlooBroadcast | None = None
+
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Join the broadcast."""
-        self._broadcast = join_gloo(init_info.master_address, init_info.master_port,
-                                    init_info.rank_offset + self.parallel_config.rank, init_info.world_size)
+        """Join the broadcast, having left the one before."""
+        self.shutdown()
+        self._broadcast = GlooBroadcast(init_info.master_address, init_info.master_port,
+                                        init_info.rank_offset + self.parallel_config.rank, init_info.world_size)
+
+    def shutdown(self) -> None:
+        """Leave the broadcast, if one was joined."""
+        if self._broadcast is not None:
+            self._broadcast.close()
+            self._broadcast = None
 
     def receive_weights(self, update_info: Any) -> None:
         """One bucket. All of it is received before any is verified, as NCCL's packed buckets are: who stopped in the
         middle would leave the sender waiting."""
         received = {entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
                     for entry in update_info.entries()}
+        assert self._broadcast is not None, "generators meet the learner before a bucket comes"
         for tensor in received.values():
             self._broadcast(tensor)
         loader = VerifyingLoader(self.model, update_info)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 from torch import Tensor
@@ -10,18 +9,26 @@ from torch import Tensor
 TIMEOUT = timedelta(minutes=5)
 
 
-def join_gloo(host: str, port: int, rank: int, world: int) -> Callable[[Tensor], None]:
-    """Meet the others at host:port, where rank 0 listens; returns what broadcasts a tensor of rank 0 into the others'.
+class GlooBroadcast:
+    """One member of a broadcast from rank 0."""
 
-    Raises:
-        RuntimeError: torch's own, where the others do not come or go away.
-    """
-    import torch.distributed as dist
+    def __init__(self, host: str, port: int, rank: int, world: int) -> None:
+        """Meet the others at host:port, where rank 0 listens.
 
-    store = dist.TCPStore(host, port, world, is_master=rank == 0, timeout=TIMEOUT)
-    group = dist.ProcessGroupGloo(store, rank, world, TIMEOUT)
+        Raises:
+            RuntimeError: torch's own, where the others do not come or go away.
+        """
+        import torch.distributed as dist
 
-    def broadcast(tensor: Tensor) -> None:
-        group.broadcast(tensor, 0).wait()
+        store = dist.TCPStore(host, port, world, is_master=rank == 0, timeout=TIMEOUT)
+        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, TIMEOUT)
 
-    return broadcast
+    def __call__(self, tensor: Tensor) -> None:
+        """Send rank 0's `tensor` into that of the others; errors as when it was made, and once it is closed."""
+        if self._group is None:
+            raise RuntimeError("this member has left its broadcast")
+        self._group.broadcast(tensor, 0).wait()
+
+    def close(self) -> None:
+        """Leave; nothing can be sent from here any more."""
+        self._group = None  # its connections close with it; torch's own `shutdown` leaves them open

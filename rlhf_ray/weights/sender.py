@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rlhf_ray.records import WeightRoute
-from rlhf_ray.weights.gloo import join_gloo
+from rlhf_ray.weights.gloo import GlooBroadcast
 from rlhf_ray.weights.handles import plain
 
 LENT = 2
@@ -37,6 +37,10 @@ class Sender(Protocol):
 
     def release(self) -> None:
         """The publication is over: keep nothing."""
+        ...
+
+    def close(self) -> None:
+        """Leave the generators: another sender takes its place, or none. What joined them is given back."""
         ...
 
 
@@ -98,6 +102,11 @@ class NCCLSender:
         """See `Sender.release`."""
         self._bucket.tensors = {}
 
+    def close(self) -> None:
+        """See `Sender.close`. Nobody else gives NCCL's communicator back, nor the GPU memory that it has."""
+        self.release()
+        self._engine.shutdown()
+
 
 class IPCSender:
     """Handles of this rank's GPU memory; all ranks' handles come together at the first."""
@@ -128,12 +137,17 @@ class IPCSender:
         self._bucket.tensors = {}
         torch.cuda.ipc_collect()
 
+    def close(self) -> None:
+        """See `Sender.close`."""
+        self.release()
+        self._engine.shutdown()
+
 
 class GlooSender:
     """The same broadcast between processes without GPUs, with which the way around it is tried out."""
 
     def __init__(self, route: WeightRoute) -> None:
-        self._broadcast = join_gloo(route.host, route.port, 0, route.world)
+        self._broadcast = GlooBroadcast(route.host, route.port, 0, route.world)
         self._tensors: Mapping[str, Tensor] = {}
 
     def offered(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
@@ -149,6 +163,11 @@ class GlooSender:
     def release(self) -> None:
         """See `Sender.release`."""
         self._tensors = {}
+
+    def close(self) -> None:
+        """See `Sender.close`."""
+        self.release()
+        self._broadcast.close()
 
 
 def open_sender(route: WeightRoute, rank: int, device: torch.device) -> Sender | None:

@@ -41,6 +41,22 @@ def test_a_generator_that_is_lost_before_all_have_met_ends_nothing():
     assert (lost, ranks) == ([1], [0, 2])
 
 
+def test_who_has_met_meets_no_more_until_the_learners_are_forgotten():
+    """Each meeting has the learner leave the one before (see `Learner.connect_weights`)."""
+    async def answer(rank, method, *args):
+        return 1
+
+    async def work():
+        team = team_of(generators=Group("generator", answer, 2), policy=Group("policy_learner", answer))
+        direct, audience = DirectSync("ipc", team), Audience(team.crew(team.generators), range(2))
+        return [await direct.connect(audience), await direct.connect(audience), direct.forget(),
+                await direct.connect(audience)], team.policy.log
+
+    met, log = asyncio.run(work())
+    assert met == [True, False, None, True]
+    assert [method for method, _ in log] == ["connect_weights"] * 2
+
+
 class Broadcast:
     """A learner and three generators in a publication of two buckets; `log` keeps what was called."""
 

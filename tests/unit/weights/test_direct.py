@@ -1,12 +1,17 @@
 """Of transports between GPUs, what a CPU can show: handles without pickle, loaders that verify, vLLM's trainers."""
 
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import WeightRoute
+from rlhf_ray.roles.generator import transfer_info
+from rlhf_ray.weights.direct_backend import VerifiedGlooEngine
 from rlhf_ray.weights.handles import ARGUMENTS, arguments_of, plain
 from rlhf_ray.weights.manifest import plan_buckets
 from rlhf_ray.weights.publisher import Publisher
@@ -144,6 +149,84 @@ class TestTrainers:
         for cls in classes[1:3]:
             assert cls.update_info_cls.__name__ == "OfferInfo"
             assert cls.__mro__[2].__module__.startswith("vllm.")
+
+
+class Communicator:
+    """In the place of vLLM's `PyNcclCommunicator`, which nobody but its engine's `shutdown` gives back."""
+
+    given_back = False
+
+    def destroy(self):
+        self.given_back = True
+
+
+class TestMeetingAgain:
+    """A learner that is joined to other generators than before leaves those it was joined to."""
+
+    @pytest.fixture
+    def learner(self, monkeypatch):
+        from rlhf_ray.config.algorithm import AlgorithmConfig
+        from rlhf_ray.config.learner import PolicyConfig
+        from rlhf_ray.config.model import ModelConfig
+        from rlhf_ray.roles.policy_learner import PolicyLearner
+
+        made = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
+        made.engine = SimpleNamespace(device=torch.device("cuda"))
+        return made
+
+    @pytest.fixture
+    def communicators(self, monkeypatch):
+        """Those of all connections; vLLM's own trainer engine around each."""
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+        found = []
+
+        def trainer(info, *, client, source):
+            assert all(other.given_back for other in found), "two at a time take the memory of two"
+            engine = NCCLTrainerWeightTransferEngine(client=client, source=source)
+            engine.model_update_group = Communicator()
+            found.append(engine.model_update_group)
+            return engine
+
+        monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", trainer)
+        return found
+
+    def test_nccl_s_communicator_is_given_back_each_time_and_at_the_end(self, learner, communicators):
+        for world in (3, 2, 3):
+            learner.connect_weights(WeightRoute("nccl", "127.0.0.1", 1, world))
+        assert [it.given_back for it in communicators] == [True, True, False]
+        learner.leave()
+        assert communicators[-1].given_back
+
+    def test_a_meeting_that_fails_leaves_nothing_to_give_back_twice(self, learner, communicators, monkeypatch):
+        from rlhf_ray.weights import sender
+
+        learner.connect_weights(WeightRoute("nccl", "127.0.0.1", 1, 2))
+        monkeypatch.setattr(sender, "open_sender", lambda *_: (_ for _ in ()).throw(RuntimeError("nobody came")))
+        with pytest.raises(RuntimeError, match="nobody came"):
+            learner.connect_weights(WeightRoute("nccl", "127.0.0.1", 1, 2))
+        communicators[0].given_back = False
+        learner.leave()
+        assert not communicators[0].given_back
+
+    def test_so_do_both_sides_of_gloo_s(self, learner):
+        learner.engine = SimpleNamespace(device=torch.device("cpu"))
+        config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
+        receiver = VerifiedGlooEngine(None, config, torch.device("cpu"), None)
+        left = []
+        for _ in range(2):
+            left.append((learner._sender, receiver._broadcast))
+            route = WeightRoute("nccl", "127.0.0.1", int(free_address("127.0.0.1").rpartition(":")[2]), 2)
+            info = receiver.parse_init_info(transfer_info(route, 1))
+            joining = threading.Thread(target=receiver.init_transfer_engine, args=(info,))
+            joining.start()
+            learner.connect_weights(route)
+            joining.join(60)
+        sender, broadcast = left[-1]
+        for send in (lambda: sender._broadcast(torch.ones(1)), lambda: broadcast(torch.ones(1))):
+            with pytest.raises(RuntimeError, match="has left its broadcast"):
+                send()
 
 
 def test_plans_are_the_same_for_every_transport():
