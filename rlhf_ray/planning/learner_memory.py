@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig
+from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PPOLearnerConfig
 from rlhf_ray.planning.activations import (
     FLOAT,
     Pass,
@@ -81,7 +81,13 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
         # Stage 3 gives its buffers back, but for those of gradients; below, what was freed is kept (cluster/memory.py).
         between = {BUFFERS: average + _bucket_bytes(config, model.shape)} if sharded else {**buffers, GRADIENTS: 0.0}
         return Memory(host=at_the_peak(*learning, {**state, **copies, **between, **process}))
-    moved = {OPTIMIZER: state.pop(OPTIMIZER)} if config.offload_optimizer else {}
+    moved: dict[str, float] = {}
+    if config.offload_optimizer:  # with the moments go the copy of the weights, and gradients of its size to step by
+        copied = _copied(config, model.shape)
+        moved = {OPTIMIZER: state.pop(OPTIMIZER), WEIGHTS: copied, GRADIENTS: copied}
+        state[WEIGHTS] -= copied
+    elif isinstance(config, PPOLearnerConfig) and config.offload_between_phases:
+        moved = {OPTIMIZER: state[OPTIMIZER]}
     buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
     learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
     # A publication's buckets under way and, on the first rank, the whole model when it is exported.
@@ -130,15 +136,20 @@ def stage_of(config: LearnerConfig) -> int:
 
 def _state(config: LearnerConfig, shape: ModelShape) -> dict[str, float]:
     """Weights, gradients and moments of a rank (Rajbhandari et al. 2020, section 5, for weights in float32): all of
-    them at stage 0; its share of the moments from 1 on, of the gradients from 2 on, of the weights at 3. Stages 1 and
-    2 change a copy of its share of the weights, and copy it back; so does 3 on CPUs."""
+    them at stage 0; its share of the moments from 1 on, of the gradients from 2 on, of the weights at 3, and from 1 on
+    the copy of its share that the optimizer changes."""
     stage, world, number = stage_of(config), config.workers, trained(config, shape)
     frozen = shape.weight_bytes if config.lora else 0
-    weights = (number * FLOAT + frozen) / (world if stage == 3 else 1)
-    if stage in (1, 2) or (stage == 3 and not config.gpus):
-        weights += number * FLOAT / world
+    weights = (number * FLOAT + frozen) / (world if stage == 3 else 1) + _copied(config, shape)
     gradients = number * FLOAT / (world if stage >= 2 else 1)
     return {WEIGHTS: weights, GRADIENTS: gradients, OPTIMIZER: MOMENTS * FLOAT * number / (world if stage else 1)}
+
+
+def _copied(config: LearnerConfig, shape: ModelShape) -> float:
+    """A rank's copy of its share of the weights, which the optimizer changes and DeepSpeed copies back. Stage 3 could
+    do without, their precision being the same, but compares a torch.device with its name as text, which are never
+    equal (deepspeed/runtime/zero/stage3.py, `_create_fp32_partitions`), on CPUs and GPUs alike."""
+    return FLOAT * trained(config, shape) / config.workers if stage_of(config) else 0.0
 
 
 def _communication_bytes(config: LearnerConfig, shape: ModelShape) -> float:

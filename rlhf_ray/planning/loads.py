@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.stages import StageConfig
-from rlhf_ray.planning.memory import BUFFERS, MIB, RUNTIME, Memory
+from rlhf_ray.planning.memory import BUFFERS, MIB, RUNTIME, WEIGHTS, Memory
 from rlhf_ray.planning.nodes import Node
 from rlhf_ray.planning.placement import Placement
 from rlhf_ray.planning.roles import Role
@@ -40,6 +40,16 @@ class Load:
     def share(self) -> float:
         """Of the capacity."""
         return self.bytes / self.capacity if self.capacity else float("inf")
+
+    @property
+    def roles(self) -> dict[str, dict[str, float]]:
+        """Bytes by role and part, the role that holds most first; in main memory Ray and its store are among them."""
+        found: dict[str, dict[str, float]] = {}
+        for holder, parts in self.holders.items():
+            of_role = found.setdefault(holder.partition("/")[0], {})
+            for part, amount in parts.items():
+                of_role[part] = of_role.get(part, 0.0) + amount
+        return dict(sorted(found.items(), key=lambda held: -sum(held[1].values())))
 
     @property
     def name(self) -> str:
@@ -109,5 +119,6 @@ def _asleep(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _put_aside(parts: Mapping[str, float]) -> dict[str, float]:
-    """A learner whose states are offloaded (DeepSpeed's `offload_states`) keeps its context and buffers."""
-    return {name: amount for name, amount in parts.items() if name in (BUFFERS, RUNTIME)}
+    """A learner that put its optimizer's state aside (`TrainEngine.offload_state`) keeps weights, context and buffers;
+    gradients and activations are there in an update alone."""
+    return {name: amount for name, amount in parts.items() if name in (WEIGHTS, BUFFERS, RUNTIME)}

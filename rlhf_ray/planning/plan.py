@@ -81,12 +81,12 @@ def _too_full(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, loads:
         if not full:
             continue
         worst = max(full, key=lambda load: load.share)
-        most = max(worst.holders, key=lambda name: sum(worst.holders[name].values()))
-        parts = worst.holders[most]
+        role, parts = next(iter(worst.roles.items()))
         part = max(parts, key=lambda name: parts[name])
         change = remedy(config, worst, lambda changed, on=worst: worst_load(changed, nodes, shapes, on))  # type: ignore[misc]
         found.append(Finding("refused", (
-            f"{worst.name} ({worst.kind}) would have to hold {gib(worst.bytes)} of {gib(worst.capacity)}"
-            f"{f', and {len(full) - 1} more like it' if len(full) > 1 else ''}; most of it {most} with "
-            f"{gib(sum(parts.values()))}, {gib(parts[part])} of that {part}. {change}")))
+            f"{role} does not fit: {gib(worst.bytes - worst.capacity)} too much for {worst.name}"
+            f"{f' ({worst.kind})' if gpus else ''}{f', and {len(full) - 1} more like it' if len(full) > 1 else ''}. "
+            f"{change}. Together the roles there would hold {gib(worst.bytes)} of {gib(worst.capacity)}; {role}'s part "
+            f"is {gib(sum(parts.values()))}, {gib(parts[part])} of it {part}")))
     return found

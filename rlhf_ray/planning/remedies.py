@@ -28,8 +28,10 @@ def remedy(config: StageConfig, load: Load, fullness: Fullness) -> str:
             return "To fit, set " + ", ".join(f"{s}.{f}={_shown(v)}" for s, f, v in needed)
     if load.device is None:
         return "No single change of the configuration makes it fit: use nodes with more memory, or a smaller model"
-    return ("No change of memory-saving fields makes it fit: spread the learners over more GPUs (policy.workers and "
-            "pools), use larger ones, or a smaller model")
+    role = next(iter(load.roles))
+    field = "tensor_parallel" if isinstance(getattr(config, role, None), GenerationConfig) else "workers"
+    return (f"No change of memory-saving fields makes it fit: spread it over more GPUs ({role}.{field} and pools), use "
+            "larger ones, or a smaller model")
 
 
 def changes(config: StageConfig, load: Load) -> Iterator[Change]:

@@ -35,8 +35,10 @@ def verdicts(
         alike = (load.kind, round(load.bytes), load.capacity)
         if TIGHT < load.share <= 1 and alike not in seen:
             seen.add(alike)
-            yield Finding("tight", f"{load.name} is {load.share:.0%} full at most ({gib(load.bytes)} of "
-                                   f"{gib(load.capacity)}): figures are estimates, so leave a tenth")
+            role, parts = next(iter(load.roles.items()))
+            yield Finding("tight", f"{role} nearly fills {load.name}, {load.share:.0%} at most ({gib(load.bytes)} of "
+                                   f"{gib(load.capacity)}, {gib(sum(parts.values()))} of that {role}'s): figures are "
+                                   "estimates, so leave a tenth")
     yield from _precision(roles)
     yield from _store(config, roles, loads)
     if free_disk is not None and disk_bytes > free_disk:

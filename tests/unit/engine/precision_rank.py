@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig, OptimizerConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine import distributed
+from rlhf_ray.engine.portions import portions
 from rlhf_ray.engine.train_engine import TrainEngine
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.lora import Adapters
@@ -54,7 +55,7 @@ def loss(it: TrainEngine, rank: int) -> Tensor:
 
 def weights(it: TrainEngine) -> dict[str, Tensor]:
     """What is trained, gathered one by one, as an export does."""
-    return {name: it.gather([name])[name].clone() for name, p in it.module.model.named_parameters() if p.requires_grad}
+    return {name: it.gather([name])[name].clone() for name, _ in trained(it.module.model)}
 
 
 def update(it: TrainEngine, rank: int) -> Tensor:
@@ -97,6 +98,18 @@ def inexact(it: TrainEngine) -> list[str]:
     return wrong
 
 
+def copied(it: TrainEngine, stage: int) -> bool:
+    """Whether what the optimizer changes lies elsewhere than what passes are made with."""
+    used = {p.untyped_storage().data_ptr() for p in it.module.parameters()}
+    used |= {p.ds_tensor.untyped_storage().data_ptr() for p in it.module.parameters() if stage == 3}
+    return all(part.weights.untyped_storage().data_ptr() not in used
+               for part in portions(it.engine, stage, dict(trained(it.module))))
+
+
+def trained(module: Any) -> list[Any]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
 def main(model: str, address: str, rank: int) -> dict[str, Any]:
     asked = torch.is_autocast_enabled
     torch.is_autocast_enabled = lambda device="cpu": asked(device)
@@ -110,7 +123,7 @@ def main(model: str, address: str, rank: int) -> dict[str, Any]:
         first = updates[0, adapters, precision]
         whole = updates[stage, adapters, "float32"]
         found[f"{stage} {adapters} {precision}"] = {
-            **seen, "inexact": inexact(kept), "size": float(mine.norm()),
+            **seen, "inexact": inexact(kept), "copied": copied(kept, stage), "size": float(mine.norm()),
             "again": distance(update(again, rank), mine), "stage 0": distance(mine, first),
             "float32": distance(mine, whole)}
     return found

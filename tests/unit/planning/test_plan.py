@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig
+from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PolicyConfig
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.as_json import plan_as_values
@@ -74,7 +74,7 @@ class TestLearner:
         return learner_memory(config, Training(SMALL, 32, 1.0, 64)).device
 
     @pytest.mark.parametrize(("stage", "workers", "weights", "gradients", "optimizer"), [
-        (1, 1, 4, 4, 8), (0, 2, 4, 4, 8), (1, 2, 6, 4, 4), (2, 2, 6, 2, 4), (3, 2, 2, 2, 4), (3, 4, 1, 1, 2)])
+        (1, 1, 4, 4, 8), (0, 2, 4, 4, 8), (1, 2, 6, 4, 4), (2, 2, 6, 2, 4), (3, 2, 4, 2, 4), (3, 4, 2, 1, 2)])
     def test_zero_stages_share_out_what_they_say(self, stage, workers, weights, gradients, optimizer):
         parts, number = self.parts(zero_stage=stage, workers=workers), SMALL.parameters
         assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (
@@ -90,8 +90,15 @@ class TestLearner:
     def test_offloaded_moments_lie_in_main_memory(self):
         config = LearnerConfig(gpus=1, workers=2, zero_stage=2, offload_optimizer=True, micro_batch_tokens=64)
         memory = learner_memory(config, Training(SMALL, 32, 1.0, 64))
-        assert "optimizer" not in memory.device
-        assert memory.host["optimizer"] == 8 * SMALL.parameters / 2
+        number = SMALL.parameters
+        assert "optimizer" not in memory.device and memory.device["weights"] == 4 * number
+        kept = [memory.host[part] for part in ("optimizer", "weights", "gradients")]
+        assert kept == [8 * number / 2, 4 * number / 2, 4 * number / 2]
+
+    def test_moments_that_are_put_aside_between_phases_lie_in_main_memory_then(self):
+        config = PolicyConfig(gpus=1, offload_between_phases=True, micro_batch_tokens=64)
+        memory = learner_memory(config, Training(SMALL, 32, 1.0, 64))
+        assert memory.device["optimizer"] == memory.host["optimizer"] == 8 * SMALL.parameters
 
     def test_ranks_that_share_the_weights_never_have_them_whole_but_for_the_first_one_s_export(self):
         def main_memory(stage):
@@ -142,8 +149,9 @@ class TestVerdict:
     def test_a_gpu_that_is_too_small_is_told_with_the_fields_that_mend_it(self):
         plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xL4", "--policy.gradient_checkpointing=false")
         [refusal] = plan.refused
-        assert re.search(r"GPU 0 \(L4\) would have to hold .* most of it policy/0 .* activations", refusal)
-        assert refusal.endswith("To fit, set policy.gradient_checkpointing=true")
+        assert re.match(r"policy does not fit: [\d.]+ GiB too much for node-0 GPU 0 \(L4\)\. To fit, set "
+                        r"policy\.gradient_checkpointing=true\. Together .* of 22.4 GiB; policy's part is .* of it "
+                        "activations", refusal)
         assert not planned("one_gpu_0.5b_grpo.yaml", "1x1xL4").refused, "as it says"
 
     @pytest.mark.parametrize(("recipe", "nodes", "worse", "needed"), [
@@ -164,6 +172,19 @@ class TestVerdict:
     def test_what_no_field_mends_says_so(self):
         plan = planned("one_gpu_8b_lora.yaml", "1x1xL4")
         assert "smaller model" in plan.refused[0]
+
+    @pytest.mark.parametrize(("recipe", "nodes", "worse", "role", "field"), [
+        ("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.kv_cache_mb=60000", "generator", "generator.kv_cache_mb="),
+        ("eight_gpu_8b_ppo.yaml", "1x8xH100", "--critic.zero_stage=1", "critic", "critic.zero_stage=3"),
+        ("multi_node_70b_ppo.yaml", "2x8xB200(label=role:generation)+1x8xB200(label=role:policy)+"
+         "1x8xB200(label=role:policy)+1x8xH100(label=role:judges)", "--policy.workers=16", "reference",
+         "reference.workers and pools"),
+    ])
+    def test_the_role_whose_memory_is_the_problem_comes_first_then_what_to_set(self, recipe, nodes, worse, role, field):
+        refusal = planned(recipe, nodes, worse).refused[0]
+        kind = nodes.rpartition("x")[2].partition("(")[0]
+        assert re.match(rf"{role} does not fit: [\d.]+ GiB too much for node-\d GPU \d \({kind}[^)]*\)", refusal)
+        assert field in refusal
 
     def test_too_few_gpus(self):
         plan = planned("eight_gpu_8b_ppo.yaml", "1x4xH100")
@@ -206,6 +227,7 @@ class TestVerdict:
         gpu, in_turns = (next(load for load in plan.loads if load.device == 0) for plan in (together, turns))
         parts = {name: sum(held.values()) for name, held in gpu.holders.items()}
         assert in_turns.bytes < gpu.bytes
+        assert set(in_turns.holders["policy/0"]) >= {"weights"}, "moments go, weights stay"
         assert in_turns.bytes >= max(parts.values())
 
 
