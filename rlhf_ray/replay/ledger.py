@@ -157,6 +157,16 @@ class Ledger:
                                  (State.QUARANTINED,))
         return [(SampleKey(*key), reason) for *key, reason in found]
 
+    def open_keys(self) -> set[SampleKey]:
+        """The samples that an update is to be made with yet."""
+        marks = ", ".join("?" * len(OPEN))
+        found = self._db.execute(f"SELECT epoch, row, sample FROM samples WHERE state IN ({marks})", OPEN)
+        return {SampleKey(*key) for key in found}
+
+    def position(self) -> list[int]:
+        """How far the data cursor has come: prompts handed out of each source."""
+        return [count for (count,) in self._db.execute("SELECT handed_out FROM cursor ORDER BY source")]
+
     def give_up(self, keys: Iterable[SampleKey], reason: str) -> None:
         """The present attempt at these samples is over without success, and another is to follow."""
         plain = [(*key.numbers, reason) for key in keys]

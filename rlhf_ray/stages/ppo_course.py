@@ -7,6 +7,7 @@ lost learner is a resume without a restart, and cannot differ from one.
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import Checkpoint, CheckpointStore
@@ -14,7 +15,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import ConfigError, RunInterrupted, WorkerError
+from rlhf_ray.errors import CheckpointError, ConfigError, RunInterrupted, WorkerError
 from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -114,6 +115,22 @@ class Course:
         return await asyncio.to_thread(self._store.latest)
 
 
+def check_ledger(coordinator: Coordinator, place: Path) -> None:
+    """Refuse a checkpoint whose ledger and state do not speak of the same samples: some would be lost, or made twice.
+
+    Raises:
+        CheckpointError: names some of them.
+    """
+    ledger, position = coordinator.pipeline.ledger, coordinator.state.cursor.position
+    remedy = "go on from another checkpoint, or begin a new run"
+    if odd := sorted(key.numbers for key in ledger.open_keys() ^ set(coordinator.open_keys())):
+        raise CheckpointError(f"{place}: {len(odd)} samples are open by its ledger or by its state and not by both, "
+                              f"such as (epoch, row, sample) {odd[0]}; {remedy}")
+    if ledger.position() != position:
+        raise CheckpointError(f"{place}: by its ledger {ledger.position()} prompts of each source are handed out, by "
+                              f"its data cursor {position}; {remedy}")
+
+
 async def bring_back(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:
     """Bring a checkpoint back into workers and state, and its weights to the generators.
 
@@ -127,6 +144,7 @@ async def bring_back(coordinator: Coordinator, start: Checkpoint | None, again: 
             await coordinator.weights.publish(step, resend=again)
     if start is None:
         return
+    check_ledger(coordinator, start.path)
     coordinator.progress.note(f"resuming after step {step}")
     coordinator.pipeline.start_again(open_places)
     if (said := await coordinator.best.resume(step)) is not None:

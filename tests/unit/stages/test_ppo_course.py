@@ -7,9 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_ray.config.loop import LoggingConfig
-from rlhf_ray.errors import WorkerError
+from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.errors import CheckpointError, WorkerError
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.stages.ppo_course import Course
+from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.replay.ledger_tables import LedgerFacts
+from rlhf_ray.stages.ppo_course import Course, check_ledger
+from tests.unit.replay.books import begin
 
 
 def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
@@ -30,9 +35,11 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
 
     coordinator = SimpleNamespace(
         weights=SimpleNamespace(changing=changing), recovery=SimpleNamespace(restore=restore),
-        state=SimpleNamespace(step=0), progress=SimpleNamespace(note=lambda _: None),
+        state=SimpleNamespace(step=0, cursor=SimpleNamespace(position=[0])), open_keys=list,
+        progress=SimpleNamespace(note=lambda _: None),
         pipeline=SimpleNamespace(start_again=lambda places: done.append(f"began {places}"), close=close,
-                                 ledger=SimpleNamespace(close=lambda: done.append("ledger closed"))),
+                                 ledger=SimpleNamespace(close=lambda: done.append("ledger closed"), open_keys=set,
+                                                        position=lambda: [0])),
         best=SimpleNamespace(resume=lost_learner),
     )
     config = SimpleNamespace(logging=LoggingConfig())
@@ -40,6 +47,32 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
     with pytest.raises(WorkerError, match="died in export"):
         asyncio.run(course._stretch(SimpleNamespace(step=0, path=tmp_path), again=False, resume=False))
     assert done == ["began ['a place']", "pipeline closed", "ledger closed"]
+
+
+def resumed(tmp_path, open_keys, drawn):
+    """What a run goes on with whose checkpoint's ledger has two open prompts of three: chunks, and the cursor."""
+    facts = LedgerFacts(1, 1, 1, (5,), 0, False, (1.0,))
+    ledger = Ledger.create(tmp_path / "ledger.sqlite", facts)
+    begin(ledger, [SampleKey(0, row, 0) for row in range(3)])
+    ledger.quarantine([SampleKey(0, 0, 0)], "no score")
+    ledger.give_up([SampleKey(0, 2, 0)], "its worker died")
+    cursor = PromptCursor(5, 0, shuffle=False)
+    cursor.next(drawn)
+    return SimpleNamespace(pipeline=SimpleNamespace(ledger=ledger), state=SimpleNamespace(cursor=cursor),
+                           open_keys=lambda: [SampleKey(0, row, 0) for row in open_keys])
+
+
+def test_a_checkpoint_whose_ledger_and_state_agree_is_gone_on_from(tmp_path):
+    check_ledger(resumed(tmp_path, [1, 2], 3), tmp_path)
+
+
+@pytest.mark.parametrize(("open_keys", "drawn", "said"), [
+    ([1], 3, r"1 samples are open .* such as \(epoch, row, sample\) \(0, 2, 0\)"),
+    ([0, 1, 2], 3, r"such as \(epoch, row, sample\) \(0, 0, 0\)"),
+    ([1, 2], 4, r"by its ledger \[3\] prompts of each source are handed out, by its data cursor \[4\]")])
+def test_a_checkpoint_that_would_lose_a_sample_or_make_one_twice_is_refused(tmp_path, open_keys, drawn, said):
+    with pytest.raises(CheckpointError, match=said):
+        check_ledger(resumed(tmp_path, open_keys, drawn), tmp_path)
 
 
 def test_what_learners_were_doing_for_generators_is_over_before_they_are_replaced(tmp_path):
