@@ -102,4 +102,4 @@ def test_a_response_may_be_cut_more_than_once():
 def test_the_seed_of_the_rest_follows_from_seed_and_length_alone():
     seeds = {continued_seed(seed, count) for seed in range(50) for count in range(1, 50)}
     assert len(seeds) == 50 * 49 and all(0 <= seed < 2**63 for seed in seeds)
-    assert continued_seed(7, 3) == continued_seed(7, 3)
+    assert (continued_seed(7, 3), continued_seed(0, 1)) == (6957114533726009097, 4745132817472036307), "on any machine"
