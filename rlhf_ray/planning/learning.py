@@ -10,6 +10,9 @@ from rlhf_ray.planning.workload import Workload
 STATE_BYTES = 16
 """A parameter's: weight, gradient and AdamW's two moments in float32 (Rajbhandari et al. 2020, section 3.1, count the
 same 16 for mixed precision)."""
+WEIGHT_BYTES = 4
+"""A parameter's weight in float32: as its optimizer has it, beside the shard that is gathered (`learner_memory`), and
+as it is gathered for training."""
 RECOMPUTED = 4.0
 """Passes' worth of operations: forward, backward (two) and the forward pass again, with activation checkpointing
 (Korthikanti et al. 2022, section 5)."""
@@ -48,7 +51,7 @@ class Group:
         """Tokens whose activations fit a GPU beside the shards of both models and two gathered layers: with
         checkpointing a layer keeps its input, and one layer at a time all of it (Korthikanti et al. 2022, eq. 2)."""
         m, h = self.model, self.hardware
-        shards = m.parameters * (STATE_BYTES + m.bytes_per_value) / self.gpus
+        shards = m.parameters * (STATE_BYTES + WEIGHT_BYTES + m.bytes_per_value) / self.gpus
         gathered = 2 * m.weight_bytes / m.layers
         room = h.memory_bytes * h.usable_memory - shards - gathered
         return room / (m.hidden * (m.bytes_per_value * m.layers + 34))
@@ -57,10 +60,10 @@ class Group:
         """Whether the longest row fits."""
         return self.micro_batch_tokens >= work.prompt + work.longest
 
-    def gather_s(self) -> float:
-        """To bring every weight to every GPU once: each node takes in what it does not hold over its cards, and each
-        GPU over its link; the slower of the two counts."""
-        h, bytes_ = self.hardware, self.model.weight_bytes * (1 - 1 / self.gpus)
+    def gather_s(self, value_bytes: int = WEIGHT_BYTES) -> float:
+        """To bring every weight to every GPU once, in so many bytes each: each node takes in what it does not hold over
+        its cards, and each GPU over its link; the slower of the two counts."""
+        h, bytes_ = self.hardware, self.model.parameters * value_bytes * (1 - 1 / self.gpus)
         outside = bytes_ * (1 - 1 / self.nodes) / h.network_bandwidth
         return max(outside, bytes_ / h.link_bandwidth) / h.network_share
 
@@ -70,7 +73,7 @@ class Group:
             self.gpus * self.hardware.flops * self.hardware.forward_share)
         gathers = models * ceil(work.samples * work.row / self.gpus / self.micro_batch_tokens)
         return longer(Duration(compute, "operations of scoring"),
-                      Duration(gathers * self.gather_s(), "network of scoring"))
+                      Duration(gathers * self.gather_s(self.model.bytes_per_value), "network of scoring"))
 
     def update(self, work: Workload) -> Duration:
         """All optimizer steps of an update. Each micro-batch gathers the weights twice and scatters gradients once

@@ -111,7 +111,7 @@ def update_s(role: Role, device: Hardware, work: Workload) -> float:
     flops = rows * (RECOMPUTED if config.gradient_checkpointing else KEPT) * shape.row_flops(work.row)
     rate = device.flops * device.training_share * precision(role, shape)
     compute = flops / (min(ranks, max(1.0, rows * (config.threads if not config.gpus else 1))) * rate)
-    group = Group(shape.in_bytes(4), device, config.workers)
+    group = Group(shape, device, config.workers)
     count = passes(config, rows, work.row)
     moved = {0: 1, 1: 1, 2: count, 3: 3 * count}[stage_of(config)] * group.gather_s() if config.workers > 1 else 0.0
     shared = config.workers if stage_of(config) else 1

@@ -110,8 +110,9 @@ class TestLearning:
 
     def test_gathering_is_as_slow_as_the_network_or_the_link(self):
         assert Group(SMALL, ROUND, 1).gather_s() == 0
-        assert Group(SMALL, ROUND, 2).gather_s() == pytest.approx(736 / 2 / 50), "within a node"
-        assert Group(SMALL, ROUND, 4).gather_s() == pytest.approx(736 * 3 / 4 * (1 / 2) / 20), "two nodes"
+        assert Group(SMALL, ROUND, 2).gather_s(2) == pytest.approx(736 / 2 / 50), "within a node"
+        assert Group(SMALL, ROUND, 4).gather_s(2) == pytest.approx(736 * 3 / 4 * (1 / 2) / 20), "two nodes"
+        assert Group(SMALL, ROUND, 2).gather_s() == pytest.approx(2 * 736 / 2 / 50), "float32 in training"
 
     def test_an_update_computes_or_communicates(self):
         group = Group(SMALL, replace(ROUND, memory_bandwidth=1e12), 2, KEPT)
@@ -135,7 +136,7 @@ class TestLearning:
 
     def test_activations_take_what_the_shards_leave(self):
         group = Group(SMALL, ROUND, 2)
-        assert group.micro_batch_tokens == pytest.approx((10_000 - 368 * 18 / 2 - 736) / (4 * (2 * 2 + 34)))
+        assert group.micro_batch_tokens == pytest.approx((10_000 - 368 * 22 / 2 - 736) / (4 * (2 * 2 + 34)))
         full = Group(SMALL, replace(ROUND, memory_bytes=5000.0), 2)
         assert not full.fits(EQUAL) and full.update(EQUAL) == Duration(inf, "memory of a learner")
 
