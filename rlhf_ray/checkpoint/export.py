@@ -91,9 +91,22 @@ def replacing_export(directory: Path, size: int, mark: str, term: Term | None = 
 
 
 def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path, max_shard_size: str) -> None:
-    """Let transformers write weights and configuration, and the configuration name the dtype that was written."""
+    """Let transformers write weights and configuration, and the configuration name the dtype that was written.
+
+    generation_config.json stays as the model brought it. transformers would refuse to write what many published models
+    have there, such as a temperature without do_sample.
+    """
     dtype = next(w.dtype for w in weights.values() if w.is_floating_point())
-    model.save_pretrained(new, state_dict=weights, max_shard_size=max_shard_size)  # empties `weights` as it goes
+    generation = getattr(model, "generation_config", None) if model.can_generate() else None
+    try:
+        if generation is not None:
+            model.generation_config = type(generation)()
+        model.save_pretrained(new, state_dict=weights, max_shard_size=max_shard_size)  # empties `weights` as it goes
+    finally:
+        if generation is not None:
+            model.generation_config = generation
+    if generation is not None:
+        generation.to_json_file(new / "generation_config.json")
     if model.dtype != dtype:
         config = type(model.config).from_pretrained(new)
         config.dtype = dtype
