@@ -22,7 +22,7 @@ from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.owners import take_over
 
-FACTS = LedgerFacts(1, 1, 0, (9,))
+FACTS = LedgerFacts(1, 1, 0, (9,), 0, False, (1.0,))
 FILE_ONLY = LoggingConfig(tensorboard=False, ray_metrics=False)
 
 
@@ -43,6 +43,7 @@ class Driver:
 
     def consume(self) -> None:
         keys = [SampleKey(0, self.step, 0)]
+        self.ledger.admit(keys, [self.step + 1])
         self.ledger.lease(keys, self.step)
         self.ledger.generated(keys, self.name)
         self.ledger.scored(keys, self.step)
