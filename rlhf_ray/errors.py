@@ -4,11 +4,15 @@ Every error we raise on purpose derives from `RLHFError`. The command line print
 traceback, and exits with `exit_code`. `retryable` says whether doing the same thing again may succeed; codes of
 sysexits.h where one fits:
 
-    0   made all its steps                                  69  lost a worker (EX_UNAVAILABLE)            retryable
-    1   broke                                               74  copies are not complete (EX_IOERR)
-    2   refused: configuration, data or models              75  asked to stop, saved (EX_TEMPFAIL)        retryable
-    3   stopped early
-    68  lost its Ray cluster (EX_NOHOST)    retryable       77  was succeeded by another driver (EX_NOPERM)
+     0  made all its steps
+     1  broke
+     2  refused: configuration, data or models cannot work
+     3  stopped early
+    68  lost its Ray cluster, or did not reach it (EX_NOHOST); retryable
+    69  lost a worker (EX_UNAVAILABLE); retryable
+    74  ended well, while its copies are not complete (EX_IOERR)
+    75  was asked to stop, and saved (EX_TEMPFAIL); retryable
+    77  was succeeded by another driver (EX_NOPERM)
 """
 
 from collections.abc import Sequence

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from rlhf_ray.errors import ClusterError, ClusterUnavailable
+from rlhf_ray.errors import ClusterError, ClusterUnavailable, RLHFError, WorkerError, first_line
 
 CONNECT_S = 10.0
 """For a cluster's address to take a connection."""
 EVERY_S = 5.0
 """Between two probes."""
+REMEDY = "The same command with --resume goes on when the cluster is there again (run.auto_resume waits for it)"
 RAY_GIVES_UP = "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAY_GIVES_UP_S = 60.0
 """What Ray takes where that variable is not set."""
@@ -51,6 +52,17 @@ def answers(address: str) -> bool:
     except ClusterError:
         return False
     return True
+
+
+def raise_for_lost_head(address: str, error: Exception) -> None:
+    """Raise what ended a run as the loss of the head, if workers or Ray failed and the head does not answer.
+
+    Raises:
+        ClusterUnavailable: it is so.
+    """
+    if (isinstance(error, WorkerError) or not isinstance(error, RLHFError)) and not answers(address):
+        raise ClusterUnavailable(f"the head of the Ray cluster at {address} takes no connections, and the run failed: "
+                                 f"{first_line(error)}. {REMEDY}") from error
 
 
 def patience_s() -> float:
@@ -94,8 +106,7 @@ def _watch(address: str, end: Callable[[str], None], patience: float, every_s: f
         away_s = time.monotonic() - last
         if failed >= 3 and away_s >= patience and not over.is_set():
             end(f"the head of the Ray cluster at {address} has not taken a connection for {away_s:.0f} s: it is lost, "
-                "or cut off from here. The same command with --resume goes on when the cluster is there again "
-                "(run.auto_resume waits for it)")
+                f"or cut off from here. {REMEDY}")
             return
 
 

@@ -12,7 +12,7 @@ import ray
 from ray.job_config import JobConfig
 
 from rlhf_ray.cluster.authentication import require_token
-from rlhf_ray.cluster.head import answers, head_watched, require_listener
+from rlhf_ray.cluster.head import answers, head_watched, raise_for_lost_head, require_listener
 from rlhf_ray.cluster.shield import deaths_told_once, process_group_of_their_own
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable
@@ -66,13 +66,18 @@ def ray_session(
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
         lost = config.address and (isinstance(error, ConnectionError | TimeoutError) or not answers(config.address))
         raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {error}") from error
-    try:
-        if config.address and not config.allow_open:
-            require_token(ray.get_runtime_context().gcs_address)
-        with deaths_told_once(), head_watched(ray.get_runtime_context().gcs_address):
-            yield _describe()
-    finally:
-        ray.shutdown()
+    address = ray.get_runtime_context().gcs_address
+    with head_watched(address):  # to the end of the shutdown, which waits for the head
+        try:
+            if config.address and not config.allow_open:
+                require_token(address)
+            with deaths_told_once():
+                yield _describe()
+        except Exception as error:
+            raise_for_lost_head(address, error)
+            raise
+        finally:
+            ray.shutdown()
 
 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from rlhf_ray.cluster.head import answers, head_watched, patience_s, require_listener
-from rlhf_ray.errors import ClusterError, ClusterUnavailable
+from rlhf_ray.cluster.head import answers, head_watched, patience_s, raise_for_lost_head, require_listener
+from rlhf_ray.errors import ClusterError, ClusterUnavailable, ConfigError, LedgerError, RunInterrupted, WorkerError
 
 
 @pytest.fixture
@@ -74,6 +74,20 @@ def test_a_head_that_is_away_for_a_moment_is_not_lost(listener, monkeypatch):
     with head_watched("h:1", told.append, patience=0.0, every_s=0.001):
         assert over.wait(30)
     assert told == [], "three probes in a row have to fail"
+
+
+@pytest.mark.parametrize(("error", "blamed"), [
+    (WorkerError("policy_learner/0 died"), True), (RuntimeError("RpcError: 14"), True),
+    (ConfigError("no such pool"), False), (RunInterrupted("saved"), False), (LedgerError("lost"), False)])
+def test_what_workers_or_ray_failed_of_is_the_heads_loss_where_it_does_not_answer(listener, error, blamed):
+    address = address_of(listener)
+    raise_for_lost_head(address, error)
+    listener.close()
+    if blamed:
+        with pytest.raises(ClusterUnavailable, match=f"{address} takes no connections, and the run failed: {error}"):
+            raise_for_lost_head(address, error)
+    else:
+        raise_for_lost_head(address, error)
 
 
 def test_it_ends_before_rays_client_would(monkeypatch):
