@@ -1,13 +1,16 @@
-"""What is known of a cluster's address before Ray tries it."""
+"""What is known of a cluster's address before Ray tries it, and what is done about its head afterwards."""
 
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from rlhf_ray.cluster import session
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.errors import ClusterError
+from rlhf_ray.errors import ClusterError, ClusterUnavailable, ConfigError, WorkerError
 
 
 @pytest.fixture
@@ -29,3 +32,39 @@ def test_an_address_that_is_none_is_refused_in_words(address: str) -> None:
     with (pytest.raises(ClusterError, match="correct host and port"),
           ray_session(ClusterConfig(address=address), {}, "test")):
         pass
+
+
+class Ray:
+    """Stands in for the client: what is asked of it, in order."""
+
+    def __init__(self, patch, address):
+        self.events, self._address = [], address
+        patch.setattr(session.ray, "init", lambda **_: self.events.append("init"))
+        patch.setattr(session.ray, "shutdown", lambda: self.events.append("shutdown"))
+        patch.setattr(session.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
+        patch.setattr(session, "_describe", lambda: None)
+        patch.setattr(session, "head_watched", self._watched)
+
+    @contextmanager
+    def _watched(self, address):
+        self.events.append(f"watch {address}")
+        yield
+        self.events.append("watch over")
+
+
+@pytest.mark.parametrize("error", [WorkerError("policy_learner/0 died"), ConfigError("no such pool")])
+def test_the_head_is_watched_to_the_end_of_the_shutdown_and_blamed_for_lost_workers(monkeypatch, error):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        ray = Ray(monkeypatch, address)
+        with ray_session(ClusterConfig(address=address, allow_open=True), {}, "x"):
+            ray.events.append("run")
+        assert ray.events == ["init", f"watch {address}", "run", "shutdown", "watch over"]
+        with pytest.raises(type(error)), ray_session(ClusterConfig(address=address, allow_open=True), {}, "x"):
+            raise error
+        wanted = ClusterUnavailable if isinstance(error, WorkerError) else ConfigError
+        with (pytest.raises(wanted, match=str(error)),
+              ray_session(ClusterConfig(address=address, allow_open=True), {}, "x")):
+            server.close()
+            raise error
+    assert ray.events.count("shutdown") == 3
