@@ -8,6 +8,11 @@ import asyncio
 import selectors
 import time
 
+from rlhf_ray.files.thread import at_work
+
+REAL_S = 0.0005
+"""Real time that passes while a file thread works."""
+
 
 class JumpingLoop(asyncio.SelectorEventLoop):
     """Its `time` is the CPU time of this thread plus the time jumped over, in seconds."""
@@ -37,6 +42,8 @@ class _JumpingSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """What is ready now. Waits in earnest only where no timer is set, which is for another thread."""
         ready = super().select(None if timeout is None else 0)
+        if not ready and timeout and at_work():  # the disk takes its time, during which nothing else would happen
+            return super().select(REAL_S)
         if not ready and timeout:
             self._loop.jump(timeout)
         return ready

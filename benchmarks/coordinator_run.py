@@ -152,7 +152,7 @@ async def looked_at(coordinator: Coordinator, directory: RunDirectory) -> AsyncI
     team = coordinator.team
     watch = Watch(team, coordinator.config.cluster.lease_s)
     show = show_live(coordinator.config, directory)
-    async with live_status(lambda: coordinator, directory, show), team.healing.at_work(watch.keep_looking()):
+    async with live_status(lambda: coordinator, directory, show), team.healing.at_work(watch.keep_looking):
         yield
 
 

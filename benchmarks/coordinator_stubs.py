@@ -28,6 +28,7 @@ from rlhf_ray.records import (
     WeightsPlan,
     offsets_of,
 )
+from rlhf_ray.roles.saving import Saved
 
 CHUNK = 16
 """Samples of a rollout record, the default of `generator.chunk`."""
@@ -148,9 +149,9 @@ class StubRoles:
     async def begin_save(self, rank: int, directory: str) -> None:
         """Nothing of a learner is kept."""
 
-    async def saved(self, rank: int) -> bool:
+    async def saved(self, rank: int) -> Saved:
         """It is on disk."""
-        return True
+        return Saved(True, (0, 0), "")
 
     async def save(self, rank: int, *args: Any) -> None:
         """The end of the run."""

@@ -94,6 +94,23 @@ class CheckpointError(RLHFError):
     """A checkpoint that cannot be written, or whose bytes are not what its manifest says."""
 
 
+class DiskStalled(RLHFError):
+    """A file operation of the run made no progress for longer than `cluster.disk_timeout_s`: its disk hangs. Names the
+    operation, the file and the seconds. Exit code 69 (EX_UNAVAILABLE), as for a lost worker: going on with --resume may
+    help."""
+
+    exit_code = 69
+    retryable = True
+
+
+class BackgroundTaskError(RLHFError):
+    """A task that a run must not be without, such as the watch over its workers, failed again and again. Exit code 69:
+    going on with --resume may help."""
+
+    exit_code = 69
+    retryable = True
+
+
 class UploadError(RLHFError):
     """Copies of a run (`run.upload`) are not complete, while the run itself ended well. Exit code 74 (EX_IOERR)."""
 

@@ -1,14 +1,20 @@
-"""Named places at which a run can be made to end at once, to see that it goes on from there. Nothing happens unless
-`RLHF_RAY_FAILPOINT=NAME:exit` (or `NAME:exit:3`: when it is reached the third time) is in the environment.
+"""Named places at which a run can be made to end at once, or its disk to hang, to see that it goes on from there.
+Nothing happens unless `RLHF_RAY_FAILPOINT=NAME:exit` (or `NAME:exit:3`: when it is reached the third time) is in the
+environment.
 
-The process ends as `kill -9` ends it, no handler and no `finally` runs, but for the exit code, by which whoever armed
-the point knows that it was this one.
+`exit` ends the process as `kill -9` ends it, no handler and no `finally` runs, but for the exit code, by which whoever
+armed the point knows that it was this one. `hang` keeps the thread that reaches the point until the variable is no
+longer in the process's environment, as a disk that does not answer. Only points that are reached in a thread of their
+own know it: `fsync`, which may name a file (`fsync@metrics.jsonl:hang`, a shell pattern).
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import Counter
+from fnmatch import fnmatch
 from typing import NamedTuple
 
 from rlhf_ray.errors import ConfigError
@@ -25,8 +31,12 @@ POINTS = {
     "checkpoint_unnamed": "a checkpoint has its manifest; it is not in its place",
     "checkpoint_uncommitted": "a checkpoint is in its place; the ledger does not know of it",
 }
-"""What is true at each."""
+"""What is true at each point of a run's course."""
+FSYNC = "fsync"
+"""The point before every flush of a file, whoever writes it, in the driver and in workers."""
+HANG_LOOK_S = 0.02
 _reached: Counter[str] = Counter()
+_hanging: set[int] = set()
 
 
 class Failpoint(NamedTuple):
@@ -34,7 +44,10 @@ class Failpoint(NamedTuple):
 
     name: str
     visit: int
-    """At which time of being reached the process ends, counted from 1."""
+    """At which time of being reached it acts, counted from 1."""
+    action: str = "exit"
+    file: str = "*"
+    """Pattern of the names of files that count, at `fsync`."""
 
 
 def armed() -> Failpoint | None:
@@ -46,19 +59,46 @@ def armed() -> Failpoint | None:
     text = os.environ.get(VARIABLE)
     if not text:
         return None
-    name, _, action = text.partition(":")
+    place, _, action = text.partition(":")
+    name, _, file = place.partition("@")
     action, _, visit = action.partition(":")
-    if name not in POINTS or action != "exit" or (visit and not (visit.isdecimal() and int(visit) > 0)):
+    known = (name in POINTS and not file and action == "exit") or (name == FSYNC and action in ("exit", "hang"))
+    if not known or (visit and not (visit.isdecimal() and int(visit) > 0)):
         raise ConfigError(f"{VARIABLE}={text!r} names no failpoint: write NAME:exit, or NAME:exit:N for the N-th time "
-                          f"that it is reached, with one of {', '.join(POINTS)}; or unset it")
-    return Failpoint(name, int(visit or 1))
+                          f"that it is reached, with one of {', '.join(POINTS)}; or {FSYNC}:hang, or "
+                          f"{FSYNC}@FILE:hang for the flush of one file; or unset it")
+    return Failpoint(name, int(visit or 1), action, file or "*")
 
 
-def reached(name: str) -> None:
-    """The run is at a failpoint: the process ends here if it is armed."""
+def reached(name: str, file: str = "") -> None:
+    """The run is at a failpoint: the process ends here, or this thread hangs, if it is armed.
+
+    Args:
+        file: name of the file that is flushed, at `fsync`.
+    """
+    if VARIABLE not in os.environ:
+        return
     point = armed()
-    if point is None or point.name != name:
+    if point is None or point.name != name or not fnmatch(file, point.file):
         return
     _reached[name] += 1
-    if _reached[name] == point.visit:
+    if _reached[name] < point.visit:
+        return
+    if point.action == "hang":
+        _hang(point)
+    elif _reached[name] == point.visit:
         os._exit(EXIT_CODE)
+
+
+def hanging() -> frozenset[int]:
+    """Threads of this process that hang at a failpoint, by `threading.get_ident`."""
+    return frozenset(_hanging)
+
+
+def _hang(point: Failpoint) -> None:
+    _hanging.add(threading.get_ident())
+    try:
+        while armed() == point:
+            time.sleep(HANG_LOOK_S)
+    finally:
+        _hanging.discard(threading.get_ident())

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "rlhf_ray"
 FLOORS = [
     {"records", "errors"},
     {"failpoints"},
-    {"config"},
+    {"config", "files"},
     {"algorithms", "observability", "planning"},
     {"models", "data", "engine", "weights", "checkpoint"},
     {"rewards"},

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from rlhf_ray.files.durable import fsync_path, operation
 from rlhf_ray.observability.owner import Term, renaming
 
 
@@ -18,25 +19,6 @@ def files_under(directory: Path) -> Iterator[Path]:
         names.sort()
         links = [name for name in names if os.path.islink(os.path.join(folder, name))]
         yield from (Path(folder, name) for name in sorted(files + links))
-
-
-def fsync_path(path: Path) -> None:
-    """Flush one file or directory to disk. Flushing a directory makes the names in it durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync_tree(directory: Path) -> None:
-    """Flush all files below `directory`, then the directories, deepest first."""
-    for folder, _, files in os.walk(directory, topdown=False, followlinks=False):
-        for name in files:
-            path = Path(folder, name)
-            if not path.is_symlink():
-                fsync_path(path)
-        fsync_path(Path(folder))
 
 
 def temporary_for(final: Path, term: Term | None = None) -> Path:
@@ -64,7 +46,7 @@ def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
         with renaming(term):
             os.rename(final, aside)
     try:
-        with renaming(term):
+        with operation("rename", new), renaming(term):
             os.rename(new, final)
     except BaseException:
         if aside is not None:
@@ -73,7 +55,7 @@ def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
         raise
     fsync_path(final.parent)
     if aside is not None:
-        shutil.rmtree(aside)
+        remove_tree(aside)
 
 
 def remove_directory(path: Path, term: Term | None = None) -> None:
@@ -82,7 +64,13 @@ def remove_directory(path: Path, term: Term | None = None) -> None:
     Raises:
         SupersededError: the term of the owner of the run's directory is over.
     """
-    shutil.rmtree(_doomed(path, path, term))
+    remove_tree(_doomed(path, path, term))
+
+
+def remove_tree(directory: Path, ignore_errors: bool = False) -> None:
+    """Remove a directory with all that is in it. Links are removed, not followed."""
+    with operation("remove", directory):
+        shutil.rmtree(directory, ignore_errors=ignore_errors)
 
 
 def clear_leftovers(parent: Path, name: str, term: Term | None = None) -> list[Path]:
@@ -108,7 +96,7 @@ def clear_leftovers(parent: Path, name: str, term: Term | None = None) -> list[P
                 os.rename(path, final)
             continue
         doomed = _doomed(path, final, term) if match[1] == "tmp" else path  # its writer may be about to rename it
-        shutil.rmtree(doomed, ignore_errors=True)  # a worker that lives on may still be writing into it
+        remove_tree(doomed, ignore_errors=True)  # a worker that lives on may still be writing into it
         removed.append(path)
     return removed
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any, NamedTuple
 
 from rlhf_ray.checkpoint.atomic import (
     clear_leftovers,
-    fsync_path,
-    fsync_tree,
     remove_directory,
+    remove_tree,
     replace_directory,
     temporary_for,
 )
@@ -30,6 +28,7 @@ from rlhf_ray.checkpoint.manifest import (
 )
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.failpoints import reached
+from rlhf_ray.files.durable import fsync_path, fsync_tree
 from rlhf_ray.observability.owner import Term
 
 _STEP = re.compile(r"step_(\d+)")
@@ -90,7 +89,7 @@ class CheckpointStore:
         require_space(self.root, needed_bytes, f"checkpoint of step {step}", self._safe())
         with self.whole_or_nothing(tmp, step):
             if tmp.exists():
-                shutil.rmtree(tmp)
+                remove_tree(tmp)
             tmp.mkdir(parents=True)
         return tmp
 
@@ -220,11 +219,15 @@ class CheckpointStore:
         try:
             yield
         except BaseException as error:
-            full = is_disk_full(error, self.root)
-            written = sum(f.stat().st_size for f in tmp.rglob("*") if f.is_file() and not f.is_symlink())
-            shutil.rmtree(tmp, ignore_errors=True)
-            if self._term is not None and isinstance(error, OSError):
-                self._term.check()
-            if full:
-                raise disk_full_error(self.root, f"checkpoint of step {step}", written, self._safe()) from error
+            if (said := self.given_up(tmp, step, error)) is not error:
+                raise said from error
             raise
+
+    def given_up(self, tmp: Path, step: int, error: BaseException) -> BaseException:
+        """Remove what was written of a checkpoint that failed with `error`; returns what to raise."""
+        full = is_disk_full(error, self.root)
+        written = sum(f.stat().st_size for f in tmp.rglob("*") if f.is_file() and not f.is_symlink())
+        remove_tree(tmp, ignore_errors=True)
+        if self._term is not None and isinstance(error, OSError):
+            self._term.check()
+        return disk_full_error(self.root, f"checkpoint of step {step}", written, self._safe()) if full else error

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_ray.checkpoint.atomic import clear_leftovers, fsync_tree, replace_directory, temporary_for
+from rlhf_ray.checkpoint.atomic import clear_leftovers, replace_directory, temporary_for
 from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_space
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.files.durable import fsync_tree
 from rlhf_ray.observability.owner import Term
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_ray.checkpoint.atomic import files_under, fsync_path
+from rlhf_ray.checkpoint.atomic import files_under
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.files.durable import fsync_path, moved, operation, progress, work_for
 
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
@@ -26,6 +27,8 @@ TERM = "term"
 """Of the extra fields: in which term of the run's directory the checkpoint was made (`observability.owner`)."""
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"}
 _HASH_THREADS = 4
+_PIECE = 2**20
+"""Bytes read at a time."""
 
 
 class NewerSchemaError(CheckpointError):
@@ -176,14 +179,18 @@ def _wrong_digests(directory: Path, manifest: Manifest) -> list[str]:
 
 def _hash_all(paths: list[Path]) -> list[FileRecord]:
     """Hash files side by side (hashing releases the interpreter's lock)."""
-    with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:
+    threads = min(_HASH_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, initializer=work_for, initargs=(progress(),)) as pool:
         return list(pool.map(_hash, paths))
 
 
 def _hash(path: Path) -> FileRecord:
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
+        with operation("hash", path), path.open("rb", buffering=0) as file:
+            while count := file.readinto(piece):
+                digest.update(piece[:count])
+                moved()
             return FileRecord(file.tell(), digest.hexdigest())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

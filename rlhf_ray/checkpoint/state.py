@@ -29,7 +29,12 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
     Raises:
         CheckpointError: names the first value of another type, by its place in `state`.
     """
-    Path(path).write_text(json.dumps(_to_json(state, "state"), indent=1) + "\n", encoding="utf-8")
+    Path(path).write_bytes(encoded_state(state))
+
+
+def encoded_state(state: dict[str, Any]) -> bytes:
+    """What `save_state` writes, of the present moment; errors as there."""
+    return (json.dumps(_to_json(state, "state"), indent=1) + "\n").encode()
 
 
 def load_state(path: Path) -> dict[str, Any]:

@@ -92,12 +92,22 @@ class Uploader:
                 f"{newest}. The run itself is whole here; the same command with --resume copies what is missing")
 
     def _work(self) -> None:
+        try:
+            self._copy_meanwhile()
+            self._copy_the_rest()
+        except Exception as error:  # a bug, or a file system that raises what it should not
+            self.failure = f"{type(error).__name__}: {first_line(error)}"
+            self._warn(f"run.upload: nothing more is copied to {self.remote.url} ({self.failure})")
+
+    def _copy_meanwhile(self) -> None:
         while not self._over.wait(LOOK_S) and self._superseded is None:
             newest = self._newest()
             new = newest is not None and newest[0] != self.step
             tried, when = self._tried
             if new and newest is not None and (newest[0] != tried or time.monotonic() - when > AGAIN_S):
                 self._try(whole=False)
+
+    def _copy_the_rest(self) -> None:
         for pause in LAST_TRIES_S:
             if self._superseded is not None:
                 return

@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 """
 
 import errno
+import os
 import sys
 from typing import Annotated
 
@@ -28,6 +29,8 @@ from rlhf_ray.cli.submit import submit
 from rlhf_ray.errors import RLHFError, RunInterrupted, StoppedEarly
 
 TRAINING, CLUSTER, MODELS, AROUND = "Stages", "On a cluster", "With a model", "Around a run"
+RUNS = ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "serve-reward")
+"""Commands whose work goes on without their output. Others are there for it: a pipe that is closed ends them."""
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 HELP = "PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
@@ -78,6 +81,24 @@ for command in (status, scale, profile, ledger, report, doctor):
 
 def main() -> None:
     """Run the command line; an error meant for a person is one message and its exit code, without a traceback."""
+    if any(argument in RUNS for argument in sys.argv[1:2]):
+        from rlhf_ray.observability.output import drain_output, steady_output
+
+        steady_output()
+        try:
+            _run()
+        finally:
+            drain_output()
+        return
+    try:
+        _run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `rlhf-ray status RUN | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes it once more when it ends
+        sys.exit(1)
+
+
+def _run() -> None:
     try:
         app()
     except RLHFError as error:

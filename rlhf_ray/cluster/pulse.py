@@ -7,30 +7,31 @@ looks as busy as that. Of a process that is gone Ray tells at once.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from rlhf_ray.cluster.beat import BEAT_S
 from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.observability.background import Tell, beside, log_failure
 
 
 class Pulse:
     """Watches the workers of some groups, each incarnation of them, and gives up those that stand still."""
 
-    def __init__(self, groups: Sequence[WorkerGroup], lease_s: float) -> None:
-        """`lease_s`: how long a count may stand still."""
-        self._groups, self._lease_s = groups, lease_s
+    def __init__(self, groups: Sequence[WorkerGroup], lease_s: float, tell: Tell = log_failure) -> None:
+        """
+        Args:
+            lease_s: how long a count may stand still.
+            tell: told where the watch itself fails.
+        """
+        self._groups, self._lease_s, self._tell = groups, lease_s, tell
         self._seen: dict[tuple[str, int, int], tuple[int | None, float]] = {}
         """By role, rank and incarnation the count seen last, and for how long it has been that, in seconds."""
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Look after the workers during the enclosed work. Calls to one that is given up fail with `WorkerLost`."""
-        task = asyncio.create_task(self._watch())
-        try:
+        async with beside("the watch over learners", self._watch, self._tell, essential=True):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def _watch(self) -> None:
         looked = time.monotonic()
@@ -41,12 +42,14 @@ class Pulse:
             looked = time.monotonic()
             for group in self._groups:
                 for rank in range(len(group)):
-                    with suppress(Exception):  # who gets no answer learns nothing about others
-                        await self._look(group, rank, passed)
+                    await self._look(group, rank, passed)
 
     async def _look(self, group: WorkerGroup, rank: int, passed: float) -> None:
         who = group.role, rank, group.incarnation(rank)
-        count = await group.sign_of_life(rank)
+        try:
+            count = await group.sign_of_life(rank)
+        except Exception:  # a control service that gives no answer now: there is another look
+            return
         last, still_s = self._seen.get(who, (None, 0.0))
         still_s = still_s + passed if last is not None and count == last else 0.0
         self._seen[who] = count, still_s

@@ -86,6 +86,9 @@ class ClusterConfig(Section):
     lease_s: float = Field(300.0, ge=5)
     """How long a worker that has work may give no sign of life (a generator: make no token) before it is taken for hung
     and replaced. vLLM gives one step of a model as long (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+    disk_timeout_s: float = Field(600.0, gt=0)
+    """How long the disk of `run.dir` may show no progress at all (no file, no 64 MiB of one, flushed) before it is
+    taken for hung and the run ends, to be resumed; a disk that is slow and moves is waited for."""
     max_restarts: int = Field(3, ge=0)
     """Restarts in a row of a generator, scorer, assembler or prompt reader that completes no call in between; one loss
     more ends the run. The default is torchelastic's."""

@@ -83,7 +83,7 @@ class BestKeeper:
     async def keep(self) -> None:
         """Export the model of the best step, which is the present one and has its checkpoint, and name it."""
         await self._export(self._directory.best.absolute())
-        self._directory.write_json("best.json", self._mark())
+        await self._directory.files.records.run(self._directory.write_json, "best.json", self._mark())
         self._store.protect({self._best.step} if self._best.step else set())
 
     async def resume(self, step: int) -> str | None:
@@ -92,7 +92,7 @@ class BestKeeper:
         self._best.follow(self._config.best_metric)
         best = self._best.step
         self._store.protect({best} if best else set())
-        marked = self._marked_step()
+        marked = await self._directory.files.records.run(self._marked_step)
         if not best or marked == best:
             return None
         if best == step:

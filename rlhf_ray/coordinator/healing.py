@@ -5,7 +5,7 @@ healed one by one: what they know is in all of them together.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost, first_line
+from rlhf_ray.observability.background import beside
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import duration
 
@@ -109,11 +110,11 @@ class Healing:
             self._aside -= members
 
     @asynccontextmanager
-    async def at_work(self, watch: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    async def at_work(self, watch: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         """Let `watch` go on meanwhile, and leave nothing under way afterwards: workers are about to be dismissed."""
-        self._tasks.add(asyncio.create_task(watch, name="watch"))
         try:
-            yield
+            async with beside("the watch over workers", watch, self.log.failed, essential=True):
+                yield
         finally:
             for task in self._tasks:
                 task.cancel()

@@ -53,7 +53,9 @@ class Learning:
         learned = await self._update_all(lease)
         if (said := learned.skipped()) is not None:
             self._warn(f"step {self._state.step + 1}: {said}")
-        return learned, self._acknowledge(lease, learned)
+        summaries = self._acknowledge(lease, learned)
+        await self._pipeline.ledger.settled()
+        return learned, summaries
 
     async def _update_all(self, lease: Lease) -> Learned:
         """Policy and critic learn from the same experience, side by side."""

@@ -10,7 +10,9 @@ from typing import Any
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Station
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import RLHFError, RunInterrupted, SupersededError
+from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, SupersededError
+from rlhf_ray.files.thread import FileThread
+from rlhf_ray.observability.background import Tell, beside, log_failure
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 
@@ -20,19 +22,19 @@ EVERY_S = 2.0
 @asynccontextmanager
 async def live_status(
     present: Callable[[], Coordinator | None], directory: RunDirectory,
-    show: Callable[[Coordinator], None] = lambda _: None,
+    show: Callable[[Coordinator], None] = lambda _: None, tell: Tell = log_failure,
 ) -> AsyncIterator[None]:
     """Write status.json every two seconds while the enclosed work goes on, and how it ended at last.
 
     Args:
         present: gives the run's coordinator, once there is one.
         show: shows it elsewhere, too.
+        tell: told where the status cannot be made.
     """
-    over = asyncio.Event()
-    task = asyncio.create_task(_keep_writing(present, directory, show, over))
-    ended = "failed"
+    records, ended = directory.files.records, "failed"
     try:
-        yield
+        async with beside("the status", lambda: _keep_writing(present, directory, show, records), tell):
+            yield
         coordinator = present()
         given_up = coordinator.stopped_early if coordinator else None
         ended = f"stopped early: {given_up}" if given_up else "finished"
@@ -40,12 +42,11 @@ async def live_status(
         ended = how_it_ended(error)
         raise
     finally:
-        over.set()  # not cancelled: a thread that is still writing would have the last word
-        await asyncio.gather(task, return_exceptions=True)
         if (coordinator := present()) is not None:
-            # On a disk that is full, or another driver's by now: what the run itself says of it must come through.
-            with suppress(OSError, SupersededError):
-                directory.write_json(directory.status.name, {**snapshot(coordinator), "ended": ended})
+            # What the run itself says of its disk must come through, and of another driver that owns it by now.
+            with suppress(OSError, DiskStalled, SupersededError):
+                await records.run(directory.write_json, directory.status.name,
+                                  {**snapshot(coordinator), "ended": ended})
 
 
 def how_it_ended(error: BaseException) -> str:
@@ -58,16 +59,14 @@ def how_it_ended(error: BaseException) -> str:
 
 async def _keep_writing(
     present: Callable[[], Coordinator | None], directory: RunDirectory, show: Callable[[Coordinator], None],
-    over: asyncio.Event,
+    records: FileThread,
 ) -> None:
-    while not over.is_set():
+    while True:
         if (coordinator := present()) is not None:
-            with suppress(OSError):  # a disk that is full for a while, or does not answer: the next one may be written
-                # A slow disk must not hold up the loop.
-                await asyncio.to_thread(directory.write_json, directory.status.name, snapshot(coordinator))
+            with suppress(OSError):  # a disk that is full for a while: the next one may be written
+                await records.run(directory.write_json, directory.status.name, snapshot(coordinator))
             show(coordinator)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(over.wait(), EVERY_S)
+        await asyncio.sleep(EVERY_S)
 
 
 def snapshot(coordinator: Coordinator) -> dict[str, Any]:
@@ -81,9 +80,17 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
         "quarantined": coordinator.pipeline.quarantine.samples if coordinator.pipeline.quarantine else 0,
         "under_way": _by_worker(coordinator.team.clock),
         "chunks": _by_station(coordinator), "leases": _leases(coordinator),
+        "checkpoint": _checkpoint(coordinator),
         "down": coordinator.team.healing.status(coordinator.team.clock.now()),
         "workers": whereabouts(coordinator.team),
     }
+
+
+def _checkpoint(coordinator: Coordinator) -> dict[str, Any] | None:
+    """The checkpoint under way: its step, for how many seconds, and the file operation of this process, if any."""
+    writing = coordinator.recovery.writing
+    return writing and {"step": writing.step, "seconds": round(time.monotonic() - writing.began, 1),
+                        "doing": coordinator.files.checkpoints.progress.doing}
 
 
 def whereabouts(team: Team) -> list[dict[str, Any]]:

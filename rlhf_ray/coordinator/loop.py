@@ -3,8 +3,10 @@
 import asyncio
 import gc
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.stages import PPOConfig
@@ -20,8 +22,9 @@ from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import RLHFError, RunInterrupted, WorkerError
+from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, WorkerError
 from rlhf_ray.failpoints import reached
+from rlhf_ray.files.thread import RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import SampleWriter
@@ -48,12 +51,15 @@ class Coordinator:
     progress: StageProgress
     stop: StopRequest
     on_evaluation: Callable[[int, Evaluation], None]
-    """Told of every evaluation and the step it belongs to."""
+    """Writes every evaluation and the step it belongs to; called in the thread for records."""
     profiler: StepProfiler
+    files: RunFiles = field(default_factory=RunFiles)
     phases: Phases | None = None
     """Turns on GPUs that generators and learners share; `weights` takes those around a publication."""
     _saved_at: int | None = None
     """Step of the newest checkpoint of this process, which may still be written."""
+    _row: Future[None] | None = None
+    """The newest row of metrics, on its way to the disk."""
     _pause_s: float | None = None
     """How long training stood still for a checkpoint since the last row of metrics."""
 
@@ -65,6 +71,7 @@ class Coordinator:
 
         Raises:
             RunInterrupted: asked to stop; everything done so far is in a checkpoint.
+            DiskStalled: the disk of the run hangs.
         """
         self.stop.can_save = True
         gc.freeze()  # modules and configuration outlive the loop: no use in looking through them for garbage
@@ -73,12 +80,16 @@ class Coordinator:
                 await self._keep_best()
             while not self._ended:
                 await self._step_or_stop()
+            await self._recorded()
             await self.recovery.settled()
         except asyncio.CancelledError:
             await self.recovery.close(patience_s=0)
             raise
         except WorkerError:  # ranks that wait for a lost one answer nobody, until a deadline of hours perhaps
             await self.recovery.close(self.config.cluster.lease_s)
+            raise
+        except DiskStalled:
+            self.files.hurry()
             raise
         finally:
             gc.unfreeze()
@@ -134,6 +145,7 @@ class Coordinator:
                               self._pause_s)
         self._pause_s = None
         await self.profiler.end(self.state.step, began, outcome.ended)
+        await self._recorded()
         self._record(outcome, depth)
         # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
@@ -149,17 +161,25 @@ class Coordinator:
         await self.best.keep()
 
     async def _save(self) -> None:
+        await self._recorded()
         self._pause_s = await self.recovery.save()
         self._saved_at = self.state.step
+
+    async def _recorded(self) -> None:
+        """The last row is on disk. It is waited for when the next one comes, or what must not be there without it: the
+        pause would be in no step's time."""
+        if self._row is not None:
+            row, self._row = self._row, None
+            await self.files.records.wait(row)
 
     def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:
         row = step_metrics(outcome, depth, self.team.clock, self.team.workers())
         if self.pipeline.quarantine:
             row["reward/quarantined"] = float(self.pipeline.quarantine.samples)
         self.state.early_stop.observe(self.state.step, row["kl/sequence"], row["reward/mean"])
-        self.metrics.write(self.state.step, row)
         texts = [text for summary in outcome.summaries for text in summary.samples]
-        self.samples.write(self.state.step, texts[: self.config.logging.samples_per_step])
+        self._row = self.files.records.submit(self._write, self.state.step, row,
+                                              texts[: self.config.logging.samples_per_step])
         gold = {"gold": row["reward/gold"]} if "reward/gold" in row else {}
         self.progress.update(self.state.step, reward=row["reward/mean"], **gold, kl=row["kl/sequence"],
                              samples_per_second=row["throughput/samples_per_second"])
@@ -169,12 +189,17 @@ class Coordinator:
                 f"(weights.logprob_gap_alarm={self.config.weights.logprob_gap_alarm}): other weights or precision"
             )
 
+    def _write(self, step: int, row: dict[str, float], texts: list[dict[str, Any]]) -> None:
+        self.metrics.write(step, row)
+        self.samples.write(step, texts)
+
     async def _evaluate(self) -> bool:
         """Measure the policy; True when it is the best so far, and not the one that the run began with. Where a request
         to stop cuts it short, the step stays unmeasured, and a resumed run begins with it."""
         if self.evaluator is None:
             self.state.unmeasured = False
             return False
+        await self._recorded()
         self.progress.note(f"evaluating on {self.evaluator.rows} held-out prompts")
         work = self.evaluator.measure()
         # What ends now ends well, whoever asks meanwhile.
@@ -182,7 +207,7 @@ class Coordinator:
         if evaluation is None:
             return False
         self.state.unmeasured = False
-        self.on_evaluation(self.state.step, evaluation)
+        await self.files.records.run(self.on_evaluation, self.state.step, evaluation)
         return self.best.consider(self.state.step, evaluation.metrics)
 
     def _due(self, every: int) -> bool:

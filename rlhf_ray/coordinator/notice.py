@@ -5,12 +5,13 @@ asks it to. Other workers are replaced when they are gone.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from rlhf_ray.cluster.drain import draining_nodes, own_node
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.observability.background import Tell, beside, log_failure
 
 LOOK_S = 2.0
 """Between two looks. Clouds give notice of half a minute (Google's spot machines) to two (Amazon's)."""
@@ -18,20 +19,17 @@ LOOK_S = 2.0
 
 @asynccontextmanager
 async def heeding_notices(stop: StopRequest, warn: Callable[[str], None], learners: Iterable[WorkerGroup],
-                          others: Iterable[WorkerGroup] = ()) -> AsyncIterator[None]:
+                          others: Iterable[WorkerGroup] = (), tell: Tell = log_failure) -> AsyncIterator[None]:
     """Look after nodes that are being drained during the enclosed work.
 
     Args:
         stop: is asked when one of them is the driver's or a learner's.
         warn: is told of those with other workers.
+        tell: is told where the look itself fails.
     """
     notices = Notices(stop, warn, tuple(learners), tuple(others))
-    task = asyncio.create_task(notices.keep_looking(), name="notices")
-    try:
+    async with beside("the look for nodes that are drained", notices.keep_looking, tell):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 class Notices:
@@ -48,10 +46,11 @@ class Notices:
     async def keep_looking(self) -> None:
         """Look until cancelled."""
         while True:
+            found: Mapping[str, float | None] = {}
             with suppress(Exception):  # a control service that gives no answer is met elsewhere
                 found = await asyncio.to_thread(draining_nodes)
-                for node, left_s in found.items():
-                    self.heed(node, left_s)
+            for node, left_s in found.items():
+                self.heed(node, left_s)
             await asyncio.sleep(LOOK_S)
 
     def heed(self, node: str, left_s: float | None) -> None:

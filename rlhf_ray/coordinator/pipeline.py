@@ -266,6 +266,7 @@ class Pipeline:
     async def _generate(self, keys: list[SampleKey]) -> Generated:
         """A chunk; when its generator is done with it there may be room for another one."""
         try:
+            await self.ledger.settled()  # first of all, that there is an attempt is on disk
             chunk = await self.route.generate(keys, self.config.run.seed, self._prompts, None,
                                               partial(self._attempt_over, keys))
         finally:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
-from rlhf_ray.errors import RewardError, UnscoredSamples
+from rlhf_ray.errors import RewardError, UnscoredSamples, first_line
+from rlhf_ray.files.thread import FileThread
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.records import SampleKey, Unscored
@@ -25,16 +27,18 @@ class Quarantine:
     """The samples that were set aside: in the ledger with their reasons, in a file with their texts."""
 
     def __init__(self, ledger: Ledger, file: Path, limit: float, rows: int, warn: Callable[[str], None],
-                 term: Term | None = None) -> None:
+                 term: Term | None = None, thread: FileThread | None = None) -> None:
         """Go on with those in the ledger; what the file says of others was lost with the process that wrote it.
 
         Args:
             limit: largest share of the prompts.
             rows: prompts of the data set.
             term: of the owner of the run's directory, where the file is.
+            thread: writes the file, beside the ledger; without one it is written at once.
         """
         self._term = term
         self._ledger, self._file, self._limit, self._rows, self._warn = ledger, file, limit, rows, warn
+        self._thread = thread
         self._allowed = max(1, int(limit * rows))
         self._reasons: dict[int, str] = {}
         """By row: why it left first."""
@@ -62,13 +66,21 @@ class Quarantine:
         for key in leaving:
             reason = blamed[key].reason if key in blamed else "another sample of its prompt has no score"
             self._ledger.quarantine([key], reason)
-        self._write([blamed[key] for key in leaving if key in blamed])
+        told = [blamed[key] for key in leaving if key in blamed]
+        if self._thread is None:
+            self._write(told)
+        else:
+            self._thread.submit(self._write, told).add_done_callback(self._written)
         self.samples += len(leaving)
         places = {row: place for place, row in enumerate(self._reasons, start=1)}
         for (epoch, row), reason in reasons.items():
             self._warn(f"the prompt of row {row} leaves epoch {epoch}, for it has a sample without a score "
                        f"({places[row]} of at most {self._allowed} prompts; see {self._file.name}): {reason}")
         return [key for key in keys if (key.epoch, key.row) not in reasons]
+
+    def _written(self, job: Future[None]) -> None:
+        if (error := job.exception()) is not None:
+            self._warn(f"{self._file} cannot be written ({first_line(error)}); the ledger has the reasons")
 
     def _write(self, samples: Sequence[Unscored]) -> None:
         if self._term is not None:

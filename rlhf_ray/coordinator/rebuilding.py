@@ -12,14 +12,17 @@ from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import WorkerError, WorkerLost, first_line
+from rlhf_ray.files.thread import RunFiles
 
 
 class Rebuilding:
     """Rebuilds the learners, and counts how often it was in vain."""
 
     def __init__(self, config: ClusterConfig, team: Team, store: CheckpointStore,
-                 start: Callable[[], Awaitable[None]], warn: Callable[[str], None]) -> None:
+                 start: Callable[[], Awaitable[None]], warn: Callable[[str], None],
+                 files: RunFiles | None = None) -> None:
         """`start` makes newly spawned learners ready for `load`."""
+        self._files = files or RunFiles()
         self._config, self._team, self._store, self._start, self._warn = config, team, store, start, warn
         self._losses = 0
         self._committed: int | None = None
@@ -34,7 +37,7 @@ class Rebuilding:
         while True:
             if not await self._lost_a_learner(error):
                 raise error
-            self._count(error)
+            await self._count(error)
             where = "its beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
             self._warn(f"{first_line(error).rstrip('.')}. All learners are built again; the run goes on from {where}")
             try:
@@ -46,7 +49,7 @@ class Rebuilding:
     async def _build(self) -> None:
         await asyncio.gather(*(group.respawn(rank, "the learners are built again") for group in self._team.learners()
                                for rank in range(len(group))))
-        self._store.clean()  # of a checkpoint that the old ones were writing
+        await self._files.checkpoints.run(self._store.clean)  # of a checkpoint that the old ones were writing
         await self._start()
 
     async def _lost_a_learner(self, error: WorkerError) -> bool:
@@ -59,8 +62,8 @@ class Rebuilding:
                  for group in self._team.learners() for rank in range(len(group))]
         return not all(await asyncio.gather(*(_answers(call) for call in calls)))
 
-    def _count(self, error: WorkerError) -> None:
-        newest = self._store.newest_name()
+    async def _count(self, error: WorkerError) -> None:
+        newest = await self._files.checkpoints.run(self._store.newest_name)
         committed = newest[0] if newest else None
         self._losses = self._losses + 1 if self._losses and committed == self._committed else 1
         self._committed = committed

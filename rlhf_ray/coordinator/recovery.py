@@ -2,17 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
+from rlhf_ray.checkpoint.state import check_complete, encoded_state, load_state
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
 from rlhf_ray.coordinator.team import Team
-from rlhf_ray.errors import ConfigError, WorkerLost, first_line
+from rlhf_ray.errors import ConfigError, DiskStalled, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
+from rlhf_ray.files.thread import ProgressDeadline, RunFiles
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.entries import Entry, Reservation
@@ -20,16 +23,29 @@ from rlhf_ray.replay.ledger import Ledger
 
 LEDGER = "ledger.sqlite"
 """Name of the ledger's copy in a checkpoint."""
+STATE = "coordinator.json"
 ASK_AGAIN_S = 0.1
 """Between two looks whether a checkpoint's parts are written."""
 
 
+class UnderWay(NamedTuple):
+    """A checkpoint that is being written."""
+
+    step: int
+    began: float
+    """By `time.monotonic`."""
+
+
 class Recovery:
-    """Saves a run between two steps and brings it back. One checkpoint is under way at a time."""
+    """Saves a run between two steps and brings it back. One checkpoint is under way at a time.
+
+    Its files are written by the thread for checkpoints, so that a disk that is slow, or hangs, holds up no other work;
+    what makes no progress for too long ends the run with `DiskStalled`.
+    """
 
     def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer,
                  summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str], ledger: Ledger,
-                 old_logprobs: str = "policy") -> None:
+                 old_logprobs: str = "policy", files: RunFiles | None = None) -> None:
         """
         Args:
             summaries: what the pipeline knows of the entries in the buffer, by admission number.
@@ -39,9 +55,11 @@ class Recovery:
         """
         self.geometry, self.old_logprobs = geometry, old_logprobs
         self.store, self.team, self.state, self.buffer = store, team, state, buffer
-        self.summaries, self.ledger = summaries, ledger
+        self.summaries, self.ledger, self.files = summaries, ledger, files or RunFiles()
         self.longest_pause_s = 0.0
         """Of those that `save` told."""
+        self.writing: UnderWay | None = None
+        """The checkpoint that is being written; None between two."""
         self._under_way: asyncio.Task[None] | None = None
 
     async def save(self) -> float:
@@ -53,23 +71,30 @@ class Recovery:
 
         Raises:
             CheckpointError: the disk is full or cannot be written; the previous checkpoint is intact.
+            DiskStalled: it hangs.
         """
         began = time.perf_counter()
         await self.settled()
-        waiting = self.buffer.ready_entries()
-        snapshot = {
-            "geometry": dict(self.geometry), "run": self.state.state_dict(), "buffer": self.buffer.state_dict(),
-            "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
-            "old_logprobs": self.old_logprobs,
-        }
-        step, directory = self.state.step, self.store.begin(self.state.step)
-        with self.store.whole_or_nothing(directory, step):
-            self.ledger.save(directory / LEDGER)  # at once, so that it tells of the same moment as the snapshot
-            save_state(directory / "coordinator.json", snapshot)
-            await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
-                                   for group in self.team.learners()))
+        step, self.writing = self.state.step, UnderWay(self.state.step, time.monotonic())
+        try:
+            directory = await self.files.checkpoints.run(self.store.begin, step)
+            async with whole_or_nothing(self.files, self.store, directory, step):
+                waiting = self.buffer.ready_entries()
+                copy = self.ledger.save(directory / LEDGER)  # of this moment, as the snapshot
+                snapshot = encoded_state({
+                    "geometry": dict(self.geometry), "run": self.state.state_dict(),
+                    "buffer": self.buffer.state_dict(),
+                    "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
+                    "old_logprobs": self.old_logprobs,
+                })
+                await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
+                                       for group in self.team.learners()))
+        except BaseException:
+            self.writing = None
+            raise
         reached("checkpoint_copied")
-        self._under_way = asyncio.create_task(self._finish(directory, step, waiting), name=f"checkpoint of step {step}")
+        self._under_way = asyncio.create_task(self._finish(directory, step, copy, snapshot, waiting),
+                                              name=f"checkpoint of step {step}")
         pause_s = time.perf_counter() - began
         self.longest_pause_s = max(self.longest_pause_s, pause_s)
         return pause_s
@@ -81,7 +106,7 @@ class Recovery:
             wait: for it; else only what went wrong already is told.
 
         Raises:
-            CheckpointError: as `save`.
+            CheckpointError, DiskStalled: as `save`.
         """
         if self._under_way is not None and (wait or self._under_way.done()):
             under_way, self._under_way = self._under_way, None
@@ -93,20 +118,31 @@ class Recovery:
             under_way, self._under_way = self._under_way, None
             if patience_s is not None:
                 await asyncio.wait([under_way], timeout=patience_s)
-            dropped = patience_s is not None and under_way.cancel()
+                if under_way.cancel():
+                    self.files.checkpoints.interrupt()
             await asyncio.gather(under_way, return_exceptions=True)
-            if dropped:
-                self.store.clean()
+            if under_way.cancelled():  # perhaps before it began
+                self.writing = None
+                with suppress(DiskStalled, OSError):
+                    await self.files.checkpoints.run(self.store.clean)
 
-    async def _finish(self, directory: Path, step: int, waiting: Sequence[Entry]) -> None:
+    async def _finish(self, directory: Path, step: int, copy: Future[None], snapshot: bytes,
+                      waiting: Sequence[Entry]) -> None:
         """Wait until all parts are on disk, and make a checkpoint of them. The ledger follows."""
-        with self.store.whole_or_nothing(directory, step):
-            for entry in waiting:
-                await self._write_experience(directory.absolute() / f"experience_{entry.order}.npz", entry)
-            await asyncio.gather(*(self._on_disk(group) for group in self.team.learners()))
-        await asyncio.to_thread(self.store.commit, directory, step)
+        files = self.files
+        try:
+            async with whole_or_nothing(self.files, self.store, directory, step):
+                await files.records.wait(copy)
+                await files.checkpoints.run((directory / STATE).write_bytes, snapshot)
+                for entry in waiting:
+                    await self._write_experience(directory.absolute() / f"experience_{entry.order}.npz", entry)
+                await parts_on_disk(self.team.learners(), files.checkpoints.timeout_s)
+            await files.checkpoints.run(self.store.commit, directory, step)
+        finally:
+            self.writing = None
         reached("checkpoint_uncommitted")
         self.ledger.commit(step)
+        await self.ledger.settled()
 
     async def _write_experience(self, path: Path, entry: Entry) -> None:
         """Have an assembler write what waits for the learners.
@@ -124,11 +160,6 @@ class Recovery:
             raise WorkerLost(f"experience that waits for {policy.role} is lost: {first_line(error)}", policy.role, 0,
                              policy.incarnation(0), error.method, error.kind, error.age_s) from error
 
-    async def _on_disk(self, group: WorkerGroup) -> None:
-        """Ask, between its other calls, whether each rank has written its part."""
-        while not all(await group.values("saved")):
-            await asyncio.sleep(ASK_AGAIN_S)
-
     async def restore(self, directory: Path) -> list[Reservation]:
         """Bring a verified checkpoint back into workers, state and buffer.
 
@@ -139,7 +170,7 @@ class Recovery:
             CheckpointError: it is another version's, or of other data.
             ConfigError: it is another configuration's.
         """
-        saved = load_state(directory / "coordinator.json")
+        saved = load_state(directory / STATE)
         check_complete(saved, ("geometry", "run", "buffer", "summaries", "old_logprobs"), str(directory))
         check_geometry(directory, self.geometry, saved["geometry"])
         await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
@@ -161,6 +192,36 @@ class Recovery:
         saved["buffer"]["ready"], saved["summaries"] = [], []
         self.ledger.give_up(keys, reason)
         self.state.returned[:0] = keys
+
+
+@asynccontextmanager
+async def whole_or_nothing(files: RunFiles, store: CheckpointStore, directory: Path, step: int) -> AsyncIterator[None]:
+    """`CheckpointStore.whole_or_nothing`, in the thread for checkpoints."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(DiskStalled):  # what is left is removed when the run goes on
+            said = await files.checkpoints.run(store.given_up, directory, step, error)
+            if said is not error:
+                raise said from error
+        raise
+
+
+async def parts_on_disk(groups: Iterable[WorkerGroup], timeout_s: float) -> None:
+    """Ask, between their other calls, whether all ranks have written what `begin_save` began.
+
+    Raises:
+        DiskStalled: none of a group's ranks has moved for `timeout_s`.
+    """
+    await asyncio.gather(*(_on_disk(group, timeout_s) for group in groups))
+
+
+async def _on_disk(group: WorkerGroup, timeout_s: float) -> None:
+    deadline = ProgressDeadline(timeout_s, asyncio.get_running_loop().time)
+    while late := [(rank, part) for rank, part in enumerate(await group.values("saved")) if not part.over]:
+        deadline.look([(rank, part.moved) for rank, part in late],
+                      ", ".join(f"{group.role}/{rank}: {part.doing}" for rank, part in late))
+        await asyncio.sleep(ASK_AGAIN_S)
 
 
 def check_geometry(directory: Path, wanted: Mapping[str, int | str], saved: Mapping[str, int | str]) -> None:

@@ -14,6 +14,7 @@ from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
+from rlhf_ray.files.thread import RunFiles
 
 REMOVED = "it was removed by rlhf-ray scale"
 GOODBYE_S = 10.0
@@ -24,15 +25,16 @@ class Scaling:
     """Changes the number of generators of a team; one request after the other."""
 
     def __init__(self, config: ClusterConfig, team: Team, weights: WeightSync, possible: Callable[[int], object],
-                 changed: Callable[[int], None], say: Callable[[str], None]) -> None:
+                 changed: Callable[[int], None], say: Callable[[str], None], files: RunFiles | None = None) -> None:
         """
         Args:
             possible: raises a `ConfigError` where the run cannot have so many, wherever there is room.
-            changed: told of every new number.
+            changed: keeps every new number; called in the thread for records.
             say: told what happens, in words.
         """
         self._config, self._team, self._weights = config, team, weights
         self._possible, self._changed, self._say = possible, changed, say
+        self._files = files or RunFiles()
         self._one_at_a_time = asyncio.Lock()
 
     async def asked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +60,7 @@ class Scaling:
             elif wanted < before:
                 await self._remove(before - wanted)
             if wanted != before:
-                self._changed(wanted)
+                await self._files.records.run(self._changed, wanted)
             said = f"{before} before, {len(group)} now" if wanted != before else f"{before}, as before"
             return {"generators": group.ranks, "said": f"generators: {said}"}
 

@@ -8,6 +8,7 @@ profiled is left out.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +107,17 @@ class StepProfiler:
     async def _kept(self, workers: list[tuple[WorkerGroup, int]], step: int, began: float, ended: float) -> Path:
         """Write all that was recorded of a step; returns where it lies."""
         directory = self._directory.profile / f"step_{step}"
-        await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+        records = self._directory.files.records
+        await records.run(partial(directory.mkdir, parents=True, exist_ok=True))
         found = await asyncio.gather(*(
             group.call(rank, "end_profile", str(directory.resolve() / f"{group.role}_{rank}.trace.json.gz")).value()
             for group, rank in workers), return_exceptions=True)
         profiles = {f"{group.role}/{rank}": profile for (group, rank), profile in zip(workers, found, strict=True)
                     if _worked(profile) and isinstance(profile, WorkerProfile)}
         spans = [span for span in self._team.clock.work(began, ended) if not span.role.startswith("phase:")]
-        await asyncio.to_thread(self._write, step, profiles, spans, (began, ended))
+        await records.run(self._write, step, profiles, spans, (began, ended))
         if self._write_timeline is not None:
-            await asyncio.to_thread(self._write_timeline, directory / RAY_TRACE)
+            await records.run(self._write_timeline, directory / RAY_TRACE)
         return directory
 
     def _write(self, step: int, profiles: Mapping[str, WorkerProfile], spans: list[Span],

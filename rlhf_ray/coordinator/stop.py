@@ -24,12 +24,17 @@ ONE_REQUEST_S = 1.0
 class StopRequest:
     """Whether somebody asked the run to stop."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], hurry: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            say: tells a person.
+            hurry: called when the run is to end at once.
+        """
         self.requested: str | None = None
         """Name of the signal, or of what else asked."""
         self.can_save = False
         """Whether there is something to save, which the first signal leaves time for."""
-        self._say = say
+        self._say, self._hurry = say, hurry
         self._signalled = False
         """Whether a signal asked already; one that follows another's request asks for the same as that."""
         self._deaf_s = ONE_REQUEST_S if CHILD in os.environ else 0.0
@@ -57,6 +62,7 @@ class StopRequest:
             self._signalled, self._signalled_at = True, time.monotonic()
             self.ask(name)
             if hurry and task is not None:
+                self._hurry()
                 task.cancel()
             else:
                 self._say(f"{name}: saving as soon as an update under way is done; once more stops at once")

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from rlhf_ray.errors import ConfigError, RLHFError, SupersededError, WorkerError
+from rlhf_ray.errors import ConfigError, DiskStalled, RLHFError, SupersededError, WorkerError
+from rlhf_ray.files.thread import FileThread
+from rlhf_ray.observability.background import Tell, beside, log_failure
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
@@ -97,33 +99,44 @@ class Question(NamedTuple):
 
 
 @asynccontextmanager
-async def answering(directory: RunDirectory, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
+async def answering(
+    directory: RunDirectory, handlers: Mapping[str, Handler], tell: Tell = log_failure
+) -> AsyncIterator[None]:
     """Answer requests while the enclosed work goes on; each as a task of its own, so that they do not wait for each
-    other. Those that were made to an earlier process are refused."""
-    await asyncio.to_thread(_refuse_old, directory)
+    other. Those that were made to an earlier process are refused.
+
+    Args:
+        tell: told where requests cannot be read.
+    """
+    records = directory.files.records
+    await records.run(_refuse_old, directory)
     tasks: set[asyncio.Task[None]] = set()
-    looking = asyncio.create_task(_keep_looking(directory, handlers, tasks), name="control")
     try:
-        yield
+        async with beside("the answering of requests", lambda: _keep_looking(directory, handlers, tasks, records),
+                          tell):
+            yield
     finally:
-        for task in (looking, *tasks):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(looking, *tasks, return_exceptions=True)
-        await asyncio.to_thread(_refuse_old, directory)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(DiskStalled):  # as the run itself says
+            await records.run(_refuse_old, directory)
 
 
 async def _keep_looking(
-    directory: RunDirectory, handlers: Mapping[str, Handler], tasks: set[asyncio.Task[None]]
+    directory: RunDirectory, handlers: Mapping[str, Handler], tasks: set[asyncio.Task[None]], records: FileThread
 ) -> None:
     while True:
-        for question in await asyncio.to_thread(_taken, directory):
-            task = asyncio.create_task(_answer(directory, question, handlers), name=f"control {question.what}")
+        for question in await records.run(_taken, directory):
+            task = asyncio.create_task(_answer(directory, question, handlers, records),
+                                       name=f"control {question.what}")
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _answer(directory: RunDirectory, question: Question, handlers: Mapping[str, Handler]) -> None:
+async def _answer(directory: RunDirectory, question: Question, handlers: Mapping[str, Handler],
+                  records: FileThread) -> None:
     said: dict[str, Any] = {"refused": f"the run ended before it had done what {question.what!r} asks for"}
     try:
         if (handler := handlers.get(question.what)) is None:
@@ -135,7 +148,7 @@ async def _answer(directory: RunDirectory, question: Question, handlers: Mapping
     except Exception as bug:  # whoever asks must not wait for ever, nor the run end for it
         said = {"refused": f"{question.what!r} failed: {type(bug).__name__}: {bug}"}
     finally:
-        _say(directory, question.name, said)
+        records.submit(_say, directory, question.name, said)
 
 
 def _taken(directory: RunDirectory) -> list[Question]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rlhf_ray.errors import ConfigError, first_line
+from rlhf_ray.files.durable import moved
 
 OPENING_S = 60.0
 """For the tracker of a new run to be there; W&B, which goes offline by itself, needs most of it for that."""
@@ -87,8 +88,7 @@ class Delivery:
     def close(self) -> None:
         """Give the tracker its time to take what waits, then go without it."""
         self._rows.put(None)
-        self._thread.join(CLOSING_S)
-        late, self._given_up = self._thread.is_alive(), True
+        late, self._given_up = not _in_time(self._ended, CLOSING_S), True
         missing = self._written - self._arrived
         why = f": {self._tracker.where} did not take them within {CLOSING_S:g} s" if late else ""
         if missing:
@@ -97,8 +97,12 @@ class Delivery:
             self._say(f"{self._tracker.title} has all rows, and was not told within {CLOSING_S:g} s that the run is "
                       f"over ({self._tracker.where})")
 
+    def _ended(self, within_s: float) -> bool:
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
     def _require_open(self) -> None:
-        if not self._open.wait(OPENING_S):
+        if not _in_time(self._open.wait, OPENING_S):
             self._given_up = True
             raise ConfigError(f"{self._tracker.title} cannot be opened: {self._tracker.where} has not answered within "
                               f"{OPENING_S:g} s; {self._tracker.fix}")
@@ -139,3 +143,13 @@ class Delivery:
 
     def _say(self, text: str) -> None:
         log.getLogger(__name__).warning("%s", text)
+
+
+def _in_time(over: Callable[[float], bool], limit_s: float) -> bool:
+    """Wait for something, piece by piece: a wait that has an end is no standstill of the file thread that it is in."""
+    end = time.monotonic() + limit_s
+    while (left_s := end - time.monotonic()) > 0:
+        if over(min(left_s, 1.0)):
+            return True
+        moved()
+    return over(0.0)

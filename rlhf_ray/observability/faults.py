@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import DataError, WorkerError, WorkerLost
+from rlhf_ray.files.durable import operation
+from rlhf_ray.files.thread import FileThread
+from rlhf_ray.observability.background import in_words
 from rlhf_ray.observability.owner import Term
 
 STARTED_AGAIN = "RLHF_RAY_STARTED_AGAIN"
@@ -25,11 +28,14 @@ class FaultLog:
         warn: tells a person of a loss.
         note: tells a person that it is made good.
         term: of the owner of the run's directory, where the file is.
+        thread: writes the file; without one it is written at once.
     """
 
     def __init__(self, path: Path | None = None, warn: Callable[[str], None] | None = None,
-                 note: Callable[[str], None] | None = None, term: Term | None = None) -> None:
+                 note: Callable[[str], None] | None = None, term: Term | None = None,
+                 thread: FileThread | None = None) -> None:
         self._term, self._path, self._warn, self._note = term, path, warn or _silent, note or _silent
+        self._thread = thread
         self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
         self.lost_so_far = 0
         """Workers lost since the log was opened."""
@@ -55,6 +61,15 @@ class FaultLog:
         """It is back."""
         self._note(text)
 
+    def failed(self, name: str, error: Exception, again_s: float) -> None:
+        """A task beside the run failed, and is begun again; see `background.beside`."""
+        self._warn(in_words(name, error, again_s))
+        self.write({
+            "role": "coordinator", "rank": None, "incarnation": None, "pid": os.getpid(), "kind": "failed",
+            "method": name, "reason": f"{type(error).__name__}: {error}", "call_age_s": None, "detection_s": None,
+            "recovery_s": again_s, "outcome": "it is begun again", "redispatched": 0, "lost_at": self.wall_time(0.0),
+        })
+
     def write(self, event: Mapping[str, Any], seconds_down: float = 0.0) -> None:
         """Keep an event, with the time of day (seconds since 1970) at which it was over. A file that cannot be written
         is told of and ends nothing: what the event is about was made good.
@@ -67,12 +82,19 @@ class FaultLog:
         if self._path is None:
             return
         line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"
+        if self._thread is None:
+            self._keep(self._path, line)
+        else:
+            self._thread.submit(self._keep, self._path, line)
+
+    def _keep(self, path: Path, line: bytes) -> None:
         try:
-            if self._term is not None:
-                self._term.check()
-            _append(self._path, line)
+            with operation("write", path):
+                if self._term is not None:
+                    self._term.check()
+                _append(path, line)
         except OSError as error:
-            self._warn(f"{self._path} cannot be written ({error.strerror or error}); it lacks this: {line.decode()}")
+            self._warn(f"{path} cannot be written ({error.strerror or error}); it lacks this: {line.decode()}")
 
     def wall_time(self, ago_s: float) -> float:
         """The time of day `ago_s` seconds ago."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging as log
 import sys
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from rlhf_ray.errors import first_line
 from rlhf_ray.observability.series import Series, gauge_name, help_of, labels_of, series_of
 
 REPEAT_S = 5.0
@@ -77,8 +79,13 @@ class RaySink:
         self._gauges.close()
 
     def _repeat(self) -> None:
+        failed = ""
         while not self._over.wait(REPEAT_S):
-            self._gauges.repeat_row()
+            try:
+                self._gauges.repeat_row()
+            except Exception as error:  # the endpoint lacks these numbers; metrics.jsonl has them
+                if failed != (failed := first_line(error)):
+                    log.getLogger(__name__).warning("gauges of the run cannot be repeated: %s", failed)
 
 
 def joined() -> bool:

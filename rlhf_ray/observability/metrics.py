@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from rlhf_ray.config.loop import LoggingConfig
 from rlhf_ray.errors import DataError
+from rlhf_ray.files.durable import fsync_descriptor
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 from rlhf_ray.observability.sinks import open_sinks
@@ -46,6 +46,7 @@ class MetricsWriter:
         self.dropped = _mend(run.metrics, resume_at, term)
         """Rows that were dropped."""
         self._sinks = open_sinks(run, logging, resume_at)
+        self._path = run.metrics
         self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for as long as the run
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -63,7 +64,7 @@ class MetricsWriter:
             self._term.check()  # a row that comes late all the same is lost with the file that a successor has replaced
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
+        fsync_descriptor(self._file.fileno(), self._path)
         finite = {name: value for name, value in numbers.items() if value is not None}
         for sink in self._sinks:
             sink.write(int(step), finite)

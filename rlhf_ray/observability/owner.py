@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Self
 
 from rlhf_ray.errors import ConfigError, SupersededError
+from rlhf_ray.files.durable import fsync_descriptor, moved
 from rlhf_ray.observability.process import ProcessIdentity
 
 FOLDER = "owner"
@@ -215,7 +216,7 @@ def _create(term: Term, record: Record) -> bool:
         return False
     try:
         os.write(handle, record.encoded())
-        os.fsync(handle)
+        fsync_descriptor(handle, term.path)
     except BaseException:
         term.path.unlink(missing_ok=True)
         raise
@@ -250,6 +251,7 @@ def _is_over(
     until, told = clock() + SILENT_S, False
     while (asked := clock()) < until:
         sleep(LOOK_S)
+        moved()  # this wait has an end of its own
         now = _newest(folder)
         renewed = Record.read(now[1]) if now else None
         if now is None or now[0] != found[0] or record is None or (renewed and renewed.ended):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_ray.errors import SupersededError
+from rlhf_ray.files.durable import fsync_descriptor
 from rlhf_ray.observability.owner import BEAT_S, GONE, SILENT_S, Record, Term
 
 LEAVING_S = 10.0
@@ -100,7 +101,7 @@ class Ownership:
         try:
             os.pwrite(handle, record.encoded(), 0)
             if flush:
-                os.fsync(handle)
+                fsync_descriptor(handle, self.term.path)
         finally:
             os.close(handle)
         self._record = record

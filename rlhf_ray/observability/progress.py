@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from rlhf_ray.observability.output import SteadyStream, steady
+
 LABELS = {
     "samples_per_second": "samples/s",
     "tokens_per_second": "tokens/s",
@@ -43,7 +45,7 @@ class StageProgress:
         self, name: str, total: int, start: int = 0, stream: TextIO | None = None, every_s: float = 5.0
     ) -> None:
         self.name, self.total, self.step = name, total, start
-        self._stream = stream or sys.stdout
+        self._stream = steady(stream or sys.stdout)
         self._every_s = every_s
         self._began = time.monotonic()
         self._warned: set[str] = set()
@@ -75,6 +77,8 @@ class StageProgress:
         elif self._numbers and self._printed_step != self.step:
             self._print(self._line())
         self._print(f"{self.name}: {ending}")
+        if isinstance(self._stream, SteadyStream):
+            self._stream.drain()
 
     def update(self, step: int, **numbers: float) -> None:
         """`step` steps of the stage are done; show `numbers` (reward, kl, loss, samples_per_second, ...) beside it."""
@@ -129,7 +133,6 @@ class StageProgress:
 
     def _print(self, text: str) -> None:
         self._stream.write(text + "\n")
-        self._stream.flush()
 
 
 def _short(value: float) -> str:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.files.durable import fsync_descriptor, fsync_path
+from rlhf_ray.files.thread import RunFiles
 from rlhf_ray.observability.owner import FOLDER, Term, claim, renaming
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.process import ProcessIdentity
@@ -34,6 +36,8 @@ class RunDirectory:
         self.path = Path(path)
         self.ownership: Ownership | None = None
         """Of this process, once it is `owned`; None where it only reads."""
+        self.files = RunFiles()
+        """The threads that write the run's files; none is there until there is something to write."""
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.sqlite"
@@ -190,26 +194,18 @@ def write_atomically(target: Path, data: bytes, term: Term | None = None) -> Non
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            fsync_descriptor(file.fileno(), target)
         os.chmod(name, 0o644)  # mkstemp gives 0600: a run's files are for its readers too
         with renaming(term):
             os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    _sync_directory(target.parent)
+    fsync_path(target.parent)
 
 
 def _step_of(part: Path) -> int:
     return int(part.stem.removeprefix("step_"))
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _finite(value: Any) -> Any:
@@ -229,7 +225,7 @@ def _check_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(bytes(4096))
             probe.flush()
-            os.fsync(probe.fileno())
+            fsync_descriptor(probe.fileno(), path)
     except OSError as error:
         free = f"; {_free_mb(path)} MiB are free there" if path.is_dir() else ""
         raise ConfigError(

@@ -154,6 +154,10 @@ def _held(live: Mapping[str, Any]) -> Table:
     for line in live["under_way"][:12]:
         calls = f" ({line['calls']} calls)" if line["calls"] > 1 else ""
         table.add_row(line["worker"], readable(line["phase"]).lower() + calls, f"{line['seconds']:.1f} s")
+    if saving := live.get("checkpoint"):
+        table.add_row("checkpoint", f"checkpoint of step {saving['step']} under way for "
+                      f"{duration(saving['seconds'])}" + (f" ({saving['doing']})" if saving["doing"] else ""),
+                      f"{saving['seconds']:.1f} s")
     for chunks in live.get("chunks", ()):
         what = (f"{chunks['chunks']} of {chunks['samples']} samples being {chunks['doing']}, the oldest is "
                 f"{chunks['oldest']}, admitted at version {chunks['version']}")

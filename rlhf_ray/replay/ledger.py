@@ -23,13 +23,17 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from rlhf_ray.errors import LedgerError
+from rlhf_ray.files.durable import flushing
+from rlhf_ray.files.thread import FileThread
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.file_system import is_local
@@ -42,22 +46,37 @@ UNMADE = "FROM samples WHERE state IN ('leased', 'generated')"
 """Samples whose experience is not whole; a checkpoint holds the bytes of those that are scored."""
 
 
+Change = Callable[[sqlite3.Connection], Any]
+
+
 class Ledger:
     """A run's ledger, open for writing; for the coordinator's one thread.
 
-    Every method that writes is one transaction: a process killed at any moment leaves a file that can be read.
+    With a file thread, methods that write note what is to be changed and return at once; that thread makes the changes
+    in the same order, as many in one transaction as wait, and `settled` says that all of them are on disk. Without one,
+    each is a transaction of its own and is made when the method returns. Either way a process killed at any moment
+    leaves a file that can be read.
 
     Raises:
-        LedgerError: (any method) the file cannot be read or written, or a sample is not in the state it must be in.
-        SupersededError: (a method about an update or a checkpoint) another driver owns the run's directory now. It has
-            put a new file in the place of this one, which a late write does not reach.
+        LedgerError: (any method that writes, and `settled`) the file cannot be read or written, or a sample is not in
+            the state it must be in; nothing that was noted later is written then.
+        SupersededError: (the same, after a method about an update or a checkpoint) another driver owns the run's
+            directory now. It has put a new file in the place of this one, which a late write does not reach.
     """
 
-    def __init__(self, path: Path, term: Term | None = None) -> None:
+    def __init__(self, path: Path, term: Term | None = None, thread: FileThread | None = None) -> None:
         """Open an existing ledger; see `create`. `term`: of the owner of the run's directory, which is noted in it."""
-        self.path, self._term = Path(path), term
+        self.path, self._term, self._thread = Path(path), term, thread
+        self._changes: deque[Change | None] = deque()
+        """That wait for the thread. None: a copy is to be made of what is before it."""
+        self._asked: Future[None] | None = None
+        """The newest job that makes changes."""
+        self._coming = False
+        """Whether a job is on its way that will see every change noted by now."""
+        self._failure: BaseException | None = None
         with self._told("opened"):
-            self._db = sqlite3.connect(_uri(self.path, "rw"), uri=True, timeout=LOCKED_S)
+            # Whoever calls, one thread at a time does: the file thread, where there is one, once the run goes on.
+            self._db = sqlite3.connect(_uri(self.path, "rw"), uri=True, timeout=LOCKED_S, check_same_thread=False)
             if is_local(self.path):
                 self._db.execute("PRAGMA journal_mode=WAL")
             else:
@@ -67,11 +86,10 @@ class Ledger:
             self._db.execute("PRAGMA synchronous=NORMAL")  # survives the process; a checkpoint's copy is flushed
             check_ledger(self._db, self.path)
         if term is not None:
-            with self._writing() as db:
-                db.execute("INSERT OR REPLACE INTO facts VALUES ('term', ?)", (term.number,))
+            self._apply([lambda db: db.execute("INSERT OR REPLACE INTO facts VALUES ('term', ?)", (term.number,))])
 
     @classmethod
-    def create(cls, path: Path, facts: LedgerFacts, term: Term | None = None) -> Self:
+    def create(cls, path: Path, facts: LedgerFacts, term: Term | None = None, thread: FileThread | None = None) -> Self:
         """An empty ledger at `path`, which must be free."""
         if path.exists():
             raise LedgerError(f"{path} exists already; a ledger is not begun twice")
@@ -83,10 +101,11 @@ class Ledger:
                 db.commit()
         except sqlite3.Error as error:
             raise LedgerError(f"{path} cannot be made: {error}") from error
-        return cls(path, term)
+        return cls(path, term, thread)
 
     @classmethod
-    def resume(cls, path: Path, copy: Path, facts: LedgerFacts, term: Term | None = None) -> Self:
+    def resume(cls, path: Path, copy: Path, facts: LedgerFacts, term: Term | None = None,
+               thread: FileThread | None = None) -> Self:
         """Go on from a checkpoint's copy; what was under way then or came after is remembered as lost attempts.
 
         Raises:
@@ -96,13 +115,14 @@ class Ledger:
         discard(path)
         with closing(open_for_reading(copy)) as source, closing(sqlite3.connect(path)) as target:
             source.backup(target)
-        ledger = cls(path, term)
+        ledger = cls(path, term, thread)
         found = LedgerFacts.read(ledger._db)
         loosest = replace(facts, max_staleness=max(facts.max_staleness, found.max_staleness))
         if replace(found, max_staleness=loosest.max_staleness) != loosest:
             raise LedgerError(f"{copy} is the ledger of a run with {found}, and this one has {facts}; resume with the "
                               "same settings, or begin a new run")
-        with ledger._writing() as db:
+
+        def take_up(db: sqlite3.Connection) -> None:
             db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", loosest.rows())
             db.execute(f"INSERT OR REPLACE INTO attempts SELECT epoch, row, sample, attempt, state, worker, ? {UNMADE}",
                        (LOST,))
@@ -112,18 +132,23 @@ class Ledger:
             db.execute("UPDATE samples SET attempt = 1 + (SELECT count(*) FROM attempts AS a WHERE (a.epoch, a.row, "
                        "a.sample) = (samples.epoch, samples.row, samples.sample)) WHERE state IN (?, ?)",
                        (State.SCORED, State.ADMITTED))
+
+        ledger._apply([take_up])
         return ledger
 
     def admit(self, keys: Iterable[SampleKey], position: Sequence[int]) -> None:
         """The data cursor has handed out the prompts of these samples, and stands at `position` now: prompts handed out
         of each source, over all its epochs."""
-        with self._writing() as db:
+        rows = [(*key.numbers, State.ADMITTED) for key in keys]
+        counts = [(count, source) for source, count in enumerate(position)]
+
+        def change(db: sqlite3.Connection) -> None:
             db.executemany(
                 "INSERT INTO samples (epoch, row, sample, attempt, state) VALUES (?1, ?2, ?3, 1 + (SELECT "
-                "count(*) FROM attempts WHERE epoch = ?1 AND row = ?2 AND sample = ?3), ?4)",
-                [(*key.numbers, State.ADMITTED) for key in keys])
-            db.executemany("UPDATE cursor SET handed_out = ? WHERE source = ?",
-                           [(count, source) for source, count in enumerate(position)])
+                "count(*) FROM attempts WHERE epoch = ?1 AND row = ?2 AND sample = ?3), ?4)", rows)
+            db.executemany("UPDATE cursor SET handed_out = ? WHERE source = ?", counts)
+
+        self._write(change)
 
     def lease(self, keys: Iterable[SampleKey], version: int) -> None:
         """An attempt at admitted samples begins, under weights of `version`."""
@@ -139,13 +164,11 @@ class Ledger:
 
     def consumed(self, keys: Iterable[SampleKey], step: int) -> None:
         """Update number `step` (from 1) was made with the samples."""
-        self._check_term()
-        self._move(keys, State.CONSUMED, (State.SCORED,), step=step)
+        self._write(self._owned(self._moving(keys, State.CONSUMED, (State.SCORED,), step=step)))
 
     def not_applied(self, keys: Iterable[SampleKey], step: int, reason: str) -> None:
         """Update number `step` was made with the samples and changed nothing: they were not trained on."""
-        self._check_term()
-        self._move(keys, State.NOT_APPLIED, (State.SCORED,), step=step, reason=reason)
+        self._write(self._owned(self._moving(keys, State.NOT_APPLIED, (State.SCORED,), step=step, reason=reason)))
 
     def quarantine(self, keys: Iterable[SampleKey], reason: str) -> None:
         """The samples are set aside for good."""
@@ -170,7 +193,8 @@ class Ledger:
     def give_up(self, keys: Iterable[SampleKey], reason: str) -> None:
         """The present attempt at these samples is over without success, and another is to follow."""
         plain = [(*key.numbers, reason) for key in keys]
-        with self._writing() as db:
+
+        def change(db: sqlite3.Connection) -> None:
             moved = db.executemany(
                 "INSERT INTO attempts SELECT epoch, row, sample, attempt, state, worker, ?4 FROM samples WHERE "
                 "epoch = ?1 AND row = ?2 AND sample = ?3 AND state IN ('leased', 'generated', 'scored')", plain)
@@ -178,27 +202,44 @@ class Ledger:
             db.executemany("UPDATE samples SET state = ?, attempt = attempt + 1, version = NULL, worker = NULL WHERE "
                            "epoch = ? AND row = ? AND sample = ?", [(State.ADMITTED, *key[:3]) for key in plain])
 
+        self._write(change)
+
     def leave_unused(self, keys: Iterable[SampleKey], reason: str) -> None:
         """The run is over, and no update will be made with these samples, which wait or are under way."""
         self._move(keys, State.UNUSED, OPEN, reason=reason)
 
-    def save(self, copy: Path) -> None:
-        """Write a copy for the checkpoint of the present step: everything consumed is committed in it."""
-        self._check_term()
-        with self._told("copied"), closing(sqlite3.connect(copy)) as target:
-            self._db.backup(target)
-            target.execute("PRAGMA journal_mode=DELETE")
-            _commit_consumed(target)
+    def save(self, copy: Path) -> Future[None]:
+        """Write a copy for the checkpoint of the present step: everything consumed is committed in it. It is of the
+        moment of the call, whatever is noted until the returned future is done."""
+        self._raise_failure()
+        if self._thread is not None:
+            self._changes.append(None)
+            return self._thread.submit(self._copy_at_mark, copy)
+        self._copy(copy)
+        made: Future[None] = Future()
+        made.set_result(None)
+        return made
 
     def commit(self, step: int | None = None) -> None:
         """The checkpoint is in its place: everything consumed by updates up to `step` (all if None) is committed."""
-        self._check_term()
-        with self._writing() as db:
-            _commit_consumed(db, step)
+        self._write(self._owned(lambda db: _commit_consumed(db, step)))
+
+    async def settled(self) -> None:
+        """Every change noted so far is made."""
+        if self._thread is not None and self._asked is not None:
+            asked = self._asked
+            await self._thread.wait(asked)
+            if self._asked is asked:
+                self._asked = None
+        self._raise_failure()
 
     def close(self) -> None:
         """Leave one file behind, without a write-ahead log, which readers would begin anew, and without a journal. They
         stay, whole, where somebody reads at this moment, or holds the file."""
+        if self._thread is not None and not self._thread.inside:
+            self._thread.do(self.close)
+            return
+        self._make_changes()
         with self._told("closed"), closing(self._db):
             self._check_term()
             self._db.execute("PRAGMA busy_timeout=2000")
@@ -208,24 +249,94 @@ class Ledger:
                 if not _is_locked(error):
                     raise
 
+    def _copy(self, copy: Path) -> None:
+        self._check_term()
+        with self._told("copied"), flushing(copy), closing(sqlite3.connect(copy)) as target:
+            self._db.backup(target)
+            target.execute("PRAGMA journal_mode=DELETE")
+            with target:
+                _commit_consumed(target)
+
+    def _copy_at_mark(self, copy: Path) -> None:
+        """A copy of what was noted before its mark."""
+        self._make_changes()
+        self._changes.popleft()
+        self._copy(copy)
+        self._make_changes()
+
     def _move(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], **columns: Any) -> None:
         """Bring samples from one of the states `since` to the next, and set some columns."""
+        self._write(self._moving(keys, to, since, **columns))
+
+    def _moving(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], **columns: Any) -> Change:
         rows = [(*columns.values(), to, *key.numbers, *since) for key in keys]
         named, marks = "".join(f"{name} = ?, " for name in columns), ", ".join("?" * len(since))
-        with self._writing() as db:
+
+        def change(db: sqlite3.Connection) -> None:
             changed = db.executemany(f"UPDATE samples SET {named}state = ? WHERE epoch = ? AND row = ? AND "
                                      f"sample = ? AND state IN ({marks})", rows)
             self._require(changed.rowcount, len(rows), to, since)
+
+        return change
+
+    def _write(self, change: Callable[[sqlite3.Connection], Any]) -> None:
+        """Make a change, or have it made."""
+        self._raise_failure()
+        if self._thread is None or self._thread.inside:
+            self._make_changes()
+            self._apply([change])
+            return
+        self._changes.append(change)
+        if not self._coming:
+            self._coming = True
+            self._asked = self._thread.submit(self._make_changes)
+
+    def _make_changes(self) -> None:
+        """Make the changes that were noted, up to the mark of a copy."""
+        self._coming = False  # first: what is noted from here on asks for another job, or is seen by this one
+        changes = []
+        while self._changes and (change := self._changes[0]) is not None:
+            changes.append(change)
+            self._changes.popleft()
+        self._raise_failure()
+        try:
+            self._apply(changes)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _apply(self, changes: list[Change]) -> None:
+        """Make changes in one transaction; where one of them cannot be made, those before it are."""
+        if not changes:
+            return
+        with self._told("written"), flushing(self.path):
+            try:
+                with self._db as db:
+                    for change in changes:
+                        change(db)
+            except (sqlite3.Error, LedgerError):
+                if len(changes) == 1:
+                    raise
+                for change in changes:
+                    with self._db as db:
+                        change(db)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _require(self, found: int, wanted: int, what: str, since: tuple[State, ...]) -> None:
         if found != wanted:
             raise LedgerError(f"{wanted} samples were to be {what}, and {found} of them are {' or '.join(since)} in "
                               f"{self.path}: a sample came twice, or was never admitted")
 
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._told("written"), self._db as db:
-            yield db
+    def _owned(self, change: Change) -> Change:
+        """A change that is made in this driver's term only."""
+        def checked(db: sqlite3.Connection) -> None:
+            self._check_term()
+            change(db)
+
+        return checked
 
     def _check_term(self) -> None:
         if self._term is not None:
@@ -321,9 +432,8 @@ def _is_locked(error: sqlite3.Error) -> bool:
 
 
 def _commit_consumed(db: sqlite3.Connection, step: int | None = None) -> None:
-    with db:
-        db.execute("UPDATE samples SET state = ?1 WHERE state = ?2 AND (step <= ?3 OR ?3 IS NULL)",
-                   (State.COMMITTED, State.CONSUMED, step))
+    db.execute("UPDATE samples SET state = ?1 WHERE state = ?2 AND (step <= ?3 OR ?3 IS NULL)",
+               (State.COMMITTED, State.CONSUMED, step))
 
 
 def _attempts_beyond(path: Path, copy: Path) -> list[tuple[Any, ...]]:

@@ -31,7 +31,7 @@ from rlhf_ray.records import UpdateStats, WeightBucket, WeightOffer, WeightRoute
 from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, save_description
 from rlhf_ray.roles.meter import Meter
 from rlhf_ray.roles.profiling import TorchProfile
-from rlhf_ray.roles.saving import Saving
+from rlhf_ray.roles.saving import Saved, Saving
 from rlhf_ray.weights.fused import with_companions
 from rlhf_ray.weights.publisher import Publisher
 
@@ -169,15 +169,15 @@ class Learner:
             CheckpointError: the disk is full.
         """
         self.begin_save(directory)
-        self._saving.over(wait=True)
+        self._saving.wait()
 
     def begin_save(self, directory: str) -> None:
         """`save` from a copy made now: training may go on while it is written. One at a time."""
         self._saving.begin(Path(directory), self.copies())
 
-    def saved(self) -> bool:
-        """Whether what `begin_save` began is on disk; errors as in `save`."""
-        return self._saving.over()
+    def saved(self) -> Saved:
+        """How far what `begin_save` began is on its way to the disk; errors as in `save`."""
+        return self._saving.saved()
 
     def copies(self) -> dict[str, Callable[[Path], object]]:
         """Copies of everything that a checkpoint keeps of this rank, and what writes them, by file name."""

@@ -3,50 +3,66 @@
 import errno
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_ray.checkpoint.atomic import fsync_path
 from rlhf_ray.checkpoint.disk import is_disk_full
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.files.durable import fsync_path, operation
+from rlhf_ray.files.thread import FileThread
 
 Writers = Mapping[str, Callable[[Path], object]]
 """By file name, what writes it. What it writes is a copy: nobody changes it meanwhile."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How far a rank's part of a checkpoint is."""
+
+    over: bool
+    """Whether it is on disk."""
+    moved: tuple[int, int]
+    """Changes with everything that is done for it; see `FileThread.moved`."""
+    doing: str
+    """The file operation under way."""
 
 
 class Saving:
     """One directory at a time."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self._thread = FileThread("saving", float("inf"))  # who asks has the deadline
         self._under_way: Future[None] | None = None
 
     def begin(self, directory: Path, writers: Writers) -> None:
         """Begin to write files into `directory`, which is made if it is missing."""
         self._under_way = self._thread.submit(_write, directory, writers)
 
-    def over(self, wait: bool = False) -> bool:
-        """Whether what was begun last is on disk.
-
-        Args:
-            wait: until it is.
+    def saved(self) -> Saved:
+        """How far what was begun last is.
 
         Raises:
             CheckpointError: the disk is full.
             OSError: it cannot be written.
         """
-        if self._under_way is None or not (wait or self._under_way.done()):
-            return self._under_way is None
-        under_way, self._under_way = self._under_way, None
-        under_way.result()
-        return True
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+        return Saved(self._under_way is None, self._thread.moved, self._thread.progress.doing)
+
+    def wait(self) -> None:
+        """Wait for what was begun last; errors as in `saved`."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
 
 
 def _write(directory: Path, writers: Writers) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, write in writers.items():
-            write(directory / name)
+            with operation("write", directory / name):
+                write(directory / name)
             fsync_path(directory / name)  # here: the driver may be on another machine
     except Exception as error:
         # Only here can that be told: torch speaks of a stream's position.

@@ -35,6 +35,7 @@ from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.failpoints import armed
+from rlhf_ray.files.thread import FileThread
 from rlhf_ray.models.families import POLICY, Use, check_family
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog
@@ -118,44 +119,44 @@ async def _run(
     config: PPOConfig, directory: RunDirectory, session: Session, resume: bool, configured: int
 ) -> dict[str, Any]:
     """`configured`: generators by the configuration; a run that was scaled is resumed with another number."""
-    began = time.perf_counter()
+    began, files = time.perf_counter(), directory.files
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, term=directory.term)
-    start = newest_checkpoint(store, resume, directory)
+    start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
     with StageProgress("PPO", config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
-        stop = StopRequest(progress.warn)
+        stop = StopRequest(progress.warn, files.hurry)
+        log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         with stop.listening():
             async with workplace(config, progress.note) as place:
-                team = spawn_team(config, place, Healing(
-                    config.cluster, FaultLog(directory.faults, progress.warn, progress.note,
-                                             directory.term)))
+                team = spawn_team(config, place, Healing(config.cluster, log))
                 if len(team.generators) != configured:
                     progress.note(f"{len(team.generators)} generators, as `rlhf-ray scale` left them (configured: "
                                   f"{configured})")
                 prompts = await start_team(config, place, team, progress)
                 weights = WeightSync(config.weights, team, config.cluster.lease_s, Phases(config, team))
                 team.keep_alive(weights.catch_up)
-                pulse = Pulse(team.learners(), config.cluster.lease_s)
+                pulse = Pulse(team.learners(), config.cluster.lease_s, log.failed)
                 course = Course(
                     config, directory, store, stop,
                     Rebuilding(config.cluster, team, store, partial(restart_learners, config, place, team, progress),
-                               progress.warn),
+                               progress.warn, files),
                     lambda metrics, evaluations, resume_at: wire(
                         config, team, weights, prompts, directory, store, metrics, progress, stop, evaluations,
                         resume_at),
                 )
                 scaling = Scaling(config.cluster, team, weights, partial(with_generators, config),
-                                  partial(remember, directory, configured), progress.note)
+                                  partial(remember, directory, configured), progress.note, files)
                 watch = Watch(team, config.cluster.lease_s)
                 frozen = [group for group in team.groups() if not team.trains(group.role)]
-                async with (live_status(lambda: course.coordinator, directory, show_live(config, directory)),
+                async with (live_status(lambda: course.coordinator, directory, show_live(config, directory),
+                                        log.failed),
                             pulse.watched(),
-                            heeding_notices(stop, progress.warn, team.learners(), frozen),
-                            team.healing.at_work(watch.keep_looking()),
-                            answering(directory, {"profile": course.profile, "scale": scaling.asked})):
+                            heeding_notices(stop, progress.warn, team.learners(), frozen, log.failed),
+                            team.healing.at_work(watch.keep_looking),
+                            answering(directory, {"profile": course.profile, "scale": scaling.asked}, log.failed)):
                     coordinator = await course.run(start, resume)
-                samples = close_books(coordinator.pipeline.ledger, coordinator.open_keys())
+                samples = await files.records.run(close_books, coordinator.pipeline.ledger, coordinator.open_keys())
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
     first_rollout = team.clock.first_end.get("phase:generate", team.clock.now())
     return {
@@ -182,6 +183,7 @@ def wire(
     stop: StopRequest, evaluations: EvaluationLog, resume_at: int | None,
 ) -> Coordinator:
     """The coordinator of a run over a team that is ready, with all that it writes to."""
+    files = directory.files
     training, held_out = prompts
     buffer_config = config.buffer
     state = RunState(kl_controller(config.algorithm.kl),
@@ -192,9 +194,9 @@ def wire(
         buffer_config.capacity_mb * 2**20 if buffer_config.capacity_mb else None,
         config.coordinator.max_staleness, buffer_config.lease_timeout_s,
     )
-    ledger = _ledger(config, state.cursor, directory, store, resume_at)
+    ledger = _ledger(config, state.cursor, directory, store, resume_at, files.records)
     pipeline = Pipeline(config, team, state, buffer, training, ledger,
-                        _quarantine(config, ledger, directory, training, progress))
+                        _quarantine(config, ledger, directory, training, progress, files.records))
     evaluator = None
     if config.evaluation and held_out:
         evaluator = Evaluator(config.evaluation, pipeline, held_out, progress.warn_once)
@@ -211,9 +213,9 @@ def wire(
         config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
         weights=weights, evaluator=evaluator, best=best,
         recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger,
-                          config.old_logprobs),
+                          config.old_logprobs, files),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at, directory.term), progress=progress,
-        stop=stop, on_evaluation=note_evaluation, phases=weights.phases,
+        stop=stop, on_evaluation=note_evaluation, files=files, phases=weights.phases,
         profiler=StepProfiler(directory, team, config.logging.profile_step, progress.note,
                               write_timeline if config.logging.task_events else None),
     )
@@ -221,22 +223,22 @@ def wire(
 
 
 def _ledger(config: PPOConfig, cursor: PromptCursor, directory: RunDirectory, store: CheckpointStore,
-            resume_at: int | None) -> Ledger:
+            resume_at: int | None, thread: FileThread) -> Ledger:
     """A new ledger, or the one of the checkpoint of step `resume_at` that the run goes on from."""
     facts = LedgerFacts.of(config, cursor)
     if resume_at is None or resume_at == NOTHING:
         discard(directory.ledger)  # of a run that failed before anything worth keeping
-        return Ledger.create(directory.ledger, facts, directory.term)
-    return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts, directory.term)
+        return Ledger.create(directory.ledger, facts, directory.term, thread)
+    return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts, directory.term, thread)
 
 
 def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prompts: PromptSource,
-                progress: StageProgress) -> Quarantine | None:
+                progress: StageProgress, thread: FileThread) -> Quarantine | None:
     """Where prompts without a score go; None where they end the run."""
     if config.reward.on_failure == "fail":
         return None
     return Quarantine(ledger, directory.quarantine, config.reward.quarantine_limit, sum(prompts.sizes),
-                      progress.warn_once, directory.term)
+                      progress.warn_once, directory.term, thread)
 
 
 def close_books(ledger: Ledger, unused: Sequence[SampleKey]) -> dict[str, int]:

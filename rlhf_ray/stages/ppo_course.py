@@ -4,9 +4,9 @@ Whatever remembers something of the run is made anew for each stretch, from what
 lost learner is a resume without a restart, and cannot differ from one.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import CheckpointError, ConfigError, RunInterrupted, WorkerError
+from rlhf_ray.errors import CheckpointError, ConfigError, DiskStalled, RunInterrupted, WorkerError
 from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -31,6 +31,7 @@ class Course:
 
     def __init__(self, config: PPOConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
                  rebuilding: Rebuilding, wire: Wire) -> None:
+        self._files = directory.files
         self._config, self._directory, self._store = config, directory, store
         self._stop, self._rebuilding, self._wire = stop, rebuilding, wire
         self.coordinator: Coordinator | None = None
@@ -71,25 +72,26 @@ class Course:
 
     async def _stretch(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
         kept = start.step if start else NOTHING if resume else None
-        self.evaluations = EvaluationLog(self._directory, kept)
-        # In a thread, as its end: trackers may take their time, and workers are heard meanwhile.
-        metrics = await asyncio.to_thread(MetricsWriter, self._directory.path, self._config.logging, kept,
-                                          self._directory.term)
+        records = self._files.records
+        self.evaluations = await records.run(EvaluationLog, self._directory, kept)
+        metrics = await records.run(MetricsWriter, self._directory.path, self._config.logging, kept,
+                                    self._directory.term)
         try:
-            coordinator = self.coordinator = self._wire(metrics, self.evaluations, kept)
+            coordinator = self.coordinator = await records.run(self._wire, metrics, self.evaluations, kept)
             if metrics.dropped:
                 coordinator.team.healing.log.count_again(metrics.dropped)
             try:
                 await bring_back(coordinator, start, again)
-                note_restart(self._directory.faults, coordinator.state.step, self._directory.term)
+                await records.run(note_restart, self._directory.faults, coordinator.state.step, self._directory.term)
                 await self._timed(coordinator)
                 await export_run(coordinator, self.evaluations, self._directory)
             except WorkerError:
                 await coordinator.pipeline.close()  # of what was begun again before the loop, which closes it itself
-                coordinator.pipeline.ledger.close()
+                await records.run(coordinator.pipeline.ledger.close)
                 raise
         finally:
-            await asyncio.to_thread(metrics.close)
+            with suppress(DiskStalled):  # as was said by what failed first
+                await records.run(metrics.close)
         return coordinator
 
     async def _timed(self, coordinator: Coordinator) -> None:
@@ -112,7 +114,7 @@ class Course:
         await self._rebuilding.after(error)
         if coordinator is not None:
             coordinator.team.healing.log.rebuilt(error, time.perf_counter() - began)
-        return await asyncio.to_thread(self._store.latest)
+        return await self._files.checkpoints.run(self._store.latest)
 
 
 def check_ledger(coordinator: Coordinator, place: Path) -> None:
@@ -144,7 +146,7 @@ async def bring_back(coordinator: Coordinator, start: Checkpoint | None, again: 
             await coordinator.weights.publish(step, resend=again)
     if start is None:
         return
-    check_ledger(coordinator, start.path)
+    await coordinator.files.records.run(check_ledger, coordinator, start.path)
     coordinator.progress.note(f"resuming after step {step}")
     coordinator.pipeline.start_again(open_places)
     if (said := await coordinator.best.resume(step)) is not None:

@@ -52,11 +52,11 @@ def preflight(config: PreferencesStageConfig) -> None:
 
 async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[str, Any]:
     began = time.perf_counter()
-    with StopRequest(print).listening():
+    with StopRequest(print, directory.files.hurry).listening():
         pairs, left_out = await _sample_pairs(config)
     output = directory.path / config.pairs.output
-    write_atomically(output, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs).encode(),
-                     directory.term)
+    lines = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
+    await directory.files.records.run(write_atomically, output, lines.encode(), directory.term)
     return {"stage": "preferences", "pairs": len(pairs), "left_out": left_out, "output": str(output),
             "seconds": time.perf_counter() - began}
 

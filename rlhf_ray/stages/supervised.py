@@ -13,6 +13,7 @@ from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.coordinator.best import BestKeeper, BestSoFar
+from rlhf_ray.coordinator.recovery import STATE, parts_on_disk, whole_or_nothing
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -57,6 +58,7 @@ class SupervisedRun:
 
         Raises:
             RunInterrupted: asked to stop; a checkpoint of the last finished step exists.
+            DiskStalled: the disk of the run hangs.
         """
         self.stop.can_save = True
         if self.step == 0 and self.config.checkpoint.best_metric:
@@ -90,7 +92,7 @@ class SupervisedRun:
             row = {f"{self.name}/{key}": value for key, value in stats.metrics.items()}
             row[f"{self.name}/skipped_steps"] = float(stats.skipped)
             row |= {"throughput/tokens_per_second": stats.tokens / stats.seconds, "time/step": stats.seconds}
-            self.metrics.write(self.step, row)
+            await self.directory.files.records.run(self.metrics.write, self.step, row)
             self.progress.update(self.step, loss=stats.metrics["loss"],
                                  tokens_per_second=row["throughput/tokens_per_second"])
 
@@ -98,16 +100,21 @@ class SupervisedRun:
         """Measure the model on held-out rows; True when it is the best so far, and not the one the run began with."""
         found = (await self.learners.values("evaluate"))[0]
         if found:
-            self.metrics.write(self.step, {f"eval/{key}": value for key, value in found.items()})
+            await self.directory.files.records.run(self.metrics.write, self.step,
+                                         {f"eval/{key}": value for key, value in found.items()})
             self.progress.note("held-out " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
         self.evaluation = found
         return self.keeper.consider(self.step, found)
 
     async def save(self) -> None:
         """Write the checkpoint of the present step."""
-        with self.store.writing(self.step) as directory:
-            await self.learners.values("save", str(directory.absolute() / self.learners.role))
-            save_state(directory / "coordinator.json", {"step": self.step, "best": self.best.state_dict()})
+        checkpoints = self.directory.files.checkpoints
+        directory = await checkpoints.run(self.store.begin, self.step)
+        async with whole_or_nothing(self.directory.files, self.store, directory, self.step):
+            await self.learners.values("begin_save", str(directory.absolute() / self.learners.role))
+            await parts_on_disk([self.learners], checkpoints.timeout_s)
+            await checkpoints.run(save_state, directory / STATE, {"step": self.step, "best": self.best.state_dict()})
+        await checkpoints.run(self.store.commit, directory, self.step)
 
     async def restore(self, path: Path) -> None:
         """Go on from the verified checkpoint at `path`.
@@ -115,7 +122,7 @@ class SupervisedRun:
         Raises:
             CheckpointError: it is another version's.
         """
-        state = load_state(path / "coordinator.json")
+        state = load_state(path / STATE)
         check_complete(state, ("step", "best"), str(path))
         await self.learners.values("load", str(path.absolute() / self.learners.role))
         self.step = state["step"]

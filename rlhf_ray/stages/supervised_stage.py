@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.notice import heeding_notices
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.observability.faults import note_restart
+from rlhf_ray.errors import DiskStalled
+from rlhf_ray.observability.faults import FaultLog, note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -62,30 +64,34 @@ def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
 
 
 async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
-    config, began = stage.config, time.perf_counter()
+    config, files, began = stage.config, directory.files, time.perf_counter()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, term=directory.term)
-    start = newest_checkpoint(store, resume, directory)
-    # In a thread, as its end: trackers may take their time.
-    metrics = await asyncio.to_thread(MetricsWriter, directory.path, config.logging,
+    start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
+    metrics = await files.records.run(MetricsWriter, directory.path, config.logging,
                                       start.step if start else NOTHING if resume else None, directory.term)
     with StageProgress(stage.title, config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
-        stop = StopRequest(progress.warn)
+        stop = StopRequest(progress.warn, files.hurry)
+        log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         try:
             with stop.listening():
                 async with workplace(config, progress.note) as place:
                     learners, rows = await _prepare(stage, place, progress)
                     run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                         stage.card)
-                    async with heeding_notices(stop, progress.warn, [learners]):
+                    async with heeding_notices(stop, progress.warn, [learners], tell=log.failed):
                         if start is not None:
                             await run.restore(start.path)
-                            note_restart(directory.faults, start.step, directory.term)
+                            await files.records.run(note_restart, directory.faults, start.step, directory.term)
                         evaluation = await run.train()
                         await run.export()
+        except DiskStalled:
+            files.hurry()
+            raise
         finally:
-            await asyncio.to_thread(metrics.close)
+            with suppress(DiskStalled):  # as was said by what failed first
+                await files.records.run(metrics.close)
     return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began, **evaluation,
             **run.keeper.summary()}
 

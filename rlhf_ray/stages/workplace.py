@@ -5,7 +5,8 @@ import json
 import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from rlhf_ray.checkpoint.atomic import clear_leftovers
@@ -18,7 +19,8 @@ from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.engine.distributed import accelerator_environment
-from rlhf_ray.errors import RLHFError, StoppedEarly, SupersededError, UploadError
+from rlhf_ray.errors import DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
+from rlhf_ray.files.thread import HURRY_S, FileThread, RunFiles
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -134,10 +136,13 @@ def owned_directory(config: StageConfig, resume: bool) -> Iterator[RunDirectory]
             run, or another driver owns it.
     """
     require_trackers(config.logging)
-    directory = RunDirectory.create(config.run.dir, resume)
-    with directory.owned():
-        clear_leftovers(directory.path, r"[a-z_]+", directory.term)
-        CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean()
+    files = RunFiles(config.cluster.disk_timeout_s)
+    with closing(files), ExitStack() as stack:
+        directory = files.records.do(RunDirectory.create, config.run.dir, resume)
+        directory.files = files
+        files.records.do(stack.enter_context, directory.owned())
+        files.records.do(clear_leftovers, directory.path, r"[a-z_]+", directory.term)
+        files.records.do(CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean)
         yield directory
 
 
@@ -153,20 +158,22 @@ def run_stage(
     Raises:
         SupersededError: another driver has taken the directory over; nothing was written there since.
         StoppedEarly: the run ended itself before its last step; summary and report are written then, too.
+        DiskStalled: the disk of the run hangs.
     """
+    files = directory.files
     with uploading(config, directory, resume):
-        directory.write_text(directory.config.name, as_yaml(config))
+        files.records.do(directory.write_text, directory.config.name, as_yaml(config))
         metadata = {"directory": str(directory.path.resolve()), "steps": str(config.run.steps),
                     "stage": type(config).__name__.removesuffix("Config")}
         try:
             with ray_session(config.cluster, config.pools, directory.path.name, metadata) as session:
                 summary = run_async(while_owned(directory.ownership, main(session)))
         finally:  # workers may write to a checkpoint that was given up until they are gone
-            with suppress(OSError, SupersededError):
-                CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean()
-        directory.write_json("summary.json", summary)
+            with suppress(OSError, DiskStalled, SupersededError):
+                files.checkpoints.do(CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean)
+        files.records.do(directory.write_json, "summary.json", summary)
         if directory.metrics.is_file():
-            write_report(directory.path, term=directory.term)
+            files.records.do(partial(write_report, directory.path, term=directory.term))
     if "stopped_early" in summary:
         raise StoppedEarly(f"stopped early after step {summary['steps']} of {config.run.steps}: "
                            f"{summary['stopped_early']}. Checkpoint, model and report are in {directory.path}; with "
@@ -199,6 +206,8 @@ def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Ite
     uploader.start(resume)
     try:
         yield
+    except DiskStalled:
+        raise  # what cannot be written cannot be read, either
     except BaseException:
         with suppress(UploadError, SupersededError):  # said already; why the run ended is more to the point
             uploader.finish()
@@ -231,8 +240,9 @@ async def while_owned(ownership: Ownership | None, main: Coroutine[Any, Any, T])
     except BaseException:
         if ownership.lost is not None:  # whatever else went wrong: the run is not this driver's to go on with
             raise ownership.lost from None
-        with suppress(OSError):
-            ownership.term.check()
+        check = FileThread("owner record", HURRY_S)
+        with suppress(OSError, DiskStalled), closing(check):
+            check.do(ownership.term.check)
         raise
     finally:
         ownership.when_lost(lambda: None)

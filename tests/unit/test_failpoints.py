@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
+from rlhf_ray import failpoints
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.failpoints import EXIT_CODE, POINTS, VARIABLE, Failpoint, armed, reached
+from rlhf_ray.failpoints import EXIT_CODE, POINTS, VARIABLE, Failpoint, armed, hanging, reached
 
 PROGRAM = """
 from rlhf_ray.failpoints import reached
@@ -50,7 +53,30 @@ def test_what_is_armed(monkeypatch):
     assert armed() == Failpoint("publication_begun", 2)
 
 
+@pytest.mark.parametrize("value, reaching", [("fsync:hang", [1]), ("fsync@b*:hang", [2]), ("fsync@a:hang:2", [3])])
+def test_a_flush_hangs_until_the_variable_is_gone_and_may_be_that_of_one_file(monkeypatch, value, reaching):
+    failpoints._reached.clear()
+    monkeypatch.setenv(VARIABLE, value)
+    began, done = [], []
+
+    def flush():
+        for number, name in enumerate(("a", "b.json", "a"), start=1):
+            began.append(number)
+            reached("fsync", name)
+            done.append(number)
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    while not hanging():
+        time.sleep(0.01)
+    assert began[-1:] == reaching and thread.is_alive()
+    monkeypatch.delenv(VARIABLE)
+    thread.join(10)
+    assert done == [1, 2, 3] and not hanging()
+
+
 @pytest.mark.parametrize("value", ["checkpoint:exit", "checkpoint_unnamed", "checkpoint_unnamed:raise",
+                                   "checkpoint_unnamed:hang", "update_consumed@ledger.sqlite:exit", "fsync:stop",
                                    "checkpoint_unnamed:exit:0", "checkpoint_unnamed:exit:two", ":exit"])
 def test_what_is_spelled_wrong_is_refused_with_the_names_there_are(monkeypatch, value):
     monkeypatch.setenv(VARIABLE, value)

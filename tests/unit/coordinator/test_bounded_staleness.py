@@ -49,7 +49,7 @@ class DelayedRun:
         eta = config.coordinator.max_staleness
         self.buffer = ReplayBuffer((eta + 1) * config.samples_per_step, None, eta, 1e9)
         said = ("admit", "lease", "generated", "scored", "consumed", "give_up")
-        ledger = SimpleNamespace(**dict.fromkeys(said, _nothing))
+        ledger = SimpleNamespace(**dict.fromkeys(said, _nothing), settled=_silence)
         self.pipeline = Pipeline(config, team, self.state, self.buffer, StandInPrompts("prompts"), ledger)
         silent = SimpleNamespace(write=lambda *_: None, update=lambda *_, **__: None, warn=lambda _: None,
                                  save=self._delay, settled=_silence, close=_silence)

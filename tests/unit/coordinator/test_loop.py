@@ -47,7 +47,7 @@ class Run:
             config=config, team=world.team, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
             best=SimpleNamespace(consider=self._consider, keep=self._keep),
             weights=SimpleNamespace(publish=self._publish, changing=nullcontext),
-            recovery=SimpleNamespace(save=self._save, settled=self._settled, close=self._close),
+            recovery=SimpleNamespace(save=self._save, settled=self._settled, close=self._close, writing=None),
             evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
             samples=SimpleNamespace(write=lambda step, texts: None), progress=progress, stop=self.stop,
             on_evaluation=lambda step, _: self.events.append(f"evaluate {step}"),

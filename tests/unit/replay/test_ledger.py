@@ -1,5 +1,6 @@
 """The ledger: what a sample's life may be, what survives a process, and what a resumed run goes on from."""
 
+import asyncio
 import os
 import signal
 import sqlite3
@@ -11,6 +12,7 @@ from contextlib import closing
 import pytest
 
 from rlhf_ray.errors import LedgerError
+from rlhf_ray.files.thread import FileThread
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import LOST, Ledger, open_for_reading
@@ -240,3 +242,35 @@ def test_a_lock_is_waited_for_and_one_that_stays_is_told(ledger, monkeypatch):
     with closing(holder), pytest.raises(LedgerError, match="locked; another program keeps it locked: end that"):
         holder.execute("BEGIN IMMEDIATE")
         ledger.generated(keys(0), "generator/0")
+
+
+def test_with_a_thread_changes_are_made_in_order_a_copy_is_of_its_moment_and_a_failure_stays(tmp_path):
+    thread, began = FileThread("test", 60.0), threading.Event()
+    ledger = Ledger.create(tmp_path / "ledger.sqlite", FACTS, thread=thread)
+
+    async def run():
+        thread.submit(began.wait, 10)  # a disk that is busy: all that follows waits
+        ledger.lease(keys(0, 1), 0)
+        ledger.generated(keys(0, 1), "generator/0")
+        copy = ledger.save(tmp_path / "copy.sqlite")
+        ledger.scored(keys(0), 0)
+        assert states(ledger.path) == {}
+        began.set()
+        await thread.wait(copy)
+        await ledger.settled()
+        assert states(tmp_path / "copy.sqlite") == {"generated": 4}
+        assert states(ledger.path) == {"generated": 2, "scored": 2}
+        ledger.scored(keys(1), 0)
+        ledger.consumed(keys(0, 3), 1)  # there is no 3
+        with pytest.raises(LedgerError, match="4 samples were to be consumed, and 2 of them"):
+            await ledger.settled()
+        with pytest.raises(LedgerError, match="4 samples were to be consumed"):
+            ledger.lease(keys(4), 0)
+        assert states(ledger.path) == {"scored": 4}, "those before it are made"
+
+    asyncio.run(run())
+
+
+def states(path):
+    with closing(open_for_reading(path)) as db:
+        return dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))

@@ -1,0 +1,184 @@
+"""A disk that hangs under a run, at the flush of each file that the driver writes: the run ends, in bounded time, with
+an error that names the file. Files and threads are real; workers are stand-ins, and time is virtual."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.coordinator import live_status
+from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.errors import DiskStalled, RunInterrupted
+from rlhf_ray.failpoints import VARIABLE, hanging
+from rlhf_ray.files.thread import HURRY_S, RunFiles
+from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
+from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.replay.ledger_tables import LedgerFacts
+from rlhf_ray.roles.saving import Saved
+from tests.unit.coordinator.test_loop import Run
+from tests.unit.coordinator.virtual_time import run_in_virtual_time
+
+TIMEOUT_S = 600.0
+
+
+class DiskRun(Run):
+    """A run that writes all its files. Learners' parts are on disk when `parts` says so."""
+
+    def __init__(self, config, summary, place, **arguments):
+        texts = [{"prompt": "p", "response": "r"}]
+        super().__init__(config, lambda keys, version=0: summary(keys, version, samples=texts), **arguments)
+        world, coordinator, self.files = self.world, self.coordinator, RunFiles(TIMEOUT_S)
+        self.parts, self.place, self.went = Saved(True, (0, 0), ""), place, 0.0
+        world.ledger = Ledger.create(place / "ledger.sqlite", LedgerFacts(4, 1, 0, (50,)), thread=self.files.records)
+        coordinator.pipeline = world.pipeline_of(config, world.team)
+        coordinator.files = self.files
+        coordinator.metrics = MetricsWriter(place, LoggingConfig(tensorboard=False, ray_metrics=False))
+        coordinator.samples = SampleWriter(place / "samples")
+        coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), world.team, world.state,
+                                        world.buffer, coordinator.pipeline.summaries, {}, world.ledger, self.files)
+        coordinator.__post_init__()
+
+    def _learner(self, role):
+        trains = super()._learner(role)
+
+        async def behave(rank, method, *args):
+            if method == "begin_save":
+                Path(args[0]).mkdir(parents=True, exist_ok=True)
+                (Path(args[0]) / f"rank_{rank}.safetensors").write_text(role)
+            return self.parts if method == "saved" else await trains(rank, method, *args)
+
+        return behave
+
+    def go(self):
+        """Run to the end, whatever that is; `went` tells after how many virtual seconds it came."""
+        async def timed():
+            loop = asyncio.get_running_loop()
+            try:
+                await self.coordinator.run()
+            finally:
+                self.went = loop.time()
+
+        run_in_virtual_time(timed())
+
+
+@pytest.fixture
+def run(ppo_config, summary, tmp_path):
+    return DiskRun(ppo_config(prompts=4, steps=3, checkpoint={"every": 1}), summary, tmp_path)
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    """hang(file): the flushes of that file hang until the test is over."""
+    yield lambda file: monkeypatch.setenv(VARIABLE, f"fsync@{file}:hang")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    while hanging():
+        time.sleep(0.01)
+
+
+def test_with_a_disk_that_works_the_run_comes_to_its_end(run, tmp_path):
+    run.go()
+    assert CheckpointStore(tmp_path / "checkpoints", 2).latest().step == 3
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert run.coordinator.recovery.writing is None
+
+
+@pytest.mark.parametrize("file", ["ledger.sqlite", "metrics.jsonl", "step_000001.parquet", "coordinator.json",
+                                  "rank_1.safetensors", "manifest.json", "checkpoints"])
+def test_each_file_whose_flush_hangs_ends_the_run_by_its_name(run, hang, file):
+    hang(file)
+    with pytest.raises(DiskStalled, match=rf"flush \S*{file} has made no progress for 60\d s") as caught:
+        run.go()
+    assert caught.value.exit_code == 69 and run.went < TIMEOUT_S + 10 * HURRY_S
+
+
+def test_a_rank_whose_disk_hangs_ends_the_run_by_its_name(run):
+    run.parts = Saved(False, (1, 0), "flush /runs/a/rank_0.safetensors")
+    with pytest.raises(DiskStalled, match=r"/0: flush /runs/a/rank_0.safetensors.* no progress for 60\d s"):
+        run.go()
+    assert run.went < 2 * TIMEOUT_S
+    assert not list((run.place / "checkpoints").glob(".tmp*"))
+
+
+def test_ranks_that_move_are_waited_for_however_long(ppo_config, summary, tmp_path):
+    run = DiskRun(ppo_config(prompts=4, steps=1), summary, tmp_path)
+    loop_time = []
+
+    class Slow:
+        """Moves every five minutes, for an hour."""
+
+        @property
+        def over(self):
+            loop_time.append(asyncio.get_running_loop().time())
+            return loop_time[-1] - loop_time[0] > 3600
+
+        @property
+        def moved(self):
+            return int(loop_time[-1]) // 300
+
+        doing = "write"
+
+    run.parts = Slow()
+    run.go()
+    assert run.went > 3600
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "manifest.json"])
+def test_a_request_to_stop_while_the_disk_hangs_does_not_wait_for_ever(ppo_config, summary, tmp_path, hang, file):
+    run = DiskRun(ppo_config(prompts=4, steps=3, checkpoint={"every": 1}), summary, tmp_path, stop_after=1)
+    hang(file)
+    with pytest.raises(DiskStalled, match=file):
+        run.go()
+    assert run.went < TIMEOUT_S + 10 * HURRY_S
+
+
+def test_to_stop_at_once_takes_seconds(run, hang):
+    """As the second signal does: the run's threads are told to hurry, and its task is cancelled."""
+    hang("manifest.json")
+
+    async def stopped():
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(run.coordinator.run())
+        await asyncio.sleep(100)
+        assert run.coordinator.recovery.writing.step == 1
+        began = loop.time()
+        run.files.hurry()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return loop.time() - began
+
+    assert run_in_virtual_time(stopped()) <= 3 * HURRY_S
+
+
+def test_a_stop_is_saved_when_the_disk_works_again_in_time(ppo_config, summary, tmp_path, hang):
+    run = DiskRun(ppo_config(prompts=4, steps=3, checkpoint={"every": 1}), summary, tmp_path, stop_after=2)
+    hang("manifest.json")
+
+    async def back():
+        asyncio.get_running_loop().call_later(TIMEOUT_S / 2, os.environ.pop, VARIABLE)
+        await run.coordinator.run()
+
+    with pytest.raises(RunInterrupted):
+        run_in_virtual_time(back())
+    assert CheckpointStore(tmp_path / "checkpoints", 2).latest().step in (1, 2)
+
+
+def test_the_status_tells_of_a_checkpoint_that_is_under_way(run, hang, tmp_path):
+    hang("manifest.json")
+
+    async def looked():
+        task = asyncio.ensure_future(run.coordinator.run())
+        await asyncio.sleep(60)
+        found = live_status.snapshot(run.coordinator)["checkpoint"]
+        run.files.hurry()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return found
+
+    found = run_in_virtual_time(looked())
+    assert found["step"] == 1 and found["doing"].startswith("flush ") and found["seconds"] >= 0
+    assert RunDirectory(tmp_path).status.name == "status.json"

@@ -1,0 +1,83 @@
+"""Flushing: every kind of writer comes through one place, and large files are flushed piece by piece."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.export import replacing_export
+from rlhf_ray.checkpoint.manifest import MANIFEST_NAME
+from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.failpoints import VARIABLE, hanging
+from rlhf_ray.files import durable
+from rlhf_ray.files.durable import Progress, fsync_path, progress, work_for
+from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.replay.ledger_tables import LedgerFacts
+from rlhf_ray.roles.saving import Saving
+
+
+def checkpoint(place):
+    with CheckpointStore(place, 1).writing(1) as directory:
+        (directory / "state.json").write_text("{}")
+
+
+def export(place):
+    with replacing_export(place / "model", 10, "config.json") as new:
+        (new / "config.json").write_text("{}")
+
+
+def learner(place):
+    saving = Saving()
+    saving.begin(place / "policy", {"rank_0.safetensors": lambda path: path.write_bytes(b"w")})
+    saving.wait()
+
+
+def metrics(place):
+    MetricsWriter(place, LoggingConfig(tensorboard=False, ray_metrics=False)).write(1, {"loss": 1.0})
+
+
+def ledger(place):
+    Ledger.create(place / "ledger.sqlite", LedgerFacts(1, 1, 0, (1,))).lease([], 0)
+
+
+WRITERS = {
+    "state.json": checkpoint, MANIFEST_NAME: checkpoint, "config.json": export, "rank_0.safetensors": learner,
+    "metrics.jsonl": metrics, "ledger.sqlite": ledger,
+    "step_000001.parquet": lambda place: SampleWriter(place / "samples").write(1, [{"prompt": "a"}]),
+    "status.json": lambda place: RunDirectory(place).write_json("status.json", {}),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_writer_can_be_made_to_hang_at_the_flush_of_its_file(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(VARIABLE, f"fsync@{name}:hang")
+    own = Progress()
+
+    def write():
+        if name != "rank_0.safetensors":  # which has a thread of its own
+            work_for(own)
+        WRITERS[name](tmp_path)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    while thread.is_alive() and not hanging():
+        time.sleep(0.01)
+    assert len(hanging()) == 1, "it did not come to its flush"
+    if name != "rank_0.safetensors":
+        assert own.doing.startswith("flush ") and own.doing.endswith(name)
+    monkeypatch.delenv(VARIABLE)
+    thread.join(10)
+    assert not thread.is_alive(), "the disk is back"
+
+
+def test_a_large_file_is_flushed_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable, "RANGE", 4096)
+    file = tmp_path / "large"
+    file.write_bytes(os.urandom(10 * 4096))
+    before = progress().moved
+    fsync_path(file)
+    assert progress().moved - before >= 10

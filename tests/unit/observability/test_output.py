@@ -1,0 +1,160 @@
+"""Output that fails: nothing raises, nothing waits, and what was dropped is told when somebody takes output again."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlhf_ray.observability.output import MOST_BYTES, SteadyStream, steady
+from rlhf_ray.observability.progress import StageProgress
+
+
+def piped():
+    """A reader's descriptor, and a text stream that writes to it."""
+    reader, writer = os.pipe()
+    return reader, os.fdopen(writer, "w")
+
+
+def taken(reader, until, seconds=10):
+    """What the reader gets until it has seen `until`."""
+    found, end = b"", time.monotonic() + seconds
+    while until not in found and time.monotonic() < end:
+        found += os.read(reader, 2**16)
+    return found.decode()
+
+
+def test_lines_arrive_in_order():
+    reader, stream = piped()
+    with StageProgress("ppo", total=2, stream=stream) as progress:
+        progress.note("one")
+        progress.warn("two")
+    assert taken(reader, b"stopped").splitlines()[1:3] == ["ppo: one", "ppo: warning: two"]
+
+
+def test_a_reader_that_is_gone_ends_nothing():
+    reader, stream = piped()
+    os.close(reader)
+    with StageProgress("ppo", total=1, stream=stream) as progress:
+        for number in range(5):
+            progress.note(str(number))
+        progress.update(1, loss=1.0)
+
+
+def test_a_reader_that_reads_nothing_holds_up_nothing_and_is_told_what_it_missed():
+    reader, stream = piped()
+    output, line = steady(stream), "x" * 1023 + "\n"
+    began = time.monotonic()
+    for _ in range(3 * MOST_BYTES // 1024):
+        output.write(line)
+    assert time.monotonic() - began < 5 and output.dropped > 1000
+    missed = output.dropped
+    assert f"[{missed} lines of output were not shown: nothing took them]" in taken(reader, b"nothing took them")
+    output.write("again\n")
+    assert "again" in taken(reader, b"again") and output.dropped == 0
+
+
+def test_the_end_of_a_stage_does_not_wait_for_a_reader_that_reads_nothing():
+    _, stream = piped()
+    began = time.monotonic()
+    with StageProgress("ppo", total=1, stream=stream) as progress:
+        for _ in range(100):
+            progress.note("x" * 1000)
+    assert 1 < time.monotonic() - began < 10
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_ends_nothing():
+    with open("/dev/full", "w") as stream, StageProgress("ppo", total=1, stream=stream) as progress:
+        progress.note("one")
+        progress.update(1, loss=1.0)
+        assert progress._stream.dropped <= 4
+
+
+class Raising(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("stream", [None, Raising()])
+def test_a_stream_that_is_closed_or_raises_ends_nothing(stream):
+    output = SteadyStream(stream)
+    assert output.write("one\n") == 4 and not output.isatty()
+    output.flush()
+    output.drain()
+
+
+PROGRAM = """
+import sys, threading, time, warnings, logging
+from rlhf_ray.observability.output import drain_output, steady_output
+from rlhf_ray.observability.progress import StageProgress
+steady_output()
+try:
+    with StageProgress("ppo", total=3) as progress:
+        for step in range(1, 4):
+            progress.update(step, loss=1.0)
+            print("x" * 5000)
+            print("y" * 5000, file=sys.stderr)
+            logging.getLogger("a").warning("z" * 5000)
+            warnings.warn("w" * 5000)
+            time.sleep(0.05)
+    open(sys.argv[1], "w").write("whole")
+finally:
+    drain_output()
+sys.exit(69)
+"""
+
+
+def end_of(place, stdout, stderr, before=""):
+    """Exit code of the program with these streams; it has written its file."""
+    file = place / "result"
+    process = subprocess.Popen(["bash", "-c", f'{before} exec "$@"', "-", sys.executable, "-c", PROGRAM, str(file)],
+                               stdout=stdout, stderr=stderr)
+    try:
+        code = process.wait(60)
+    finally:
+        process.kill()
+    assert file.read_text() == "whole"
+    return code
+
+
+def test_a_process_whose_output_fails_ends_as_it_would_have(tmp_path):
+    read, closed = os.pipe()
+    os.close(read)
+    errors = tmp_path / "errors"
+    with open(errors, "wb") as stderr:
+        assert end_of(tmp_path, closed, stderr) == 69
+    assert "BrokenPipe" not in errors.read_text() and "Traceback" not in errors.read_text()
+    assert end_of(tmp_path, closed, closed) == 69
+
+
+def test_a_process_whose_output_nobody_reads_ends(tmp_path):
+    _, full = os.pipe()
+    os.set_blocking(full, False)
+    try:
+        while True:
+            os.write(full, bytes(4096))
+    except BlockingIOError:
+        os.set_blocking(full, True)
+    assert end_of(tmp_path, full, full) == 69
+
+
+def test_a_process_that_is_started_with_closed_output_gives_its_files_other_descriptors(tmp_path):
+    assert end_of(tmp_path, None, None, "exec >&- 2>&-;") == 69
+
+
+def test_a_full_disk_under_both_outputs(tmp_path):
+    with open("/dev/full", "wb") as full:
+        assert end_of(tmp_path, full, full) == 69
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["ppo", "--help-all"], ["ledger", "--help"]])
+def test_a_command_whose_reader_has_enough_says_nothing_of_it(arguments):
+    read, closed = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-m", "rlhf_ray.cli.main", *arguments], stdout=closed,
+                           stderr=subprocess.PIPE, timeout=60, check=False)
+    assert ended.stderr == b"" and ended.returncode in (0, 1, 128 + signal.SIGPIPE)
