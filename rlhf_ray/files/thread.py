@@ -86,7 +86,7 @@ class FileThread:
     @property
     def ident(self) -> int | None:
         """As `threading.get_ident`; None before the first job."""
-        return self._thread and self._thread.ident
+        return None if self._thread is None else self._thread.ident
 
     @property
     def inside(self) -> bool:

@@ -14,6 +14,7 @@ from rlhf_ray.cluster.calls import Timing
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.files.thread import FileThread
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
@@ -22,9 +23,9 @@ Behaviour = Callable[..., Awaitable[Any]]
 """Answers (rank, method, *arguments)."""
 
 
-def ledger_of(config: PPOConfig, cursor: PromptCursor, directory: str) -> Ledger:
+def ledger_of(config: PPOConfig, cursor: PromptCursor, directory: str, thread: FileThread | None = None) -> Ledger:
     """A real and empty ledger."""
-    return Ledger.create(Path(directory) / "ledger.sqlite", LedgerFacts.of(config, cursor))
+    return Ledger.create(Path(directory) / "ledger.sqlite", LedgerFacts.of(config, cursor), thread=thread)
 
 
 class StandInCall:

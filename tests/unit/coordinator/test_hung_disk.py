@@ -17,9 +17,8 @@ from rlhf_ray.failpoints import VARIABLE, hanging
 from rlhf_ray.files.thread import HURRY_S, RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
-from rlhf_ray.replay.ledger import Ledger
-from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.saving import Saved
+from tests.unit.coordinator.stand_ins import ledger_of
 from tests.unit.coordinator.test_loop import Run
 from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
@@ -34,13 +33,14 @@ class DiskRun(Run):
         super().__init__(config, lambda keys, version=0: summary(keys, version, samples=texts), **arguments)
         world, coordinator, self.files = self.world, self.coordinator, RunFiles(TIMEOUT_S)
         self.parts, self.place, self.went = Saved(True, (0, 0), ""), place, 0.0
-        world.ledger = Ledger.create(place / "ledger.sqlite", LedgerFacts(4, 1, 0, (50,)), thread=self.files.records)
+        world.ledger = ledger_of(config, world.state.cursor, place, self.files.records)
         coordinator.pipeline = world.pipeline_of(config, world.team)
         coordinator.files = self.files
         coordinator.metrics = MetricsWriter(place, LoggingConfig(tensorboard=False, ray_metrics=False))
         coordinator.samples = SampleWriter(place / "samples")
         coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), world.team, world.state,
-                                        world.buffer, coordinator.pipeline.summaries, {}, world.ledger, self.files)
+                                        world.buffer, coordinator.pipeline.summaries, {}, world.ledger,
+                                        files=self.files)
         coordinator.__post_init__()
 
     def _learner(self, role):

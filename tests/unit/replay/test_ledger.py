@@ -250,7 +250,7 @@ def test_with_a_thread_changes_are_made_in_order_a_copy_is_of_its_moment_and_a_f
 
     async def run():
         thread.submit(began.wait, 10)  # a disk that is busy: all that follows waits
-        ledger.lease(keys(0, 1), 0)
+        begin(ledger, keys(0, 1), 0)
         ledger.generated(keys(0, 1), "generator/0")
         copy = ledger.save(tmp_path / "copy.sqlite")
         ledger.scored(keys(0), 0)

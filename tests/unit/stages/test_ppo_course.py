@@ -9,6 +9,7 @@ import pytest
 from rlhf_ray.config.loop import LoggingConfig
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError, WorkerError
+from rlhf_ray.files.thread import RunFiles
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
@@ -40,7 +41,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
         pipeline=SimpleNamespace(start_again=lambda places: done.append(f"began {places}"), close=close,
                                  ledger=SimpleNamespace(close=lambda: done.append("ledger closed"), open_keys=set,
                                                         position=lambda: [0])),
-        best=SimpleNamespace(resume=lost_learner),
+        best=SimpleNamespace(resume=lost_learner), files=RunFiles(),
     )
     config = SimpleNamespace(logging=LoggingConfig())
     course = Course(config, RunDirectory(tmp_path), None, None, None, lambda *_: coordinator)
