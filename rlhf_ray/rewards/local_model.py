@@ -45,6 +45,7 @@ class ModelSource(LocalSource[ModelReward]):
     def _encode(self, request: RewardRequest) -> EncodedRow:
         from rlhf_ray.models.classifier import EncodedRow
 
-        if self._same_ids:
+        # A policy may have more embeddings than there are tokens, and draw ids of them. They say nothing.
+        if self._same_ids and request.tokens.max() < self._model.vocabulary:
             return EncodedRow(request.tokens)
         return encode_request(request, self._tokenizer, pair=self._model.reads_pairs)

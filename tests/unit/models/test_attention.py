@@ -1,8 +1,11 @@
 """Packed attention against transformers' own, row by row; rows do not see each other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from rlhf_ray.errors import ModelError
 from rlhf_ray.models import attention
 from rlhf_ray.models.attention import packed_attention
 from rlhf_ray.models.packed_model import hidden_states
@@ -108,3 +111,33 @@ def test_short_rows_by_products_equal_the_kernel_s(causal_lm, monkeypatch):
         found.append([states.detach(), *gradients(model, states).values()])
     for kernel, products in zip(*found, strict=True):
         torch.testing.assert_close(products, kernel, atol=1e-10, rtol=1e-9)
+
+
+class Gemma9Attention(torch.nn.Module):
+    config = SimpleNamespace(model_type="gemma9")
+
+
+def called_with(causal=True, mask=None, **arguments):
+    x, module = torch.ones(1, 2, 6, 4), Gemma9Attention()
+    module.is_causal = causal
+    return packed_attention(module, x, x, x, mask, packing=Packing.of([4, 2]), **arguments)[0]
+
+
+@pytest.mark.parametrize("arguments", [
+    {"position_ids": torch.arange(6)[None], "use_cache": False, "output_attentions": False}, {"sliding_window": 4},
+    {"softcap": None, "s_aux": None, "position_bias": None, "sliding_window": None, "encoder_hidden_states": None},
+    {"is_causal": True},
+])
+def test_arguments_that_change_nothing_pass(arguments):
+    assert torch.equal(called_with(**arguments), called_with())
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ({"softcap": 50.0}, "softcap=50.0"), ({"s_aux": torch.zeros(2)}, r"s_aux \(a Tensor\)"),
+    ({"sliding_window": 3}, "sliding_window=3, with rows of up to 4 tokens"), ({"new_thing": 1}, "new_thing=1"),
+    ({"mask": torch.zeros(6, 6)}, r"attention_mask \(a Tensor\)"), ({"is_causal": False}, "is_causal=False"),
+    ({"causal": False}, "attend to later ones"),
+])
+def test_arguments_that_change_what_attention_computes_are_refused_by_name(arguments, said):
+    with pytest.raises(ModelError, match=rf"^Gemma9Attention of the family 'gemma9' .*{said}.*docs/models\.md"):
+        called_with(**arguments)

@@ -75,6 +75,12 @@ def test_with_the_policy_s_vocabulary_its_ids_are_read_as_they_are(policy, own, 
     assert scores(own, policy, requests) == pytest.approx(plainly(own, [[5, 6, 7], [8, 9]]), abs=1e-5)
 
 
+def test_ids_that_the_model_has_no_embeddings_for_are_read_as_the_text_that_they_are(policy, own, ask):
+    """A policy with more embeddings than its tokenizer has tokens can draw them; they say nothing."""
+    strange = ask("w7", prompt="w5 w6 ", tokens=np.array([5, 6, 41, 7, 1], dtype=np.int32))
+    assert scores(own, policy, [strange]) == pytest.approx(plainly(own, [[5, 6, 7, 1]]), abs=1e-5)
+
+
 def test_text_goes_through_the_model_s_own_tokenizer_and_ends_where_the_response_did(policy, other, ask):
     tokenizer = load_tokenizer(ModelConfig(path=str(other)))
     requests = [ask(" yes", 0, prompt="is it?"), ask(" ye", 1, prompt="is it?", finish_reason="length")]

@@ -107,6 +107,15 @@ def test_two_models_must_mean_the_same_by_their_tokens(llama, copy):
         check_same_tokens(config(llama), config(copy), ("model", "reward_model"))
 
 
+def test_a_model_that_reads_the_policy_s_ids_has_all_its_embeddings(llama, copy):
+    shape = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(shape | {"vocab_size": 64}))
+    check_same_tokens(config(llama), config(copy), ("model", "reward_model"))
+    said = r"^reward_model \('.*llama'\) has 40 embeddings and model \('.*copy'\) has 64: it could not read ids from 40"
+    with pytest.raises(ModelError, match=said):
+        check_same_tokens(config(copy), config(llama), ("model", "reward_model"))
+
+
 def test_prompt_and_response_fill_the_context_and_no_more(llama):
     fields = ("prompts.max_tokens", "generator.sampling.max_tokens")
     check_context(config(llama), 32, 32, fields)
