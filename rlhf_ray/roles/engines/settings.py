@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.generation import GenerationConfig
-from rlhf_ray.errors import ConfigError
+from rlhf_ray.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -131,9 +131,17 @@ def inspect_architectures(settings: EngineSettings) -> None:
 
     Otherwise the first engine on a machine starts a Python process just for that (6-12 s). That process exists to keep
     CUDA uninitialised here, so on GPUs it is left to vLLM.
+
+    Raises:
+        ModelError: vLLM has no class of its own for the model. It would run transformers', and fails to.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
+    entries = [ModelRegistry.models.get(name) for name in settings.architectures]
+    if all(entry is None or getattr(entry, "module_name", "").endswith(".transformers") for entry in entries):
+        raise ModelError(f"vLLM has no implementation of its own of {', '.join(settings.architectures) or 'a model'} "
+                         f"(config.json of {settings.model.path!r}), and cannot run transformers' here; take a model "
+                         "of a family that it has (see docs/models.md)")
     if settings.generation.gpus > 0:
         return
     for name in settings.architectures:

@@ -1,11 +1,13 @@
 """What vLLM is asked for: a cache, a prefill budget, and memory that must be free when an engine starts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import ModelError
 from rlhf_ray.planning.hardware import H100
 from rlhf_ray.planning.memory import ACTIVATIONS, CACHE, MIB
 from rlhf_ray.planning.model_shape import ModelShape
@@ -87,3 +89,9 @@ class TestPrefill:
             return generator_memory(GenerationConfig(gpus=1, **more), SHAPE, CONTEXT, H100, 0.0).device[ACTIVATIONS]
 
         assert activations(max_sequences=8) * 8192 == activations() * 8 * CONTEXT
+
+
+@pytest.mark.parametrize("architectures", [["SeedOssForCausalLM"], ["NobodysForCausalLM"], []])
+def test_a_model_that_vllm_would_run_through_transformers_is_refused(architectures):
+    with pytest.raises(ModelError, match=r"no implementation of its own of .*'m'.*docs/models\.md"):
+        inspect_architectures(replace(settings(gpus=1), architectures=architectures))

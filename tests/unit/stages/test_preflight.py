@@ -25,7 +25,7 @@ from rlhf_ray.stages.preflight import (
 )
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
-from tests.tiny_families import config_of
+from tests.tiny_families import GROUPED, config_of
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +376,8 @@ def of_family(llama, tmp_path):
 
     def make(name, **shape):
         directory = shutil.copytree(llama, tmp_path / name)
-        config_of(name, **{"vocab_size": 40, "max_position_embeddings": 64, **shape}).save_pretrained(directory)
+        config_of(name, **{**GROUPED, "vocab_size": 40, "max_position_embeddings": 64, **shape}).save_pretrained(
+            directory)
         return directory
 
     return make
