@@ -81,6 +81,14 @@ class TrainEngine:
         with self._cast_cache():
             return self.engine(*args, **kwargs)
 
+    def apart(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward as `forward` runs it, with a graph that DeepSpeed does not know: nothing is added up
+        from it, and layers stay in the mode that they are in."""
+        from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+        with self._autocast(), autocast_if_enabled(self.engine):
+            return self.module(*args, **kwargs)
+
     def step(self, losses: Iterable[Tensor]) -> StepResult:
         """Run backward on each loss as it is made, then one optimizer step.
 

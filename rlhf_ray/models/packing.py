@@ -39,6 +39,8 @@ class Packing:
 
     lengths: Tensor
     """[N] int64 tokens per row."""
+    block_tokens: int | None = None
+    """Tokens of a block of rows for attention; by the device's type when None."""
 
     @classmethod
     def of(cls, lengths: np.ndarray, device: torch.device | str = "cpu") -> "Packing":
@@ -95,7 +97,7 @@ class Packing:
     def blocks(self) -> list["Packing"]:
         """The rows in order, cut into runs of some hundred tokens: neighbours of similar length, where each run is laid
         out as a grid of its own, waste little. Rows of one length stay together."""
-        size = BLOCK_TOKENS.get(self.lengths.device.type, BLOCK_TOKENS_ELSEWHERE)
+        size = self.block_tokens or BLOCK_TOKENS.get(self.lengths.device.type, BLOCK_TOKENS_ELSEWHERE)
         if self.is_grid or self.tokens <= size:
             return [self]
         number = torch.div(self.ends - 1, size, rounding_mode="floor")
