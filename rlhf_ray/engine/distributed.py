@@ -72,10 +72,10 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return total.cpu()
 
 
-def largest_of_ranks(number: float) -> float:
-    """The largest of the numbers that the ranks give; a collective call."""
+def largest_of_ranks(numbers: list[float]) -> list[float]:
+    """Of each number the largest that a rank gives; a collective call."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return number
-    found = torch.tensor(number, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        return numbers
+    found = torch.tensor(numbers, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
+    return [float(number) for number in found]

@@ -86,8 +86,13 @@ class TrainEngine:
         from it, and layers stay in the mode that they are in."""
         from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-        with self._autocast(), autocast_if_enabled(self.engine):
+        with self._cast_cache(), autocast_if_enabled(self.engine):
             return self.module(*args, **kwargs)
+
+    def release(self) -> None:
+        """Under ZeRO-3: hold nothing but shards again after passes that no step follows, which would see to that."""
+        if self._stage == 3:
+            self.engine.optimizer.parameter_offload.partition_all_parameters()
 
     def step(self, losses: Iterable[Tensor]) -> StepResult:
         """Run backward on each loss as it is made, then one optimizer step.

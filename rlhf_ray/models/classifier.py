@@ -23,6 +23,7 @@ from rlhf_ray.models.families import runs_packed
 from rlhf_ray.models.loading import load_scalar_model, pretrained_config
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.parity import ParityProbe, RowLimits
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,18 @@ class Classifier:
         """Most tokens of a row; None when the model does not say."""
         self.vocabulary = int(shape.get_text_config().vocab_size)
         """Token ids end before this one."""
+
+    def compare(self, who: str, longest: int, budget: int) -> dict[str, float]:
+        """See that the model is transformers' on packed rows, if it runs on such; see `ParityProbe.check`.
+
+        Args:
+            longest: most tokens of a row.
+            budget: most tokens of a forward pass.
+        """
+        if not self._packs:
+            return {}
+        limits = RowLimits.of(self._model.config, longest, budget)
+        return ParityProbe(self._packed, limits, self._device).check(who)
 
     def digest(self) -> str:
         """Hex digest of what scores depend on: the configuration and every weight as loaded, precision included."""

@@ -58,6 +58,12 @@ class RowLimits:
     budget: int
     """Most tokens of a forward pass."""
 
+    @classmethod
+    def of(cls, config: Any, longest: int, budget: int) -> "RowLimits":
+        """Those of a model of this transformers configuration, whose context rows do not exceed."""
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return cls(min(longest, context or longest), budget)
+
 
 @dataclass(frozen=True)
 class ProbeRows:
@@ -121,21 +127,21 @@ class ParityProbe:
 
     def __init__(
         self, module: nn.Module, limits: RowLimits, device: torch.device | str, *, gradients: bool = False,
-        call: Callable[..., Any] | None = None, worst: Callable[[float], float] | None = None,
+        call: Callable[..., Any] | None = None, largest: Callable[[list[float]], list[float]] | None = None,
     ) -> None:
         """
         Args:
             module: one of the packed modules; its `model` is transformers'.
             gradients: compare these as well.
             call: runs the module's forward as the run will, where that is not by calling the module.
-            worst: the largest of the numbers that all ranks give, where every pass is a collective call of theirs: they
+            largest: of each number the largest that a rank gives, where every pass is a collective call of theirs: they
                 go on, or stop, together.
         """
         self._module, self._limits, self._device = module, limits, device
         self._model: Any = module.model
-        self._gradients, self._call, self._worst = gradients, call or module, worst or float
+        self._gradients, self._call, self._largest = gradients, call or module, largest or list
         # What a pass raises where others are waited for may be of their making.
-        self._failures = FAILURES if worst else (*FAILURES, RuntimeError)
+        self._failures = FAILURES if largest else (*FAILURES, RuntimeError)
         self._random = np.random.default_rng(SEED)
         halves = any(p.dtype is torch.bfloat16 for p in module.parameters())
         self._precision = torch.bfloat16 if halves else torch.float32
@@ -171,12 +177,12 @@ class ParityProbe:
         found = [self._packed(rows, way) for way in ways]
         expected, noise, largest = self._padded(rows, extra=3), None, 0.0
         for way, packed in zip(ways, found, strict=True):
-            findings = list(self._differences(rows, packed, expected))
-            if self._worst(max(f.excess for f in findings)) > 0:
-                noise = noise or {f.of: f.difference for f in self._differences(
+            findings = self._findings(rows, packed, expected)
+            if max(f.excess for f in findings) > 0:
+                noise = noise or {f.of: f.difference for f in self._findings(
                     rows, self._padded(rows, 7, self._rounding), expected)}
                 findings = [replace(f, tolerated=f.tolerated + NOISE * noise[f.of]) for f in findings]
-                if self._worst(max(f.excess for f in findings)) > 0:
+                if max(f.excess for f in findings) > 0:
                     raise ModelError(self._refusal(who, way, findings))
             largest = max(largest, *(f.difference for f in findings if not f.is_gradient))
         return largest
@@ -266,8 +272,14 @@ class ParityProbe:
             case _:
                 return ("log-probabilities",)
 
+    def _findings(self, rows: ProbeRows, one: Outcome, other: Outcome) -> list[Finding]:
+        """How far `one` is from `other`, and what is always tolerated; the same on all ranks."""
+        found = list(self._differences(rows, one, other))
+        numbers = self._largest([f.difference for f in found] + [f.tolerated for f in found])
+        return [replace(f, difference=apart, tolerated=tolerated)
+                for f, apart, tolerated in zip(found, numbers[: len(found)], numbers[len(found) :], strict=True)]
+
     def _differences(self, rows: ProbeRows, one: Outcome, other: Outcome) -> Iterator[Finding]:
-        """How far `one` is from `other`, and what is always tolerated."""
         counts = [len(seen) for seen in rows.seen]
         for name, ours, theirs in zip(self._names, one.columns, other.columns, strict=True):
             unit = _size(theirs) if name in SCALARS else 1.0

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 SAMPLED = 4096
 """Most entries of a gradient that are kept."""
@@ -72,6 +71,8 @@ def outcome(
 @contextmanager
 def at_rest(module: nn.Module) -> Iterator[None]:
     """Inside, nothing is dropped at random, and layers that are computed again in the backward pass still are."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     modes = {layer: layer.training for layer in module.modules()}
     dropped: list[tuple[nn.Module, str, float]] = []
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,14 @@ class WeightedSum:
     def __init__(self, sources: Mapping[str, tuple[float, RewardSource]]) -> None:
         self._sources = dict(sources)
 
-    async def start(self) -> None:
-        """Start all sources side by side; the first failure is raised once all have ended."""
-        await _all(*(source.start() for _, source in self._sources.values()))
+    async def start(self) -> dict[str, float]:
+        """Start all sources side by side; the largest of each of the numbers that they give. The first failure is
+        raised once all have ended."""
+        told = await _all(*(source.start() for _, source in self._sources.values()))
+        largest: dict[str, float] = {}
+        for name, number in ((name, number) for numbers in told for name, number in (numbers or {}).items()):
+            largest[name] = max(number, largest.get(name, number))
+        return largest
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardScores:
         """The weighted sum and its components.
@@ -29,7 +35,7 @@ class WeightedSum:
             RewardError: a source failed, or answered otherwise than agreed, or the sum is beyond float32. What the
                 others said is not used.
         """
-        answers = await _all(*(source.score(requests) for _, source in self._sources.values()))
+        answers: list[RewardAnswer] = await _all(*(source.score(requests) for _, source in self._sources.values()))
         named = {name: checked(a, requests, name) for name, a in zip(self._sources, answers, strict=True)}
         weights = {name: weight for name, (weight, _) in self._sources.items()}
         dense = [weights[name] * a.token_rewards.astype(np.float64) for name, a in named.items()
@@ -54,7 +60,7 @@ def _failures(answers: Mapping[str, RewardAnswer]) -> dict[str, int]:
     return {name: a.failures for name, a in answers.items()} | kinds
 
 
-async def _all(*calls: object) -> list[RewardAnswer]:
+async def _all(*calls: object) -> list[Any]:
     """Results in order. Every call is awaited to its end, so that none goes on after a failure was told."""
     results = await asyncio.gather(*calls, return_exceptions=True)  # type: ignore[call-overload]
     for result in results:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,13 +25,14 @@ class ModelSource(LocalSource[ModelReward]):
 
     KIND = "reward model"
 
-    def _load(self) -> None:
+    def _load(self) -> Mapping[str, float]:
         from rlhf_ray.models.classifier import Classifier
 
         self._model: Classifier = Classifier(self._config)
         self._tokenizer = load_tokenizer(self._config)
         self._same_ids = (not self._model.reads_pairs
                           and tokenizer_digest(self._tokenizer) == tokenizer_digest(load_tokenizer(self._policy)))
+        return self._model.compare(self._who, self._rows, self._budget)
 
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         rows = [self._encode(request) for request in requests]

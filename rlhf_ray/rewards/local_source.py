@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -15,6 +15,8 @@ from rlhf_ray.errors import SampleError
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 
 Config = TypeVar("Config", bound=ModelConfig)
+PROBED = 1024
+"""Tokens of the longest row of a comparison with transformers where nothing says how long rows get."""
 
 
 class LocalSource(ABC, Generic[Config]):
@@ -23,21 +25,24 @@ class LocalSource(ABC, Generic[Config]):
     KIND: ClassVar[str]
     """What the model is, for messages: "reward model"."""
 
-    def __init__(self, name: str, config: Config, policy: ModelConfig, micro_batch_tokens: int) -> None:
+    def __init__(self, name: str, config: Config, policy: ModelConfig, micro_batch_tokens: int,
+                 longest: int = PROBED) -> None:
         """
         Args:
             name: the component's name in `rewards`.
             policy: whose tokenizer made the requests' token ids.
             micro_batch_tokens: most tokens of one forward pass; a longer row goes alone.
+            longest: most tokens of the policy's rows.
         """
-        self._config, self._policy, self._budget = config, policy, micro_batch_tokens
+        self._config, self._policy, self._budget, self._rows = config, policy, micro_batch_tokens, longest
         self._who = f"the {self.KIND} {config.path!r} (rewards.{name})"
         self._field = f"rewards.{name}"
         self._busy = asyncio.Lock()
 
-    async def start(self) -> None:
-        """Load the model. Raises ModelError when there is none, or it is not of this kind."""
-        await asyncio.to_thread(self._load)
+    async def start(self) -> Mapping[str, float]:
+        """Load the model; what `ParityProbe.check` gives. Raises ModelError when there is none, it is not of this kind,
+        or another one on packed rows."""
+        return await asyncio.to_thread(self._load)
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         """Judge every response.
@@ -52,8 +57,8 @@ class LocalSource(ABC, Generic[Config]):
         """Nothing to let go of: the model ends with the process."""
 
     @abstractmethod
-    def _load(self) -> None:
-        """Load model and tokenizers."""
+    def _load(self) -> Mapping[str, float]:
+        """Load model and tokenizers, and compare."""
 
     @abstractmethod
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:

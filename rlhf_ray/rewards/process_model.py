@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from rlhf_ray.data.step_format import StepTokens, load_steps
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
 from rlhf_ray.rewards.local_source import LocalSource
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
@@ -28,7 +29,7 @@ class ProcessModelSource(LocalSource[ProcessReward]):
 
     KIND = "process reward model"
 
-    def _load(self) -> None:
+    def _load(self) -> Mapping[str, float]:
         self._steps = load_steps(self._config, self._field)
         self._tokenizer, self._policy_tokenizer = load_tokenizer(self._config), load_tokenizer(self._policy)
         self._ids = StepTokens.of(self._steps, self._tokenizer)
@@ -36,6 +37,8 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         model = load_causal_lm(self._config)
         self._longest = getattr(model.config, "max_position_embeddings", None)
         self._model = PackedStepModel(model).to(self._device).eval().requires_grad_(False)
+        limits = RowLimits.of(model.config, self._rows, self._budget)
+        return ParityProbe(self._model, limits, self._device).check(self._who)
 
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         steps = [steps_of(request, self._steps.separator, self._policy_tokenizer) for request in requests]

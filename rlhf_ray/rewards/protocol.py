@@ -10,7 +10,7 @@ An answer depends on the requests alone, never on what was asked before, so aski
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,8 +62,11 @@ class RewardAnswer:
 class RewardSource(Protocol):
     """One component of the reward."""
 
-    async def start(self) -> None:
+    async def start(self) -> Mapping[str, float] | None:
         """Make ready: load the model, start the process, reach the service.
+
+        Returns:
+            numbers about the start, if there are any.
 
         Raises:
             ModelError, RewardError: it cannot work; said for a person.

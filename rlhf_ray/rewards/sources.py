@@ -21,6 +21,7 @@ from rlhf_ray.rewards.exact_match import exact_match_source
 from rlhf_ray.rewards.function import FunctionSource
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.local_model import ModelSource
+from rlhf_ray.rewards.local_source import PROBED
 from rlhf_ray.rewards.number import number_source
 from rlhf_ray.rewards.patterns import json_schema_source, regex_source
 from rlhf_ray.rewards.process_model import ProcessModelSource
@@ -28,24 +29,27 @@ from rlhf_ray.rewards.protocol import RewardSource
 
 
 def make_sources(
-    rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int
+    rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int, longest: int = PROBED
 ) -> WeightedSum:
     """All components of a run's reward, not started yet."""
-    return WeightedSum({name: (config.weight, make_source(name, config, policy, micro_batch_tokens))
+    return WeightedSum({name: (config.weight, make_source(name, config, policy, micro_batch_tokens, longest))
                         for name, config in rewards.items()})
 
 
-def make_source(name: str, config: RewardConfig, policy: ModelConfig, micro_batch_tokens: int) -> RewardSource:
+def make_source(
+    name: str, config: RewardConfig, policy: ModelConfig, micro_batch_tokens: int, longest: int = PROBED
+) -> RewardSource:
     """One component, not started yet.
 
     Args:
         name: of the component, for messages.
         policy: whose tokenizer made the token ids of requests.
         micro_batch_tokens: most tokens of one forward pass, for local models.
+        longest: most tokens of the policy's rows.
     """
     match config:
         case ModelReward():
-            return ModelSource(name, config, policy, micro_batch_tokens)
+            return ModelSource(name, config, policy, micro_batch_tokens, longest)
         case FunctionReward():
             return FunctionSource(name, config)
         case ExactMatchReward():
@@ -57,6 +61,6 @@ def make_source(name: str, config: RewardConfig, policy: ModelConfig, micro_batc
         case JSONSchemaReward():
             return json_schema_source(name, config)
         case ProcessReward():
-            return ProcessModelSource(name, config, policy, micro_batch_tokens)
+            return ProcessModelSource(name, config, policy, micro_batch_tokens, longest)
         case HTTPReward():
             return HTTPSource(name, config)

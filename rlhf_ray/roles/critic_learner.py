@@ -21,8 +21,8 @@ class CriticLearner(Learner):
     model_config: ModelConfig
 
     def __init__(self, config: CriticConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
-                 algorithm: AlgorithmConfig) -> None:
-        super().__init__(config, model, rank, world, seed, total_steps)
+                 algorithm: AlgorithmConfig, longest: int | None = None) -> None:
+        super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.algorithm = algorithm
 
     def build(self) -> PackedScalarModel:

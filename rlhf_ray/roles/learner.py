@@ -26,6 +26,7 @@ from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
+from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import UpdateStats, WeightBucket, WeightOffer, WeightRoute, WeightsPlan, WorkerProfile
 from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, save_description
@@ -48,12 +49,13 @@ class Learner:
     """One rank of a model under training. Subclasses say which module is built and how it is updated."""
 
     def __init__(self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int,
-                 total_steps: int) -> None:
+                 total_steps: int, longest: int | None = None) -> None:
         """Nothing heavy happens before `start`.
 
         Args:
             seed: seeds weights that are made new; the same on all ranks.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+            longest: most tokens of a row that the run admits; those of a micro-batch when None.
         """
         # Weights under training are float32 whatever the model's own precision: small updates vanish in bfloat16.
         # Those that adapters leave frozen have no updates to lose.
@@ -61,7 +63,7 @@ class Learner:
         self.config, self.model_config = config, model.model_copy(update=own)
         self.published_dtype = model.dtype
         self.rank, self.world, self.seed = rank, world, seed
-        self.total_steps = total_steps
+        self.total_steps, self.longest = total_steps, longest or config.micro_batch_tokens
         self.adapters: Adapters | None = None
         self._saving = Saving()
         self._profile = TorchProfile()
@@ -75,16 +77,17 @@ class Learner:
         return distributed.free_address(host)
 
     def start(self, address: str, timeout_s: float) -> dict[str, float]:
-        """Meet the other ranks, build the module, hand it to DeepSpeed.
+        """Meet the other ranks, build the module, hand it to DeepSpeed, and see that it is transformers' model.
 
         Args:
             timeout_s: longest wait of any collective call for the other ranks.
 
         Returns:
-            pid, seconds, and numbers of parameters: `parameters` in all, `trained` of them.
+            pid, seconds, numbers of parameters (`parameters` in all, `trained` of them), and what
+            `ParityProbe.check` gives.
 
         Raises:
-            ModelError: the model cannot be loaded.
+            ModelError: the model cannot be loaded, or is another one on packed rows.
         """
         began = time.perf_counter()
         distributed.join(address, self.rank, self.world, timeout_s)
@@ -96,7 +99,12 @@ class Learner:
         sizes = {"parameters": sum(p.numel() for p in module.parameters()),
                  "trained": sum(p.numel() for p in module.parameters() if p.requires_grad)}
         self.engine = TrainEngine(module, self.config, self.total_steps)
-        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **sizes}
+        probe = ParityProbe(
+            module, RowLimits.of(module.model.config, self.longest, self.config.micro_batch_tokens), self.engine.device,
+            gradients=True, call=self.engine.apart, largest=distributed.largest_of_ranks if self.lockstep else None)
+        compared = probe.check(f"{type(self).__name__} of {getattr(self.model_config, 'path', 'a new model')!r}")
+        self.engine.release()
+        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **sizes, **compared}
 
     def build(self) -> "nn.Module":
         """The packed module to train."""

@@ -37,9 +37,10 @@ class PolicyLearner(Learner):
     config: PolicyConfig
 
     def __init__(self, config: PolicyConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
-                 algorithm: AlgorithmConfig, temperature: float, old_logprobs: OldLogprobs = "policy") -> None:
+                 algorithm: AlgorithmConfig, temperature: float, old_logprobs: OldLogprobs = "policy",
+                 longest: int | None = None) -> None:
         """`old_logprobs`: where those of an update come from, see `PPOConfig.old_logprobs`."""
-        super().__init__(config, model, rank, world, seed, total_steps)
+        super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.algorithm, self.temperature, self.old_logprobs = algorithm, temperature, old_logprobs
         self.kl_coef = 0.0
         self._untouched = True

@@ -9,6 +9,7 @@ import torch
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
+from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.records import Rollout, TokenScores, WorkerProfile
 from rlhf_ray.roles.micro_batch import in_line, inference_plan, score_tokens
 from rlhf_ray.roles.profiling import TorchProfile
@@ -17,19 +18,24 @@ from rlhf_ray.roles.profiling import TorchProfile
 class ReferenceScorer:
     """Pure function of a rollout: calling it again gives the same numbers."""
 
-    def __init__(self, model: ModelConfig, micro_batch_tokens: int, temperature: float) -> None:
+    def __init__(self, model: ModelConfig, micro_batch_tokens: int, temperature: float,
+                 longest: int | None = None) -> None:
+        """`longest`: most tokens of a row; those of a micro-batch when None."""
         self._config = model
-        self._budget = micro_batch_tokens
+        self._budget, self._longest = micro_batch_tokens, longest or micro_batch_tokens
         self._temperature = temperature
         self._profile = TorchProfile()
 
     def start(self) -> dict[str, float]:
-        """Load the model. Raises ModelError when there is none."""
+        """Load the model; numbers about the start. Raises ModelError when there is none, or it is another one on
+        packed rows."""
         began = time.perf_counter()
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model = PackedLanguageModel(load_causal_lm(self._config), self._temperature)
         self._model = model.to(self._device).eval().requires_grad_(False)
-        return {"pid": os.getpid(), "seconds": time.perf_counter() - began}
+        limits = RowLimits.of(model.model.config, self._longest, self._budget)
+        compared = ParityProbe(model, limits, self._device).check(f"ReferenceScorer of {self._config.path!r}")
+        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **compared}
 
     @torch.no_grad()
     def logprobs(self, *rollouts: Rollout) -> TokenScores:

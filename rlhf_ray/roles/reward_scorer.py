@@ -12,6 +12,7 @@ from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.rewards.isolation import score_or_blame
+from rlhf_ray.rewards.local_source import PROBED
 from rlhf_ray.rewards.requests import requests_of
 from rlhf_ray.rewards.sources import make_sources
 
@@ -20,17 +21,18 @@ class RewardScorer:
     """Asks all sources about a rollout, several rollouts at a time. A missing score is an error, never a zero."""
 
     def __init__(self, rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int,
-                 on_failure: Literal["fail", "quarantine"] = "fail") -> None:
-        """`policy` names the tokenizer in whose ids rollouts are; `on_failure` as in `RewardScorerConfig`."""
+                 on_failure: Literal["fail", "quarantine"] = "fail", longest: int = PROBED) -> None:
+        """`policy` names the tokenizer in whose ids rollouts are, of rows of at most `longest` tokens; `on_failure` as
+        in `RewardScorerConfig`."""
         self._policy, self._names_samples = policy, on_failure == "quarantine"
-        self._sources = make_sources(rewards, policy, micro_batch_tokens)
+        self._sources = make_sources(rewards, policy, micro_batch_tokens, longest)
 
     async def start(self) -> dict[str, float]:
         """Make all sources ready. Raises ModelError or RewardError when one cannot work."""
         began = time.perf_counter()
         self._tokenizer = load_tokenizer(self._policy)
-        await self._sources.start()
-        return {"pid": os.getpid(), "seconds": time.perf_counter() - began}
+        told = await self._sources.start()
+        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **told}
 
     async def score(self, rollout: Rollout, prompts: Prompts) -> RewardScores:
         """One score per row.

@@ -26,8 +26,8 @@ class SupervisedLearner(Learner):
     """One rank of a supervised stage. It holds the data set and works out the same batches as every other rank."""
 
     def __init__(self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int,
-                 total_steps: int, batch_size: int) -> None:
-        super().__init__(config, model, rank, world, seed, total_steps)
+                 total_steps: int, batch_size: int, longest: int | None = None) -> None:
+        super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.batch_size = batch_size
 
     def take(
@@ -107,9 +107,9 @@ class RewardModelLearner(SupervisedLearner):
     model_config: ModelConfig
 
     def __init__(self, config: LearnerConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
-                 batch_size: int, kind: Literal["sigmoid", "logexp"] = "sigmoid") -> None:
+                 batch_size: int, kind: Literal["sigmoid", "logexp"] = "sigmoid", longest: int | None = None) -> None:
         """`kind` is that of `losses.pairwise_loss`."""
-        super().__init__(config, model, rank, world, seed, total_steps, batch_size)
+        super().__init__(config, model, rank, world, seed, total_steps, batch_size, longest)
         self.kind = kind
 
     def build(self) -> PackedScalarModel:

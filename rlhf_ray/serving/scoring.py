@@ -39,6 +39,7 @@ class ServedModel:
         parts = [self._model.digest(), self.tokenizer_digest, self._tokenizer.chat_template]
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
         self.max_tokens = min(self._model.longest or max_batch_tokens, max_batch_tokens)
+        self._model.compare(f"the reward model {config.path!r}", self.max_tokens, max_batch_tokens)
 
     def rows(self, samples: Sequence[Sample]) -> list[EncodedRow]:
         """Token ids of each sample.

@@ -40,12 +40,13 @@ def spawn_team(config: PPOConfig, place: Workplace, healing: Healing | None = No
         reference=place.spawn(
             "reference_scorer", ReferenceScorer, config.reference,
             lambda _: {"model": config.model, "micro_batch_tokens": config.reference.micro_batch_tokens,
-                       "temperature": temperature},
+                       "temperature": temperature, "longest": _longest_row(config, "reference")},
         ) if config.starts_reference else None,
         reward=place.spawn(
             "reward_scorer", RewardScorer, config.reward,
             lambda _: {"rewards": config.rewards, "policy": config.model,
-                       "micro_batch_tokens": config.reward.micro_batch_tokens, "on_failure": config.reward.on_failure},
+                       "micro_batch_tokens": config.reward.micro_batch_tokens, "on_failure": config.reward.on_failure,
+                       "longest": _longest_row(config, "reward")},
             goodbye="stop",
         ),
         assembler=place.spawn(
@@ -74,7 +75,13 @@ def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
     steps = config.run.steps - (config.algorithm.critic_warmup_steps if role == "policy" else 0)
     return {"config": learner, "model": model, "rank": rank, "world": learner.workers, "seed": config.run.seed,
             "total_steps": max(1, steps) * config.algorithm.epochs * config.algorithm.mini_batches,
-            "algorithm": config.algorithm}
+            "algorithm": config.algorithm, "longest": _longest_row(config, role)}
+
+
+def _longest_row(config: PPOConfig, role: str) -> int:
+    """Most tokens of a row that a role is given: a sample's, or for the policy those of pretraining text."""
+    sample = config.prompts.max_tokens + config.longest_response[0]
+    return max(sample, config.ptx.max_tokens) if config.ptx and role == "policy" else sample
 
 
 async def start_team(

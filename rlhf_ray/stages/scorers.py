@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ KNOWN = ("vader, a reward model (directory or Hub name), exact_match or number (
 class Scorer(Protocol):
     """Judges answers; see `rewards.protocol.RewardSource`."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> Mapping[str, float] | None: ...
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer | RewardScores: ...
 
