@@ -27,6 +27,8 @@ class Team:
     """By role, those that were asked for."""
     healing: Healing = field(default_factory=Healing)
     """Who replaces lost workers of the crews that it was given to look after."""
+    probe_seconds: dict[str, float] = field(default_factory=dict)
+    """By role, what it took at the start to compare packed passes with transformers' own."""
 
     def groups(self) -> list[WorkerGroup]:
         """All groups, in the order in which a step meets them."""

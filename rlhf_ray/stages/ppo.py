@@ -161,7 +161,7 @@ async def _run(
     first_rollout = team.clock.first_end.get("phase:generate", team.clock.now())
     return {
         "stage": "ppo", **stopped, "steps": coordinator.state.step, "samples": coordinator.state.samples,
-        "seconds": time.perf_counter() - began, "seconds_loop": course.seconds,
+        "seconds": time.perf_counter() - began, "seconds_loop": course.seconds, "probe_seconds": team.probe_seconds,
         "first_rollout_at": round(time.time() - (team.clock.now() - first_rollout), 3),
         "samples_per_second": course.samples / course.seconds, **course.evaluations.summary(),
         **coordinator.best.summary(), "checkpoint_pause_seconds": coordinator.recovery.longest_pause_s,

@@ -22,7 +22,7 @@ from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.pretraining_text import hand_out_pretraining_text
-from rlhf_ray.stages.workplace import Workplace, sizes_note, start_learners
+from rlhf_ray.stages.workplace import Workplace, probe_note, sizes_note, start_learners
 
 
 def spawn_team(config: PPOConfig, place: Workplace, healing: Healing | None = None) -> Team:
@@ -105,7 +105,7 @@ async def start_team(
     if 0 < config.generator.gpus < 1:
         await team.generators.start(timeout_s=limit)
         frozen.remove(team.generators)
-    sources, started, *_ = await asyncio.gather(
+    sources, started, of_frozen, _ = await asyncio.gather(
         _read_prompts(config, reader, team, progress),
         asyncio.gather(*(start_learners(group, limit) for group in learners)),
         asyncio.gather(*(group.start(timeout_s=limit) for group in frozen)),
@@ -113,6 +113,10 @@ async def start_team(
     )
     for group, sizes in zip(learners, started, strict=True):
         progress.note(sizes_note(group.role, sizes[0]))
+    for group, told in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
+        if "probe_seconds" in told[0]:
+            team.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in told), 3)
+            progress.note(probe_note(group.role, told[0]))
     return sources
 
 

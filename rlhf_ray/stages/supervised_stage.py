@@ -27,6 +27,7 @@ from rlhf_ray.stages.workplace import (
     Workplace,
     fetch_uploaded,
     owned_directory,
+    probe_note,
     run_stage,
     sizes_note,
     start_learners,
@@ -77,7 +78,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
         try:
             with stop.listening():
                 async with workplace(config, progress.note) as place:
-                    learners, rows = await _prepare(stage, place, progress)
+                    learners, rows, probe_seconds = await _prepare(stage, place, progress)
                     run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                         stage.card)
                     async with heeding_notices(stop, progress.warn, [learners], tell=log.failed):
@@ -92,12 +93,18 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
         finally:
             with suppress(DiskStalled):  # as was said by what failed first
                 await files.records.run(metrics.close)
-    return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began, **evaluation,
-            **run.keeper.summary()}
+    return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began,
+            "probe_seconds": {learners.role: round(probe_seconds, 3)}, **evaluation, **run.keeper.summary()}
 
 
-async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProgress) -> tuple[WorkerGroup, int]:
-    """Start learners and read the data at the same time; then hand the data over."""
+async def _prepare(
+    stage: SupervisedStage, place: Workplace, progress: StageProgress
+) -> tuple[WorkerGroup, int, float]:
+    """Start learners and read the data at the same time; then hand the data over.
+
+    Returns:
+        the learners, the number of rows, and what the comparison with transformers took, in seconds.
+    """
     config = stage.config
     reader = place.spawn("data_reader", stage.reader, PlacementConfig(pool=config.learner.pool, cpus=0),
                          lambda _: {"model": config.model})
@@ -120,7 +127,8 @@ async def _prepare(stage: SupervisedStage, place: Workplace, progress: StageProg
 
     (call, summary), started = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
     progress.note(sizes_note(learners.role, started[0]))
+    progress.note(probe_note(learners.role, started[0]))
     await asyncio.gather(*(c.done() for c in learners.call_all("take", *call.refs[:2], summary.sizes,
                                                                  summary.weights)))
     reader.kill()
-    return learners, summary.rows
+    return learners, summary.rows, started[0]["probe_seconds"]
