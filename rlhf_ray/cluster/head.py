@@ -8,12 +8,14 @@ goes on from its last checkpoint after `kill -9` at any moment.
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from rlhf_ray.errors import ClusterError, ClusterUnavailable, RLHFError, WorkerError, first_line
+from rlhf_ray.observability.output import steady
 
 CONNECT_S = 10.0
 """For a cluster's address to take a connection."""
@@ -111,7 +113,9 @@ def _watch(address: str, end: Callable[[str], None], patience: float, every_s: f
 
 
 def end_process(message: str) -> None:
-    """End this process, from any thread, with the exit code of `ClusterUnavailable`."""
-    with suppress(OSError):
-        os.write(2, f"error: {message}\n".encode())
+    """End this process, from any thread, with the exit code of `ClusterUnavailable`, whether or not anybody takes the
+    message."""
+    told = steady(sys.stderr)
+    told.write(f"error: {message}\n")
+    told.drain()
     os._exit(ClusterUnavailable.exit_code)

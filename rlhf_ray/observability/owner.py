@@ -269,7 +269,8 @@ def _is_over(
 
 def _owned(directory: Path, record: Record) -> ConfigError:
     return ConfigError(f"run.dir={str(directory)!r} is being written by another run, {record.process}, since "
-                       f"{day_and_time(record.since)}: wait for its end or stop it, or choose another run.dir")
+                       f"{day_and_time(record.since)}: wait for its end or stop it, or choose another run.dir. If this "
+                       f"directory is a copy of that run's, remove {str(directory / FOLDER)!r} from it")
 
 
 def _newest(folder: Path) -> tuple[int, bytes] | None:

@@ -214,6 +214,7 @@ class Ledger:
         self._raise_failure()
         if self._thread is not None:
             self._changes.append(None)
+            self._coming = False  # a job that was asked for before stops at the mark
             return self._thread.submit(self._copy_at_mark, copy)
         self._copy(copy)
         made: Future[None] = Future()

@@ -102,3 +102,24 @@ def test_the_end_is_at_once_with_its_code_whatever_the_main_thread_does():
             "threading.Timer(0.1, end_process, ('the head is lost',)).start(); time.sleep(60)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stderr) == (68, "error: the head is lost\n")
+
+
+def test_the_end_does_not_wait_for_who_reads_no_messages():
+    code = """
+import os, threading, time
+os.set_blocking(2, False)
+while True:
+    try:
+        os.write(2, b"." * 4096)
+    except BlockingIOError:
+        break
+os.set_blocking(2, True)
+from rlhf_ray.cluster.head import end_process
+threading.Thread(target=end_process, args=("the head is lost",), daemon=True).start()
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
+        try:
+            assert process.wait(50) == 68
+        finally:
+            process.kill()

@@ -271,6 +271,23 @@ def test_with_a_thread_changes_are_made_in_order_a_copy_is_of_its_moment_and_a_f
     asyncio.run(run())
 
 
+def test_with_a_thread_what_is_noted_after_a_copy_was_asked_for_is_on_disk_when_it_is_settled(tmp_path):
+    thread, began, copying = FileThread("test", 60.0), threading.Event(), threading.Event()
+    ledger = Ledger.create(tmp_path / "ledger.sqlite", FACTS, thread=thread)
+
+    async def run():
+        thread.submit(began.wait, 10)
+        begin(ledger, keys(0), 0)
+        ledger.save(tmp_path / "copy.sqlite")
+        thread.submit(copying.wait, 0.2)  # what comes after it is late
+        begin(ledger, keys(1), 0)
+        began.set()
+        await ledger.settled()
+        assert states(ledger.path) == {"leased": 4}
+
+    asyncio.run(run())
+
+
 def states(path):
     with closing(open_for_reading(path)) as db:
         return dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
