@@ -6,10 +6,10 @@ under a scheduler and as the entry point of a Ray job.
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,12 +77,11 @@ class Outage:
         """`answers`: whether somebody takes connections at an address."""
         self._address, self._bound_s = config.address, config.start_timeout_s
         self._answers, self._clock = answers, clock
-        self._began: float | None = None
-        self._pause_s = FIRST_S
+        self._waited_s, self._pause_s = 0.0, FIRST_S
 
     def over(self) -> None:
         """The run went on."""
-        self._began, self._pause_s = None, FIRST_S
+        self._waited_s, self._pause_s = 0.0, FIRST_S
 
     def ended(self, child: Child) -> bool:
         """Whether the child ended for want of the cluster. One that it started itself is started anew with it."""
@@ -92,9 +91,8 @@ class Outage:
 
     def waited(self, child: Child) -> bool:
         """Wait until the address answers again; False when it does not in time, or at a request to stop."""
-        began = self._began = self._clock() if self._began is None else self._began
-        while (left := began + self._bound_s - self._clock()) > 0:
-            pause_s = min(self._pause_s, left)
+        while (left := self._bound_s - self._waited_s) > 0:
+            began, pause_s = self._clock(), min(self._pause_s, left)
             self._pause_s = min(2 * self._pause_s, LONGEST_S)
             _say(f"the run {child.how()}; {self._address} is asked for in {pause_s:g} s, and for {left:.0f} s more at "
                  f"most (run.auto_resume, cluster.start_timeout_s={self._bound_s:g})")
@@ -102,7 +100,9 @@ class Outage:
                 _say("asked to stop while the cluster was waited for; --resume goes on from the last checkpoint")
                 child.code = RunInterrupted.exit_code
                 return False
-            if self._answers(str(self._address)):
+            there = self._answers(str(self._address))
+            self._waited_s += self._clock() - began
+            if there:
                 return True
         _say(f"the run {child.how()}, and the cluster was not there for it within cluster.start_timeout_s="
              f"{self._bound_s:g} s: it is not started again (run.auto_resume)")
@@ -175,14 +175,17 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _pause(seconds: float) -> bool:
-    """Wait, unless asked to stop before or meanwhile; whether it was."""
-    asked = threading.Event()
-    before = {number: signal.signal(number, lambda *_: asked.set()) for number in STOP}
+    """Wait, unless asked to stop meanwhile; whether it was. (A pipe, since a handler that takes a lock, as that of an
+    event, may run in the moment in which this thread holds it.)"""
+    heard, told = os.pipe()
+    before = {number: signal.signal(number, lambda *_: os.write(told, b".")) for number in STOP}
     try:
-        return asked.wait(seconds)
+        return bool(select.select((heard,), (), (), seconds)[0])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(heard)
+        os.close(told)
 
 
 def _stop_with_parent() -> None:

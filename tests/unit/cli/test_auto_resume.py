@@ -126,6 +126,21 @@ def test_a_cluster_that_takes_connections_and_no_runs_is_not_tried_for_ever(tmp_
     assert runs.pauses == [1, 2, 4, 8, 16, 32, 37] and len(runs.started) == 8
 
 
+def test_hours_in_which_the_run_had_its_cluster_are_no_part_of_the_wait(tmp_path, monkeypatch):
+    runs = Runs(tmp_path, monkeypatch, (0, LOST_ITS_CLUSTER), (0, LOST_ITS_CLUSTER), (1, 0))
+    lives, at_work_s = runs.run, []
+
+    def run(arguments, loss):
+        at_work_s.append(5000)
+        return lives(arguments, loss)
+
+    monkeypatch.setattr(auto_resume, "_run", run)
+    outage = Outage(ClusterConfig(address="head:6379", start_timeout_s=100), lambda _: len(runs.pauses) > 1,
+                    lambda: sum(at_work_s) + sum(runs.pauses))
+    assert run_and_resume(["ppo"], runs.store, False, outage) == 0
+    assert runs.pauses == [1, 2, 4]
+
+
 @pytest.mark.parametrize("code", [KILLED, LOST_A_WORKER])
 def test_a_run_that_died_of_another_loss_waits_too_while_its_cluster_does_not_answer(tmp_path, monkeypatch, code):
     runs = Runs(tmp_path, monkeypatch, (0, code), (0, code))
@@ -153,6 +168,24 @@ def test_a_pause_is_over_at_a_request_to_stop():
     before = signal.getsignal(signal.SIGTERM)
     assert auto_resume._pause(60) is True and signal.getsignal(signal.SIGTERM) == before
     assert auto_resume._pause(0.01) is False
+
+
+def test_a_request_to_stop_in_the_moment_in_which_a_pause_begins_ends_it():
+    """In a process of its own: a handler that waits for a lock of the thread that it interrupts waits for ever."""
+    code = """
+import select, signal, threading
+from rlhf_ray.cli import auto_resume
+
+def interrupted(wait):
+    def early(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return wait(*arguments)
+    return early
+
+threading.Condition.wait, select.select = interrupted(threading.Condition.wait), interrupted(select.select)
+raise SystemExit(75 if auto_resume._pause(60) else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == 75
 
 
 def test_exit_codes_in_the_docs_are_those_of_the_errors():

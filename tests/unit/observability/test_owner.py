@@ -241,7 +241,7 @@ def test_a_thread_renews_the_record_and_closes_it(tmp_path, monkeypatch):
 
         def count(**changes):
             write(**changes)
-            if changes.get("beat") == 3:
+            if changes.get("beat", 0) >= 3 and not beaten.is_set():  # this function may come late
                 beaten.set()
                 raise RuntimeError("a bug")  # does not end the thread
 
