@@ -1,8 +1,8 @@
-"""What a run prints, so that printing can neither end nor hold up the run: a pipe that is closed or that nobody reads,
-a full disk, a standard output that was closed from the start.
+"""Standard output and error of a run: printing neither ends nor blocks it, whether a pipe is closed or not read, the
+disk is full, or standard output was closed from the start.
 
-Lines are written by a thread of their own, straight to the file descriptor: Python's own buffers have locks, which a
-write that hangs would keep until the end of the process. What finds no place is dropped, and counted.
+A thread writes to the file descriptor directly: Python's own buffers have locks, which a write that hangs would hold
+until the process ends. Output that cannot be written is dropped and counted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections import deque
 from contextlib import suppress
 from typing import TextIO
 
-MOST_BYTES = 2**20
-"""That wait to be written; what comes then is dropped."""
+MAX_PENDING_BYTES = 2**20
+"""Most bytes that wait to be written; further output is dropped."""
 DRAIN_S = 2.0
-"""At the end of a stage, for what waits; as long as bytes are taken, more."""
+"""How long `drain` waits without any progress."""
 
 
-class SteadyStream(io.TextIOBase):
-    """Takes the place of a text stream. No method but `fileno` raises, and none waits but `drain`, which has an end."""
+class NonBlockingStream(io.TextIOBase):
+    """Replaces a text stream. No method raises but `fileno`; none blocks but `drain`, which has a deadline."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """`stream` as Python gives it: None where the descriptor was closed from the start."""
@@ -52,7 +52,7 @@ class SteadyStream(io.TextIOBase):
 
     @property
     def dropped(self) -> int:
-        """Lines that found no place and were not told of yet."""
+        """Lines that were dropped and not reported yet."""
         return self._dropped
 
     def isatty(self) -> bool:
@@ -82,7 +82,7 @@ class SteadyStream(io.TextIOBase):
         with self._change:
             if self._gone:
                 return len(text)
-            if self._waiting + len(data) > MOST_BYTES:
+            if self._waiting + len(data) > MAX_PENDING_BYTES:
                 self._dropped += max(1, text.count("\n"))
             else:
                 self._waiting += len(data)
@@ -91,7 +91,7 @@ class SteadyStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: what was given is on its way."""
+        """Nothing: the thread writes without being asked."""
 
     def drain(self) -> None:
         """Wait until all is written, or nothing has been taken for `DRAIN_S`."""
@@ -124,13 +124,13 @@ class SteadyStream(io.TextIOBase):
                 if not written:
                     self._dropped += max(1, data.count(b"\n"))
                 elif self._dropped:
-                    said = f"[{self._dropped} lines of output were not shown: nothing took them]\n".encode()
-                    self._parts.append(said)
-                    self._waiting, self._dropped = self._waiting + len(said), 0
+                    notice = f"[{self._dropped} lines of output were not shown: nothing took them]\n".encode()
+                    self._parts.append(notice)
+                    self._waiting, self._dropped = self._waiting + len(notice), 0
                 self._change.notify_all()
 
     def _written(self, data: bytes) -> bool:
-        """Write bytes; False where there is no place for them now."""
+        """Write bytes; False where they cannot be written now."""
         while data:
             try:
                 data = data[os.write(self._descriptor, data):]
@@ -143,24 +143,23 @@ class SteadyStream(io.TextIOBase):
         return True
 
 
-def steady(stream: TextIO | None) -> TextIO:
-    """A stream that never raises and never waits, over `stream`; itself where it is one."""
-    return stream if isinstance(stream, SteadyStream) else SteadyStream(stream)  # type: ignore[return-value]
+def non_blocking(stream: TextIO | None) -> TextIO:
+    """A `NonBlockingStream` over `stream`, or `stream` itself where it is one."""
+    return stream if isinstance(stream, NonBlockingStream) else NonBlockingStream(stream)  # type: ignore[return-value]
 
 
-def steady_output() -> None:
-    """From now on all that this process prints, logs or warns of goes to steady streams. For the process of a run,
-    which ends with them."""
+def use_non_blocking_output() -> None:
+    """Replace `sys.stdout` and `sys.stderr` by non-blocking streams, for the rest of the process."""
     for number in (0, 1, 2):  # a file that the run opens must not become its standard output
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = steady(sys.stdout), steady(sys.stderr)
+    sys.stdout, sys.stderr = non_blocking(sys.stdout), non_blocking(sys.stderr)
 
 
 def drain_output() -> None:
-    """At the end of the process: give what was printed its time."""
+    """Before the process ends: wait for what was printed."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, SteadyStream):
+        if isinstance(stream, NonBlockingStream):
             stream.drain()

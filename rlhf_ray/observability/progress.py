@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from rlhf_ray.observability.output import SteadyStream, steady
+from rlhf_ray.observability.output import NonBlockingStream, non_blocking
 
 LABELS = {
     "samples_per_second": "samples/s",
@@ -45,7 +45,7 @@ class StageProgress:
         self, name: str, total: int, start: int = 0, stream: TextIO | None = None, every_s: float = 5.0
     ) -> None:
         self.name, self.total, self.step = name, total, start
-        self._stream = steady(stream or sys.stdout)
+        self._stream = non_blocking(stream or sys.stdout)
         self._every_s = every_s
         self._began = time.monotonic()
         self._warned: set[str] = set()
@@ -77,7 +77,7 @@ class StageProgress:
         elif self._numbers and self._printed_step != self.step:
             self._print(self._line())
         self._print(f"{self.name}: {ending}")
-        if isinstance(self._stream, SteadyStream):
+        if isinstance(self._stream, NonBlockingStream):
             self._stream.drain()
 
     def update(self, step: int, **numbers: float) -> None:
