@@ -24,7 +24,7 @@ def files_under(directory: Path) -> Iterator[Path]:
 def temporary_for(final: Path, term: Term | None = None) -> Path:
     """The name under which a directory is written before it becomes `final`; in a run's directory it holds the term of
     the owner."""
-    return _beside(final, "tmp", term)
+    return _sibling(final, "tmp", term)
 
 
 def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
@@ -42,7 +42,7 @@ def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
     if os.path.lexists(final):
         if final.is_symlink() or not final.is_dir():
             raise FileExistsError(f"{final} is not a plain directory; move it away")
-        aside = _beside(final, "old", term)
+        aside = _sibling(final, "old", term)
         with renaming(term):
             os.rename(final, aside)
     try:
@@ -103,12 +103,12 @@ def clear_leftovers(parent: Path, name: str, term: Term | None = None) -> list[P
 
 def _doomed(path: Path, final: Path, term: Term | None) -> Path:
     """Take a directory its name away; returns the one it has until it is removed."""
-    doomed = _beside(final, "del", term)
+    doomed = _sibling(final, "del", term)
     shutil.rmtree(doomed, ignore_errors=True)
     with renaming(term):
         os.rename(path, doomed)
     return doomed
 
 
-def _beside(path: Path, kind: str, term: Term | None) -> Path:
+def _sibling(path: Path, kind: str, term: Term | None) -> Path:
     return path.parent / f".{kind}-{path.name}-{term.mark if term else os.getpid()}"

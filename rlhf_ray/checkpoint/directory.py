@@ -219,8 +219,8 @@ class CheckpointStore:
         try:
             yield
         except BaseException as error:
-            if (said := self.given_up(tmp, step, error)) is not error:
-                raise said from error
+            if (reported := self.given_up(tmp, step, error)) is not error:
+                raise reported from error
             raise
 
     def given_up(self, tmp: Path, step: int, error: BaseException) -> BaseException:

@@ -67,8 +67,8 @@ class Manifest:
     @property
     def term(self) -> int | None:
         """In which term the checkpoint was made; None where no driver owned the directory."""
-        found = self.extra.get(TERM)
-        return found if isinstance(found, int) else None
+        term = self.extra.get(TERM)
+        return term if isinstance(term, int) else None
 
 
 def write_manifest(directory: Path, step: int, extra: Mapping[str, Any] | None = None) -> Manifest:

@@ -11,26 +11,26 @@ from contextlib import asynccontextmanager
 
 from rlhf_ray.cluster.beat import BEAT_S
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.observability.background import Tell, beside, log_failure
+from rlhf_ray.observability.background import OnFailure, background_task, log_failure
 
 
 class Pulse:
     """Watches the workers of some groups, each incarnation of them, and gives up those that stand still."""
 
-    def __init__(self, groups: Sequence[WorkerGroup], lease_s: float, tell: Tell = log_failure) -> None:
+    def __init__(self, groups: Sequence[WorkerGroup], lease_s: float, on_failure: OnFailure = log_failure) -> None:
         """
         Args:
             lease_s: how long a count may stand still.
-            tell: told where the watch itself fails.
+            on_failure: called where the watch itself fails.
         """
-        self._groups, self._lease_s, self._tell = groups, lease_s, tell
+        self._groups, self._lease_s, self._on_failure = groups, lease_s, on_failure
         self._seen: dict[tuple[str, int, int], tuple[int | None, float]] = {}
         """By role, rank and incarnation the count seen last, and for how long it has been that, in seconds."""
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Look after the workers during the enclosed work. Calls to one that is given up fail with `WorkerLost`."""
-        async with beside("the watch over learners", self._watch, self._tell, essential=True):
+        async with background_task("the watch over learners", self._watch, self._on_failure, essential=True):
             yield
 
     async def _watch(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.crew import Crew
 from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost, first_line
-from rlhf_ray.observability.background import beside
+from rlhf_ray.observability.background import background_task
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import duration
 
@@ -113,7 +113,7 @@ class Healing:
     async def at_work(self, watch: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         """Let `watch` go on meanwhile, and leave nothing under way afterwards: workers are about to be dismissed."""
         try:
-            async with beside("the watch over workers", watch, self.log.failed, essential=True):
+            async with background_task("the watch over workers", watch, self.log.failed, essential=True):
                 yield
         finally:
             for task in self._tasks:

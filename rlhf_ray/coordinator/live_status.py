@@ -12,7 +12,7 @@ from rlhf_ray.coordinator.pipeline import Station
 from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, SupersededError
 from rlhf_ray.files.thread import FileThread
-from rlhf_ray.observability.background import Tell, beside, log_failure
+from rlhf_ray.observability.background import OnFailure, background_task, log_failure
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 
@@ -22,18 +22,18 @@ EVERY_S = 2.0
 @asynccontextmanager
 async def live_status(
     present: Callable[[], Coordinator | None], directory: RunDirectory,
-    show: Callable[[Coordinator], None] = lambda _: None, tell: Tell = log_failure,
+    show: Callable[[Coordinator], None] = lambda _: None, on_failure: OnFailure = log_failure,
 ) -> AsyncIterator[None]:
     """Write status.json every two seconds while the enclosed work goes on, and how it ended at last.
 
     Args:
         present: gives the run's coordinator, once there is one.
         show: shows it elsewhere, too.
-        tell: told where the status cannot be made.
+        on_failure: called where the status cannot be made.
     """
     records, ended = directory.files.records, "failed"
     try:
-        async with beside("the status", lambda: _keep_writing(present, directory, show, records), tell):
+        async with background_task("the status", lambda: _keep_writing(present, directory, show, records), on_failure):
             yield
         coordinator = present()
         given_up = coordinator.stopped_early if coordinator else None

@@ -11,24 +11,26 @@ from contextlib import asynccontextmanager, suppress
 from rlhf_ray.cluster.drain import draining_nodes, own_node
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.observability.background import Tell, beside, log_failure
+from rlhf_ray.observability.background import OnFailure, background_task, log_failure
 
 LOOK_S = 2.0
 """Between two looks. Clouds give notice of half a minute (Google's spot machines) to two (Amazon's)."""
 
 
 @asynccontextmanager
-async def heeding_notices(stop: StopRequest, warn: Callable[[str], None], learners: Iterable[WorkerGroup],
-                          others: Iterable[WorkerGroup] = (), tell: Tell = log_failure) -> AsyncIterator[None]:
+async def heeding_notices(
+    stop: StopRequest, warn: Callable[[str], None], learners: Iterable[WorkerGroup],
+    others: Iterable[WorkerGroup] = (), on_failure: OnFailure = log_failure,
+) -> AsyncIterator[None]:
     """Look after nodes that are being drained during the enclosed work.
 
     Args:
         stop: is asked when one of them is the driver's or a learner's.
         warn: is told of those with other workers.
-        tell: is told where the look itself fails.
+        on_failure: called where nodes cannot be asked for.
     """
     notices = Notices(stop, warn, tuple(learners), tuple(others))
-    async with beside("the look for nodes that are drained", notices.keep_looking, tell):
+    async with background_task("the watch for drained nodes", notices.keep_looking, on_failure):
         yield
 
 

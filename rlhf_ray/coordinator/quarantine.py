@@ -66,11 +66,11 @@ class Quarantine:
         for key in leaving:
             reason = blamed[key].reason if key in blamed else "another sample of its prompt has no score"
             self._ledger.quarantine([key], reason)
-        told = [blamed[key] for key in leaving if key in blamed]
+        unscored = [blamed[key] for key in leaving if key in blamed]
         if self._thread is None:
-            self._write(told)
+            self._write(unscored)
         else:
-            self._thread.submit(self._write, told).add_done_callback(self._written)
+            self._thread.submit(self._write, unscored).add_done_callback(self._written)
         self.samples += len(leaving)
         places = {row: place for place, row in enumerate(self._reasons, start=1)}
         for (epoch, row), reason in reasons.items():

@@ -201,9 +201,9 @@ async def whole_or_nothing(files: RunFiles, store: CheckpointStore, directory: P
         yield
     except BaseException as error:
         with suppress(DiskStalled):  # what is left is removed when the run goes on
-            said = await files.checkpoints.run(store.given_up, directory, step, error)
-            if said is not error:
-                raise said from error
+            reported = await files.checkpoints.run(store.given_up, directory, step, error)
+            if reported is not error:
+                raise reported from error
         raise
 
 

@@ -59,8 +59,8 @@ def progress() -> Progress:
     """The calling thread's."""
     if not hasattr(_local, "progress"):
         _local.progress = Progress()
-    found: Progress = _local.progress
-    return found
+    own: Progress = _local.progress
+    return own
 
 
 def work_for(shared: Progress) -> None:

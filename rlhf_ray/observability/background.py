@@ -1,4 +1,5 @@
-"""Tasks beside the work of a run (who hangs? what is asked?): each is watched, so that none of them dies in silence."""
+"""Tasks that run in the background of a stage (health checks, requests, the status). One that fails is reported and
+started again."""
 
 from __future__ import annotations
 
@@ -10,35 +11,36 @@ from contextlib import asynccontextmanager
 from rlhf_ray.errors import BackgroundTaskError, first_line
 
 AGAIN_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-"""From a failure to the next beginning, by the number of failures in a row."""
+"""Seconds until a failed task starts again, by the number of failures in a row."""
 STEADY_S = 60.0
-"""A task that has worked for so long is no longer held to have failed in a row."""
+"""A task that has run for so long before it fails starts a new row of failures."""
 
-Tell = Callable[[str, Exception, float], None]
-"""Told of each failure: the task's name, what it raised, and after how many seconds it is begun again."""
+OnFailure = Callable[[str, Exception, float], None]
+"""Called for each failure with the task's name, the error, and the seconds until the task starts again."""
 
 
 def log_failure(name: str, error: Exception, again_s: float) -> None:
-    """Tell of a failure by Python's logging."""
-    logging.getLogger(__name__).warning("%s", in_words(name, error, again_s))
+    """Log a failure."""
+    logging.getLogger(__name__).warning("%s", describe_failure(name, error, again_s))
 
 
-def in_words(name: str, error: Exception, again_s: float) -> str:
-    """A failure, for a person."""
-    return f"{name} failed ({type(error).__name__}: {first_line(error)}); it begins again in {again_s:g} s"
+def describe_failure(name: str, error: Exception, again_s: float) -> str:
+    """A failure in words."""
+    return f"{name} failed ({type(error).__name__}: {first_line(error)}); it starts again in {again_s:g} s"
 
 
 @asynccontextmanager
-async def beside(
-    name: str, work: Callable[[], Awaitable[None]], tell: Tell = log_failure, essential: bool = False
+async def background_task(
+    name: str, work: Callable[[], Awaitable[None]], on_failure: OnFailure = log_failure, essential: bool = False
 ) -> AsyncIterator[None]:
-    """Let `work` go on during the enclosed block. What it raises is told, and it is begun again after a while.
+    """Run `work` in the background of the enclosed block. Its errors are reported, and it starts again after a pause.
 
     Args:
-        name: of the task, for a person.
-        work: begins the work; it goes on until it is cancelled, or returns when it is done.
-        essential: a run must not go on without it: after as many failures in a row as `AGAIN_S` has pauses, the block
-            ends.
+        name: of the task, for messages.
+        work: makes the coroutine; it runs until it is cancelled, or returns when it is done.
+        on_failure: called for each failure.
+        essential: the stage must not go on without it: the block ends when it fails once more in a row than `AGAIN_S`
+            has pauses.
 
     Raises:
         BackgroundTaskError: an essential task failed for good.
@@ -60,7 +62,7 @@ async def beside(
                     main.cancel()
                     return
                 again_s = AGAIN_S[min(failures, len(AGAIN_S)) - 1]
-                _told(tell, name, error, again_s)
+                _report(on_failure, name, error, again_s)
             await asyncio.sleep(again_s)
 
     task = asyncio.create_task(watched(), name=name)
@@ -71,15 +73,16 @@ async def beside(
             main.uncancel()
             raise BackgroundTaskError(
                 f"{name} failed {len(AGAIN_S) + 1} times in a row, and the run must not go on without it: "
-                f"{type(fatal[0]).__name__}: {first_line(fatal[0])}") from fatal[0]
+                f"{type(fatal[0]).__name__}: {first_line(fatal[0])}. Go on from the last checkpoint with "
+                "--resume") from fatal[0]
         raise
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _told(tell: Tell, name: str, error: Exception, again_s: float) -> None:
+def _report(on_failure: OnFailure, name: str, error: Exception, again_s: float) -> None:
     try:
-        tell(name, error, again_s)
+        on_failure(name, error, again_s)
     except Exception:
         log_failure(name, error, again_s)

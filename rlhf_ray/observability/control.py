@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from rlhf_ray.errors import ConfigError, DiskStalled, RLHFError, SupersededError, WorkerError
 from rlhf_ray.files.thread import FileThread
-from rlhf_ray.observability.background import Tell, beside, log_failure
+from rlhf_ray.observability.background import OnFailure, background_task, log_failure
 from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
@@ -100,20 +100,20 @@ class Question(NamedTuple):
 
 @asynccontextmanager
 async def answering(
-    directory: RunDirectory, handlers: Mapping[str, Handler], tell: Tell = log_failure
+    directory: RunDirectory, handlers: Mapping[str, Handler], on_failure: OnFailure = log_failure
 ) -> AsyncIterator[None]:
     """Answer requests while the enclosed work goes on; each as a task of its own, so that they do not wait for each
     other. Those that were made to an earlier process are refused.
 
     Args:
-        tell: told where requests cannot be read.
+        on_failure: called where requests cannot be read.
     """
     records = directory.files.records
     await records.run(_refuse_old, directory)
     tasks: set[asyncio.Task[None]] = set()
     try:
-        async with beside("the answering of requests", lambda: _keep_looking(directory, handlers, tasks, records),
-                          tell):
+        async with background_task("the answering of requests",
+                                   lambda: _keep_looking(directory, handlers, tasks, records), on_failure):
             yield
     finally:
         for task in tasks:

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_ray.errors import DataError, WorkerError, WorkerLost
 from rlhf_ray.files.durable import operation
 from rlhf_ray.files.thread import FileThread
-from rlhf_ray.observability.background import in_words
+from rlhf_ray.observability.background import describe_failure
 from rlhf_ray.observability.owner import Term
 
 STARTED_AGAIN = "RLHF_RAY_STARTED_AGAIN"
@@ -62,12 +62,12 @@ class FaultLog:
         self._note(text)
 
     def failed(self, name: str, error: Exception, again_s: float) -> None:
-        """A task beside the run failed, and is begun again; see `background.beside`."""
-        self._warn(in_words(name, error, again_s))
+        """A background task failed, and will start again; see `background.background_task`."""
+        self._warn(describe_failure(name, error, again_s))
         self.write({
             "role": "coordinator", "rank": None, "incarnation": None, "pid": os.getpid(), "kind": "failed",
             "method": name, "reason": f"{type(error).__name__}: {error}", "call_age_s": None, "detection_s": None,
-            "recovery_s": again_s, "outcome": "it is begun again", "redispatched": 0, "lost_at": self.wall_time(0.0),
+            "recovery_s": again_s, "outcome": "it is started again", "redispatched": 0, "lost_at": self.wall_time(0.0),
         })
 
     def write(self, event: Mapping[str, Any], seconds_down: float = 0.0) -> None:

@@ -38,11 +38,11 @@ FOLDER = "owner"
 BEAT_S = 5.0
 """Between two renewals of a record."""
 SILENT_S = 60.0
-"""A record of elsewhere that stays unchanged for so long is succeeded."""
+"""A record of another machine that is unchanged for so long is taken over."""
 LOOK_S = 1.0
 """Between two looks at it."""
 GONE = (errno.ENOENT, errno.ESTALE)
-"""How a file that another machine has removed is told of."""
+"""Errors of a file that another machine has removed."""
 RECORD_BYTES = 1024
 """All records have one length, so that one is renewed in place by one write."""
 _NAME = re.compile(r"term_(\d+)\.json")
@@ -170,7 +170,7 @@ def renaming(term: Term | None) -> AbstractContextManager[None]:
 
 
 def read_owner(directory: Path) -> Record | None:
-    """Who owns a run's directory, or owned it last; None where that is not known."""
+    """The record of who owns a run's directory, or owned it last; None where there is none."""
     try:
         found = _newest(directory / FOLDER)
     except OSError:
@@ -186,7 +186,7 @@ def claim(
 
     Args:
         process: who takes it.
-        say: told what is waited for.
+        say: receives a message about what is waited for.
         clock, sleep: of who takes it, in seconds.
 
     Raises:
@@ -248,7 +248,7 @@ def _is_over(
     who = "being claimed by another driver"
     if record:
         who = f"owned by {record.process}, seen last at {day_and_time(record.renewed)} by its clock"
-    until, told = clock() + SILENT_S, False
+    until, announced = clock() + SILENT_S, False
     while (asked := clock()) < until:
         sleep(LOOK_S)
         moved()  # this wait has an end of its own
@@ -259,9 +259,9 @@ def _is_over(
                 return False
         elif now != found:
             raise _owned(directory, renewed or record)
-        if not told:  # a claim under way is over by now
+        if not announced:  # a claim under way is over by now
             say(f"run.dir={str(directory)!r} is {who}; waiting up to {SILENT_S:g} s for a sign of life of it")
-            told = True
+            announced = True
         if clock() - asked > LOOK_S + BEAT_S:  # the disk, or this process, stood still: so may the owner's
             until = clock() + SILENT_S
     return True

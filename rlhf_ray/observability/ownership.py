@@ -31,14 +31,14 @@ class Ownership:
         self.term, self._record, self._warn = term, record, warn or logging.getLogger(__name__).warning
         self.lost: SupersededError | None = None
         """What the driver ends with, once another one has taken over."""
-        self._told: Callable[[], None] = lambda: None
+        self._on_lost: Callable[[], None] = lambda: None
         self._lock, self._over, self._failing = threading.Lock(), threading.Event(), False
 
-    def when_lost(self, tell: Callable[[], None]) -> None:
+    def when_lost(self, callback: Callable[[], None]) -> None:
         """Have the thread that renews the record call this when the term is over; at once where it is."""
-        self._told = tell
+        self._on_lost = callback
         if self.lost:
-            tell()
+            callback()
 
     def go_on_from(self, step: int | None) -> None:
         """Note the checkpoint that the run goes on from (None: it begins anew): later ones of other terms do not belong
@@ -63,8 +63,8 @@ class Ownership:
             thread.join(LEAVING_S)
 
     def renew(self, ended: bool = False) -> None:
-        """Give a sign of life, or say that there will be no other. A record that cannot be written is told of once, and
-        tried again by the next call."""
+        """Raise the record's counter, or mark it as ended. A failure to write it is warned of once, and the next call
+        tries again."""
         try:
             self.term.check()
             with self._lock:
@@ -92,7 +92,7 @@ class Ownership:
     def _lose(self, error: SupersededError) -> None:
         if self.lost is None:
             self.lost = error
-            self._told()
+            self._on_lost()
 
     def _write(self, flush: bool = False, **changes: Any) -> None:
         """Overwrite the record in place. It is not made anew where a successor has removed it."""

@@ -1,5 +1,5 @@
-"""Which process this is, told so that others can say whether it still lives: on the same machine for certain, from any
-other machine not at all."""
+"""The identity of a process, by which others can tell whether it is alive: for certain on the same machine, not at all
+from another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Self
 
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
 _DEAD = ("Z", "X")
-"""States of a process that has ended, and whose parent has not asked how."""
+"""States of a process that has ended and was not reaped by its parent."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class ProcessIdentity:
             return False
         except PermissionError:  # somebody else's, and there
             pass
-        found = _state(self.pid)
-        return found is None or (found[0] not in _DEAD and found[1] == self.started)
+        state = _state(self.pid)
+        return state is None or (state[0] not in _DEAD and state[1] == self.started)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

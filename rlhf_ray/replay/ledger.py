@@ -217,9 +217,9 @@ class Ledger:
             self._coming = False  # a job that was asked for before stops at the mark
             return self._thread.submit(self._copy_at_mark, copy)
         self._copy(copy)
-        made: Future[None] = Future()
-        made.set_result(None)
-        return made
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def commit(self, step: int | None = None) -> None:
         """The checkpoint is in its place: everything consumed by updates up to `step` (all if None) is committed."""

@@ -81,7 +81,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                     learners, rows, probe_seconds = await _prepare(stage, place, progress)
                     run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                         stage.card)
-                    async with heeding_notices(stop, progress.warn, [learners], tell=log.failed):
+                    async with heeding_notices(stop, progress.warn, [learners], on_failure=log.failed):
                         if start is not None:
                             await run.restore(start.path)
                             await files.records.run(note_restart, directory.faults, start.step, directory.term)

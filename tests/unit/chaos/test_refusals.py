@@ -9,7 +9,7 @@ from chaos.outcome import outcomes
 from chaos.refusals import others_left
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
-from tests.unit.replay.books import begin
+from tests.unit.replay.ledgers import begin
 from tests.unit.replay.test_audit import FACTS
 
 

@@ -9,7 +9,7 @@ import pytest
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.replay.books import begin
+from tests.unit.replay.ledgers import begin
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.test_pipeline import ROWS, World
-from tests.unit.replay.books import begin
+from tests.unit.replay.ledgers import begin
 
 FIRST = [row for _, row in PromptCursor(ROWS, 5, shuffle=True).next(ROWS)]
 """Rows in the order in which they are drawn."""

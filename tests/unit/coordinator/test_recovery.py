@@ -20,7 +20,7 @@ from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.saving import Saved
 from tests.unit.coordinator.stand_ins import team_of
-from tests.unit.replay.books import begin
+from tests.unit.replay.ledgers import begin
 
 
 class Workers:

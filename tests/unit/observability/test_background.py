@@ -12,7 +12,7 @@ from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import BackgroundTaskError
 from rlhf_ray.observability import control
-from rlhf_ray.observability.background import AGAIN_S, beside
+from rlhf_ray.observability.background import AGAIN_S, background_task
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog, read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -37,7 +37,7 @@ def failing(times, done=None):
 def test_a_task_that_fails_is_told_of_and_begins_again():
     async def run():
         told, done = [], asyncio.Event()
-        async with beside("the look", failing(2, done), lambda *failure: told.append(failure)):
+        async with background_task("the look", failing(2, done), lambda *failure: told.append(failure)):
             await asyncio.wait_for(done.wait(), 60)
         return told
 
@@ -49,7 +49,7 @@ def test_a_task_that_fails_is_told_of_and_begins_again():
 def test_a_harmless_task_that_always_fails_ends_nothing_and_is_tried_ever_more_seldom():
     async def run():
         told = []
-        async with beside("the look", failing(10**6), lambda *failure: told.append(failure)):
+        async with background_task("the look", failing(10**6), lambda *failure: told.append(failure)):
             await asyncio.sleep(3600)
         return len(told)
 
@@ -58,7 +58,7 @@ def test_a_harmless_task_that_always_fails_ends_nothing_and_is_tried_ever_more_s
 
 def test_an_essential_task_that_fails_again_and_again_ends_the_run():
     async def run():
-        async with beside("the watch", failing(10**6), lambda *_: None, essential=True):
+        async with background_task("the watch", failing(10**6), lambda *_: None, essential=True):
             await asyncio.sleep(10**6)
 
     with pytest.raises(BackgroundTaskError, match="the watch failed 6 times in a row.*ZeroDivisionError") as caught:
@@ -73,7 +73,7 @@ def test_an_essential_task_may_fail_now_and_then():
             raise ZeroDivisionError("division by zero")
 
         told = []
-        async with beside("the watch", work, lambda *failure: told.append(failure), essential=True):
+        async with background_task("the watch", work, lambda *failure: told.append(failure), essential=True):
             await asyncio.sleep(5000)
         return len(told)
 
@@ -82,7 +82,7 @@ def test_an_essential_task_may_fail_now_and_then():
 
 def test_a_run_that_is_cancelled_or_fails_meanwhile_ends_as_it_would_have():
     async def run(error):
-        async with beside("the look", failing(0), lambda *_: None, essential=True):
+        async with background_task("the look", failing(0), lambda *_: None, essential=True):
             raise error
 
     for error in (ValueError("mine"), asyncio.CancelledError()):
@@ -93,7 +93,7 @@ def test_a_run_that_is_cancelled_or_fails_meanwhile_ends_as_it_would_have():
 def test_a_failure_is_warned_of_and_kept_among_the_faults(tmp_path):
     said, path = [], tmp_path / "faults.jsonl"
     FaultLog(path, said.append).failed("the watch over workers", ZeroDivisionError("division by zero"), 2.0)
-    assert said == ["the watch over workers failed (ZeroDivisionError: division by zero); it begins again in 2 s"]
+    assert said == ["the watch over workers failed (ZeroDivisionError: division by zero); it starts again in 2 s"]
     (event,) = read_faults(path)
     assert (event["role"], event["method"], event["kind"]) == ("coordinator", "the watch over workers", "failed")
 
@@ -163,9 +163,9 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
         return made.at_work(look)
 
     return {
-        "status": (status, lambda: live_status.live_status(status, directory, tell=tell)),
-        "control": (questions, lambda: (answering(directory, {}, tell=tell), started.append(1))[0]),
-        "drains": (drains, lambda: notice.heeding_notices(StopRequest(print), print, [], tell=tell)),
+        "status": (status, lambda: live_status.live_status(status, directory, on_failure=tell)),
+        "control": (questions, lambda: (answering(directory, {}, on_failure=tell), started.append(1))[0]),
+        "drains": (drains, lambda: notice.heeding_notices(StopRequest(print), print, [], on_failure=tell)),
         "pulse": (pulse, lambda: Pulse([Looked(pulse)], 300.0, tell).watched()),
         "watch": (watch, healing),
     }

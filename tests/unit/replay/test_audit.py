@@ -13,8 +13,8 @@ from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.handed_out import sources
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.replay.books import begin
-from tests.unit.replay.honest_run import HonestRun
+from tests.unit.replay.ledgers import begin
+from tests.unit.replay.simulated_run import SimulatedRun
 
 FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3,), seed=0, shuffle=True,
                     weights=(1.0,))
@@ -131,7 +131,7 @@ def live(run, events):
 @given(FACTS_OF_A_RUN, EVENTS, st.integers(0, 99), st.sampled_from([0.0, 0.3]))
 def test_whatever_happens_to_a_run_its_ledger_adds_up(tmp_path_factory, facts, events, seed, quarantines):
     """Updates, checkpoints, deaths, prompts set aside and attempts that are given up, in any order; at its end too."""
-    run = HonestRun(tmp_path_factory.mktemp("run"), facts, seed, quarantines)
+    run = SimulatedRun(tmp_path_factory.mktemp("run"), facts, seed, quarantines)
     for _ in live(run, events):
         assert problems(run.path, ended=False) == []
     assert problems(run.end()) == []
@@ -184,7 +184,7 @@ def leave_open(run, one):
 @given(FACTS_OF_A_RUN, st.integers(2, 5), st.integers(0, 99), st.booleans(),
        st.sampled_from([drop_and_take_another, forget, duplicate, make_up, leave_open]), st.randoms())
 def test_one_prompt_that_is_not_accounted_for_is_named(tmp_path_factory, facts, steps, seed, ended, harm, chosen):
-    run = HonestRun(tmp_path_factory.mktemp("run"), facts, seed)
+    run = SimulatedRun(tmp_path_factory.mktemp("run"), facts, seed)
     for _ in live(run, ["train"] * steps):
         pass
     if ended:
@@ -202,7 +202,7 @@ def test_one_prompt_that_is_not_accounted_for_is_named(tmp_path_factory, facts, 
 @pytest.mark.parametrize("facts", [LedgerFacts(2, 1, 0, (5,), 3, True, (1.0,)),
                                    LedgerFacts(2, 1, 0, (3, 3), 3, True, (2.0, 1.0))])
 def test_without_staleness_prompts_that_change_places_are_named(tmp_path, facts):
-    run = HonestRun(tmp_path, facts)
+    run = SimulatedRun(tmp_path, facts)
     for _ in live(run, ["train"] * 4):
         pass
     run.end()
@@ -216,7 +216,7 @@ def test_without_staleness_prompts_that_change_places_are_named(tmp_path, facts)
 
 
 def test_without_staleness_a_prompt_that_waits_while_later_ones_are_trained_on_is_named(tmp_path):
-    run = HonestRun(tmp_path, LedgerFacts(2, 1, 0, (50,), 3, True, (1.0,)))
+    run = SimulatedRun(tmp_path, LedgerFacts(2, 1, 0, (50,), 3, True, (1.0,)))
     for _ in live(run, ["train"] * 2):
         pass
     epoch, row = prompts_of(run.path, "step = 1")[0]
@@ -226,7 +226,7 @@ def test_without_staleness_a_prompt_that_waits_while_later_ones_are_trained_on_i
 
 
 def test_what_the_run_did_not_know_of_at_its_end_is_lost_and_not_unused(tmp_path):
-    run = HonestRun(tmp_path, FACTS)
+    run = SimulatedRun(tmp_path, FACTS)
     for _ in live(run, ["train"] * 3):
         pass
     keys, *_ = run.chunks.pop(max(run.chunks))
@@ -257,7 +257,7 @@ def test_what_the_cursor_hands_out_is_what_the_audit_enumerates(facts, drawn):
 
 
 def test_the_audit_sees_one_moment_of_a_run_that_goes_on(tmp_path):
-    run = HonestRun(tmp_path, FACTS)
+    run = SimulatedRun(tmp_path, FACTS)
     run.train()
     with closing(open_for_reading(run.path)) as db:
         assert audit(db, ended=False) == [] and not db.in_transaction

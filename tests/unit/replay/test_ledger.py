@@ -17,7 +17,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import LOST, Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.replay.books import begin
+from tests.unit.replay.ledgers import begin
 
 FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3, 2), seed=0,
                     shuffle=False, weights=(3.0, 2.0))

@@ -16,7 +16,7 @@ from rlhf_ray.replay.file_system import is_local, kind_of
 from rlhf_ray.replay.ledger import Ledger, discard, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.owners import take_over
-from tests.unit.replay.books import begin
+from tests.unit.replay.ledgers import begin
 
 FACTS = LedgerFacts(2, 1, 0, (9,), 0, False, (1.0,))
 MOUNTS = r"""22 1 0:21 / / rw,relatime shared:1 - ext4 /dev/vda rw

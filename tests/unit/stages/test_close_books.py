@@ -10,7 +10,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.stages.ppo import close_books
-from tests.unit.replay.books import begin
+from tests.unit.replay.ledgers import begin
 
 FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=0, source_rows=(4,), seed=0, shuffle=False,
                     weights=(1.0,))

@@ -15,7 +15,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.stages.ppo_course import Course, check_ledger
-from tests.unit.replay.books import begin
+from tests.unit.replay.ledgers import begin
 
 
 def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):

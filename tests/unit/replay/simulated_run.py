@@ -7,7 +7,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 
 
-class HonestRun:
+class SimulatedRun:
     """Chunks of one prompt each, in admission order; whatever may happen to them is drawn from `seed`."""
 
     def __init__(self, place, facts, seed=0, quarantines=0.0):

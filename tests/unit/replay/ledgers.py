@@ -1,4 +1,4 @@
-"""Ledgers written by hand: what a cursor would have said of the prompts that a test admits."""
+"""Ledgers written by hand: prompts are admitted as a data cursor would hand them out."""
 
 from collections import Counter
 
