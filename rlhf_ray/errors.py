@@ -6,13 +6,13 @@ sysexits.h where one fits:
 
      0  made all its steps
      1  broke
-     2  refused: configuration, data or models cannot work
+     2  refused: configuration, data or models cannot work, or another driver owns the directory
      3  stopped early
-    68  lost its Ray cluster, or did not reach it (EX_NOHOST); retryable
-    69  lost a worker (EX_UNAVAILABLE); retryable
+    68  lost its Ray cluster, or could not connect to it (EX_NOHOST); retryable
+    69  lost a worker, its disk hangs, or an essential task failed (EX_UNAVAILABLE); retryable
     74  ended well, while its copies are not complete (EX_IOERR)
     75  was asked to stop, and saved (EX_TEMPFAIL); retryable
-    77  was succeeded by another driver (EX_NOPERM)
+    77  was superseded by another driver (EX_NOPERM)
 """
 
 from collections.abc import Sequence
