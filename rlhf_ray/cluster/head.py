@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rlhf_ray.errors import ClusterError, ClusterUnavailable, RLHFError, WorkerError, first_line
-from rlhf_ray.observability.output import steady
+from rlhf_ray.observability.output import non_blocking
 
 CONNECT_S = 10.0
 """For a cluster's address to take a connection."""
@@ -115,7 +115,7 @@ def _watch(address: str, end: Callable[[str], None], patience: float, every_s: f
 def end_process(message: str) -> None:
     """End this process, from any thread, with the exit code of `ClusterUnavailable`, whether or not anybody takes the
     message."""
-    told = steady(sys.stderr)
+    told = non_blocking(sys.stderr)
     told.write(f"error: {message}\n")
     told.drain()
     os._exit(ClusterUnavailable.exit_code)

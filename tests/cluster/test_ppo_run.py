@@ -44,7 +44,7 @@ def model(finished):
 def test_the_directory_holds_what_a_run_promises(finished):
     names = {path.name for path in finished.directory.iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "samples", "tensorboard", "checkpoints", "model", "model_ema",
-                     "report.html", "status.json", "summary.json", "evaluation.json", "ledger.sqlite"}
+                     "report.html", "status.json", "summary.json", "evaluation.json", "ledger.sqlite", "owner"}
     assert {path.name for path in (finished.directory / "checkpoints").iterdir()} == {"step_2", "step_4"}
     resolved = yaml.safe_load((finished.directory / "config.yaml").read_text())
     assert resolved["buffer"]["capacity_samples"] == SAMPLES and resolved["run"]["steps"] == STEPS
