@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rlhf_ray.errors import ClusterError, ClusterUnavailable, RLHFError, WorkerError, first_line
-from rlhf_ray.observability.output import non_blocking
+from rlhf_ray.observability.output import drain_output, use_non_blocking_output
 
 CONNECT_S = 10.0
 """For a cluster's address to take a connection."""
@@ -115,7 +115,7 @@ def _watch(address: str, end: Callable[[str], None], patience: float, every_s: f
 def end_process(message: str) -> None:
     """End this process, from any thread, with the exit code of `ClusterUnavailable`, whether or not anybody takes the
     message."""
-    told = non_blocking(sys.stderr)
-    told.write(f"error: {message}\n")
-    told.drain()
+    use_non_blocking_output()
+    sys.stderr.write(f"error: {message}\n")
+    drain_output()
     os._exit(ClusterUnavailable.exit_code)
