@@ -64,8 +64,8 @@ class Record:
     """Whether its driver has left the directory in good order."""
     went_on_from: int | None = None
     """Step of the checkpoint that the driver went on from; -1 where it began anew; None until that is known."""
-    before: tuple[int, int | None] | None = None
-    """Term and `went_on_from` of the driver before; None without one."""
+    before: tuple[int, int] | None = None
+    """Term and `went_on_from` of the last driver before that had chosen; None without one."""
 
     def encoded(self) -> bytes:
         """The bytes of the file."""
@@ -81,6 +81,11 @@ class Record:
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
+    @property
+    def chosen(self) -> tuple[int, int] | None:
+        """Term and `went_on_from` of the last driver that knew it, this one or one before; None without one."""
+        return self.before if self.went_on_from is None else (self.term, self.went_on_from)
+
     def disowns(self, term: int, step: int, cleaning: bool = False) -> bool:
         """Whether a checkpoint does not belong to the run: a driver put it there after it had been superseded.
 
@@ -88,8 +93,8 @@ class Record:
             cleaning: while this driver has not chosen where to go on from, judge by what the one before it chose.
         """
         number, went_on_from = self.term, self.went_on_from
-        if cleaning and went_on_from is None and self.before:
-            number, went_on_from = self.before
+        if cleaning and self.chosen:
+            number, went_on_from = self.chosen
         return went_on_from is not None and term != number and step > went_on_from
 
 
@@ -200,7 +205,7 @@ def claim(
             continue
         last = Record.read(found[1]) if found else None
         term = Term(folder.parent, found[0] + 1 if found else 1)
-        before = (last.term, last.went_on_from) if last else (found[0], None) if found else None
+        before = None if last is None else last.chosen
         if _create(term, Record(term.number, process, time.time(), time.time(), before=before)):
             for number in _terms(folder):
                 if number < term.number:

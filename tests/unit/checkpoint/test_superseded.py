@@ -136,6 +136,17 @@ def test_what_came_late_all_the_same_is_overlooked_and_removed(tmp_path, monkeyp
     assert "removing" in c.said[0] and "step_4: it was made in term 1 of" in c.said[0]
 
 
+def test_what_came_late_is_removed_too_where_a_driver_in_between_died_before_it_chose(tmp_path, monkeypatch):
+    a = Driver(tmp_path, "a")
+    a.save(2)
+    Driver(tmp_path, "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(Term, "check", lambda _: None)
+        a.save(4)
+    take_over(tmp_path, "killed")
+    assert Driver(tmp_path, "c").start == 2 and found(tmp_path) == {"step_2": "a"}
+
+
 def test_nothing_of_a_driver_that_began_the_run_anew_is_followed_by_the_one_before(tmp_path, monkeypatch):
     a, b = Driver(tmp_path, "a"), Driver(tmp_path, "b")
     with monkeypatch.context() as patch:

@@ -39,7 +39,7 @@ def test_terms_follow_each_other_and_one_record_remains(tmp_path):
     second = claim_here(tmp_path, host("b"))
     assert (first.number, second.number, records(tmp_path)) == (1, 2, ["term_2.json"])
     record = read_owner(tmp_path)
-    assert (record.process, record.before, record.ended) == (host("b"), (1, None), False)
+    assert (record.process, record.before, record.ended) == (host("b"), None, False)
 
 
 def test_a_live_owner_of_this_machine_is_respected_at_once(tmp_path):
