@@ -26,6 +26,8 @@ from rlhf_ray.files.durable import Progress, work_for
 T = TypeVar("T")
 LOOK_S = 0.5
 """Longest pause between two looks at a thread's progress."""
+STOOD_STILL_S = 5.0
+"""Where no look was possible for longer, this process stood still itself, and its thread with it."""
 HURRY_S = 5.0
 """For a disk that shows no progress, once the run is to end at once."""
 
@@ -37,6 +39,10 @@ class ProgressDeadline:
         self.timeout_s, self._now = timeout_s, now
         self._seen: Any = None
         self._since = now()
+
+    def stood_still(self, seconds: float) -> None:
+        """Nothing could move meanwhile: the time does not count."""
+        self._since += seconds
 
     def look(self, moved: Any, doing: str) -> None:
         """Compare with the last look.
@@ -125,23 +131,26 @@ class FileThread:
         """Wait for a job that was given; errors as in `run`. Who is cancelled meanwhile leaves the job where it is."""
         mine = asyncio.wrap_future(future)
         mine.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be there to hear it
-        deadline = self._deadline(asyncio.get_running_loop().time)
+        loop = asyncio.get_running_loop()
+        deadline = self._deadline(loop.time)
         while not mine.done():
+            began = loop.time()
             await asyncio.wait((mine,), timeout=self._pause_s)
             if not mine.done():
-                self._look(deadline)
+                self._look(deadline, loop.time() - began)
         return mine.result()
 
     def do(self, job: Callable[..., T], *args: Any) -> T:
         """`run` for where there is no event loop."""
         future, deadline = self.submit(job, *args), self._deadline(time.monotonic)
         while True:
+            began = time.monotonic()
             try:
                 return future.result(self._pause_s)
             except NotYet:
                 if future.done():
                     raise
-                self._look(deadline)
+                self._look(deadline, time.monotonic() - began)
 
     def hurry(self) -> None:
         """The run is to end at once: a disk that shows no progress is given up within seconds."""
@@ -164,8 +173,10 @@ class FileThread:
     def _deadline(self, now: Callable[[], float]) -> ProgressDeadline:
         return ProgressDeadline(self.timeout_s, now)
 
-    def _look(self, deadline: ProgressDeadline) -> None:
+    def _look(self, deadline: ProgressDeadline, waited_s: float) -> None:
         deadline.timeout_s = self.timeout_s  # a hurry may have come
+        if waited_s > STOOD_STILL_S:
+            deadline.stood_still(waited_s)
         try:
             deadline.look(self.moved, self.progress.doing)
         except DiskStalled as error:

@@ -38,6 +38,29 @@ def test_jobs_are_done_in_the_order_given_and_answer_what_they_return():
     asyncio.run(run())
 
 
+def test_time_in_which_the_process_itself_was_stopped_does_not_count(tmp_path, hanging, monkeypatch):
+    """As by SIGSTOP, or by a scheduler that lets others run."""
+    (tmp_path / "a").touch()
+    hanging()
+
+    def stop_and_go_on(loop):
+        loop._jumping.now += 1000.0
+
+    def answer():
+        monkeypatch.delenv(VARIABLE)
+        while failpoints.hanging():
+            time.sleep(0.01)
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        loop.call_later(100.0, stop_and_go_on, loop)
+        loop.call_later(1150.0, answer)
+        await FileThread("test", 600.0).run(fsync_path, tmp_path / "a")
+        return loop.time()
+
+    assert 1150 <= run_in_virtual_time(run()) < 1200
+
+
 @pytest.mark.parametrize("how", ["run", "do"])
 def test_a_flush_that_hangs_ends_in_an_error_that_names_it_and_all_later_jobs_fail_at_once(tmp_path, hanging, how):
     file, written = tmp_path / "a", []
