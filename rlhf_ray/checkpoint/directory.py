@@ -50,10 +50,9 @@ class CheckpointStore:
     was, and a leftover that `clean` removes. Older checkpoints go only after a newer one is in place. Workers may write
     into the temporary directory themselves, as long as they have finished when `commit` is called.
 
-    Whatever gives or takes a name raises SupersededError once another driver owns the run's directory. The manifest
-    has the term in which a checkpoint was made. One that a superseded driver put there all the same, because its file
-    system showed it an old state, does not belong to the run (`Record.disowns`): it is overlooked, and `clean` removes
-    it.
+    Methods that rename raise SupersededError once another driver owns the run's directory. The manifest records the
+    term of a checkpoint. One that a superseded driver committed all the same, because its file system showed it stale
+    state, does not belong to the run (`Record.disowns`): it is ignored, and `clean` removes it.
     """
 
     def __init__(self, root: Path, keep: int, warn: Callable[[str], None] | None = None, term: Term | None = None):
@@ -161,8 +160,8 @@ class CheckpointStore:
             self._term.check()
         removed = clear_leftovers(self.root, r"step_\d+", self._term)
         for path in sorted(self._disowned(cleaning=True)):
-            self._warn(f"removing {path}: it was made in term {read_manifest(path).term} of its owners, and the "
-                       "run went on from an earlier step after that term")
+            self._warn(f"removing {path}: a superseded driver wrote it (term {read_manifest(path).term}), and the run "
+                       "has resumed from an earlier step since")
             remove_directory(path, self._term)
             removed.append(path)
         return removed

@@ -25,9 +25,9 @@ from rlhf_ray.observability.faults import STARTED_AGAIN
 MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
 STOP = (signal.SIGINT, signal.SIGTERM)
 MAY_BE_OVER = (WorkerError.exit_code, ClusterUnavailable.exit_code)
-"""Exit codes of what need not come again."""
+"""Exit codes of errors after which another start may succeed."""
 FIRST_S, LONGEST_S = 1.0, 60.0
-"""Between two looks whether a lost cluster is there again: the first time, doubled each time, and at most."""
+"""Seconds between two tries to reach a lost cluster: the first, doubled each time, and the longest."""
 
 
 def is_child() -> bool:
@@ -60,7 +60,7 @@ class Child:
     def how(self) -> str:
         """How it ended, in words."""
         if self.code == ClusterUnavailable.exit_code:
-            return f"lost its Ray cluster, or did not reach it (exit code {self.code})"
+            return f"lost its Ray cluster, or could not connect to it (exit code {self.code})"
         return f"died of {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
 
     def loss(self) -> dict[str, Any]:
@@ -94,24 +94,24 @@ class Outage:
         while (left := self._bound_s - self._waited_s) > 0:
             began, pause_s = self._clock(), min(self._pause_s, left)
             self._pause_s = min(2 * self._pause_s, LONGEST_S)
-            _say(f"the run {child.how()}; {self._address} is asked for in {pause_s:g} s, and for {left:.0f} s more at "
-                 f"most (run.auto_resume, cluster.start_timeout_s={self._bound_s:g})")
+            _say(f"the run {child.how()}; {self._address} is tried again in {pause_s:g} s, and for at most {left:.0f} "
+                 f"s (run.auto_resume, cluster.start_timeout_s={self._bound_s:g})")
             if _pause(pause_s):
-                _say("asked to stop while the cluster was waited for; --resume goes on from the last checkpoint")
+                _say("asked to stop while waiting for the cluster; --resume goes on from the last checkpoint")
                 child.code = RunInterrupted.exit_code
                 return False
             there = self._answers(str(self._address))
             self._waited_s += self._clock() - began
             if there:
                 return True
-        _say(f"the run {child.how()}, and the cluster was not there for it within cluster.start_timeout_s="
+        _say(f"the run {child.how()}, and the cluster did not answer within cluster.start_timeout_s="
              f"{self._bound_s:g} s: it is not started again (run.auto_resume)")
         return False
 
 
 def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool, outage: Outage) -> int:
     """Run `rlhf-ray COMMAND`, and again with --resume as long as it dies and has made a checkpoint since. While the
-    cluster that it joins does not answer, that is waited for.
+    cluster that it joins does not answer, wait for it.
 
     Args:
         store: of the run.

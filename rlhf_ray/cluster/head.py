@@ -1,9 +1,9 @@
 """Whether a cluster's head takes connections, and the end of a driver whose head is lost.
 
-Ray's client ends its process by itself, with exit code 1, when it has not reached the head for 60 s
-(RAY_gcs_rpc_server_reconnect_timeout_s), which looks like a run that broke. So a thread asks, and ends the process a
-little earlier, with the code of `ClusterUnavailable`. Nothing is lost by an end that is as sudden as Ray's own: a run
-goes on from its last checkpoint after `kill -9` at any moment.
+Ray's client ends the process with exit code 1 when it has not reached the head for 60 s
+(RAY_gcs_rpc_server_reconnect_timeout_s), as if the run were broken. So a thread probes the head, and ends the process
+a little earlier with the exit code of `ClusterUnavailable`. Ending at once loses nothing: a run resumes from its last
+checkpoint after `kill -9` at any moment.
 """
 
 import os
@@ -21,7 +21,7 @@ CONNECT_S = 10.0
 """For a cluster's address to take a connection."""
 EVERY_S = 5.0
 """Between two probes."""
-REMEDY = "The same command with --resume goes on when the cluster is there again (run.auto_resume waits for it)"
+REMEDY = "When the cluster is back, the same command with --resume continues the run (run.auto_resume waits for it)"
 RAY_GIVES_UP = "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAY_GIVES_UP_S = 60.0
 """What Ray takes where that variable is not set."""
@@ -57,7 +57,7 @@ def answers(address: str) -> bool:
 
 
 def raise_for_lost_head(address: str, error: Exception) -> None:
-    """Raise what ended a run as the loss of the head, if workers or Ray failed and the head does not answer.
+    """Raise `ClusterUnavailable` in place of `error` if workers or Ray failed and the head does not answer.
 
     Raises:
         ClusterUnavailable: it is so.

@@ -1,8 +1,8 @@
 """Threads that write a run's files in order, and the deadline on their progress.
 
-A disk that hangs keeps the thread that waits for it, whatever anybody does: no call of the operating system can be
-cancelled. So no other thread of the driver touches the run's files once it is under way: event loop, signals and exit
-go on without them (these threads are daemons, which Python does not wait for).
+A system call that waits for a disk cannot be cancelled, so a disk that hangs blocks the thread that made it. During a
+run no other thread of the driver accesses the run's files: event loop, signals and exit do not depend on the disk
+(these threads are daemons, which Python does not wait for).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from rlhf_ray.files.durable import Progress, work_for
 
 T = TypeVar("T")
 LOOK_S = 0.5
-"""Longest pause between two looks at a thread's progress."""
+"""Longest pause between two checks of a thread's progress."""
 STOOD_STILL_S = 5.0
 """Where no look was possible for longer, this process stood still itself, and its thread with it."""
 HURRY_S = 5.0
-"""For a disk that shows no progress, once the run is to end at once."""
+"""Deadline of a disk without progress once the run is to end at once."""
 
 
 class ProgressDeadline:
-    """Ends a wait for something that does not move: what moves, however slowly, is waited for."""
+    """Ends a wait for something that makes no progress; slow progress is waited for."""
 
     def __init__(self, timeout_s: float, now: Callable[[], float]) -> None:
         self.timeout_s, self._now = timeout_s, now
@@ -58,8 +58,8 @@ class ProgressDeadline:
             self._seen, self._since = moved, self._now()
         elif (still_s := self._now() - self._since) >= self.timeout_s:
             raise DiskStalled(f"the disk of the run hangs: {doing or 'its next file operation'} has made no progress "
-                              f"for {still_s:.0f} s (cluster.disk_timeout_s={self.timeout_s:g} allows more time). See "
-                              "to the disk; the run goes on from its last checkpoint with --resume")
+                              f"for {still_s:.0f} s (cluster.disk_timeout_s={self.timeout_s:g} allows more time). "
+                              "Check the disk; --resume goes on from the last checkpoint")
 
 
 class FileThread:

@@ -1,9 +1,9 @@
-"""What is known of model families (`model_type` of a config.json): what they work for here, what not, and why.
+"""Model families (`model_type` of a config.json): which uses are supported, which are refused, and why.
 
-Each use of each family below was measured with a tiny random model in float32: packed passes against transformers' own
-forward of every row alone, vLLM against it before and after a publication. What is known not to work is refused here,
-by the model's configuration alone. A family that is not listed, or not in a use, runs only if the comparison of packed
-with padded passes that every learner and scorer makes as it starts comes out even.
+Each use of each family below was tested with a tiny random model in float32: packed passes against transformers'
+forward pass of each row alone, vLLM against the same before and after a publication. A use that is known not to work is
+refused by the model's configuration alone. A family or use that is not listed runs only if packed passes agree with
+padded ones in the comparison that every learner and scorer makes when it starts (`parity`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ POLICY = frozenset({Use.LANGUAGE, *DECODING})
 class Family:
     """Models of one `model_type`."""
 
-    right: frozenset[Use] = EVERYTHING
-    """Uses in which it was measured to be right."""
-    wrong: Mapping[Use, str] = field(default_factory=dict)
-    """Why it is refused in others. What is in neither was not measured."""
+    supported: frozenset[Use] = EVERYTHING
+    """Uses in which it was tested against transformers."""
+    refused: Mapping[Use, str] = field(default_factory=dict)
+    """Why it is refused in others. What is in neither was not tested."""
     plain: bool = True
     """Whether entries that its config.json leaves out set nothing of `_SPECIAL`, by transformers' defaults."""
 
@@ -59,7 +59,7 @@ _EXPERTS = "vLLM's fused experts cannot be given transformers' tensors while it 
 _NO_HEAD = "transformers has no sequence classifier of it"
 _OWN = "its attention does not go through transformers' interface for it, so packed rows would see each other"
 _RECURRENT = "its layers hand a state on from token to token, and would hand it on from one packed row to the next"
-_UNTOLD = "it does not tell its attention where packed rows end"
+_NO_BOUNDARIES = "it does not tell its attention where packed rows end"
 _SINKS = "its attention has sinks (s_aux), which packed attention does not compute"
 
 FAMILIES: dict[str, Family] = {
@@ -77,8 +77,8 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(frozenset(), {**dict.fromkeys(PACKED, _SINKS), Use.PUBLICATION: _EXPERTS}),
     **{name: Family(frozenset(), dict.fromkeys(PACKED, _SINKS))
        for name in ("granite_swa", "granitemoe_swa", "mimo_v2_flash")},
-    **{name: Family(DECODING, dict.fromkeys(PACKED, _UNTOLD)) for name in ("nemotron", "stablelm")},
-    "moshi": Family(frozenset(), dict.fromkeys(PACKED, _UNTOLD)),
+    **{name: Family(DECODING, dict.fromkeys(PACKED, _NO_BOUNDARIES)) for name in ("nemotron", "stablelm")},
+    "moshi": Family(frozenset(), dict.fromkeys(PACKED, _NO_BOUNDARIES)),
     **{name: Family(frozenset(), dict.fromkeys(PACKED, _RECURRENT)) for name in (
         "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "minimax", "nemotron_h",
         "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm")},
@@ -100,11 +100,11 @@ def check_family(
     if isinstance(model, NewModelConfig):
         return  # a Llama
     values = _configuration(model)
-    kind, wrong = str(values.get("model_type")), _wrong(values)
-    for use in (use for use in Use if use in uses and use in wrong):
+    kind, refused = str(values.get("model_type")), _refused(values)
+    for use in (use for use in Use if use in uses and use in refused):
         raise ModelError(
-            f"{section}: {model.path!r} is of the family {kind!r}, which cannot be used for {use.value}: {wrong[use]}. "
-            f"Take a model of a family that can: {', '.join(_right(uses))} (see docs/models.md)")
+            f"{section}: {model.path!r} is of the family {kind!r}, which cannot be used for {use.value}: "
+            f"{refused[use]}. Take a model of a family that can: {', '.join(_supporting(uses))} (see docs/models.md)")
     if longest is not None and PACKED & set(uses):
         tokens, field = longest
         for limit, what, why in _limits(values):
@@ -117,12 +117,12 @@ def runs_packed(shape: PretrainedConfig) -> bool:
     """Whether a scalar model of this configuration was measured to compute on packed rows what transformers does, for
     rows as long as its context."""
     values, known = _values(shape), FAMILIES.get(shape.model_type)
-    return (known is not None and Use.SCALAR in known.right and Use.SCALAR not in _wrong(values)
+    return (known is not None and Use.SCALAR in known.supported and Use.SCALAR not in _refused(values)
             and all(limit >= shape.max_position_embeddings for limit, *_ in _limits(values)))
 
 
-def _right(uses: Collection[Use]) -> list[str]:
-    return sorted(name for name, family in FAMILIES.items() if family.right.issuperset(uses))
+def _supporting(uses: Collection[Use]) -> list[str]:
+    return sorted(name for name, family in FAMILIES.items() if family.supported.issuperset(uses))
 
 
 def _configuration(model: ModelConfig) -> dict[str, Any]:
@@ -164,19 +164,19 @@ def _ropes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     return parts or [given]
 
 
-def _wrong(values: Mapping[str, Any]) -> dict[Use, str]:
+def _refused(values: Mapping[str, Any]) -> dict[Use, str]:
     """Why a model of this configuration is refused, by use."""
     kind = str(values.get("model_type"))
     family = FAMILIES.get(kind)
-    found = dict(family.wrong) if family else _by_transformers(kind)
+    reasons = dict(family.refused) if family else _by_transformers(kind)
     if values.get("attn_logit_softcapping"):
-        found |= dict.fromkeys(PACKED, "attn_logit_softcapping caps its attention, which packed attention does not")
+        reasons |= dict.fromkeys(PACKED, "attn_logit_softcapping caps its attention, which packed attention does not")
     if values.get("use_bidirectional_attention"):
-        found |= dict.fromkeys(PACKED, "its tokens attend to later ones (use_bidirectional_attention)")
+        reasons |= dict.fromkeys(PACKED, "its tokens attend to later ones (use_bidirectional_attention)")
     for name, does in (("final_logit_softcapping", "caps"), ("logit_scale", "scales"), ("logits_scaling", "scales")):
         if values.get(name) not in (None, 1):
-            found[Use.LANGUAGE] = f"{name}={values[name]} {does} its logits, which packed passes do not"
-    return found
+            reasons[Use.LANGUAGE] = f"{name}={values[name]} {does} its logits, which packed passes do not"
+    return reasons
 
 
 def _by_transformers(kind: str) -> dict[Use, str]:

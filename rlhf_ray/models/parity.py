@@ -44,7 +44,7 @@ SMALLEST_GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.03}
 """Gradients that are smaller than this share of the largest are held to the same difference: those of keys' biases, for
 one, are nothing but rounding."""
 GRADIENT, SCALARS = "gradients of", ("scalar outputs", "values")
-REMEDY = "Use a model of a family that is known to be right (docs/models.md)"
+REMEDY = "Use a model of a supported family (docs/models.md)"
 FAILURES = (TypeError, ValueError, AttributeError, NotImplementedError, LookupError)
 """What a pass of a family raises that is built otherwise than the passes expect."""
 

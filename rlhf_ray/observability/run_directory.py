@@ -93,8 +93,8 @@ class RunDirectory:
             term = claim(self.path, ProcessIdentity.own(), logging.getLogger(__name__).warning)
             self.ownership = Ownership(term)
         except OSError as error:
-            raise ConfigError(f"who owns run.dir={str(self.path)!r} cannot be read or written "
-                              f"({error.strerror or error}): see to the directory {self.path / FOLDER}") from error
+            raise ConfigError(f"the owner record of run.dir={str(self.path)!r} cannot be read or written "
+                              f"({error.strerror or error}): check the directory {self.path / FOLDER}") from error
         with self.ownership.renewed():
             for folder in (self.path, self.samples, self.control):
                 for file in folder.glob(".*"):

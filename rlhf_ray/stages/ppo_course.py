@@ -118,19 +118,19 @@ class Course:
 
 
 def check_ledger(coordinator: Coordinator, place: Path) -> None:
-    """Refuse a checkpoint whose ledger and state do not speak of the same samples: some would be lost, or made twice.
+    """Refuse a checkpoint whose ledger and state disagree on the open samples: some would be lost, or made twice.
 
     Raises:
         CheckpointError: names some of them.
     """
     ledger, position = coordinator.pipeline.ledger, coordinator.state.cursor.position
-    remedy = "go on from another checkpoint, or begin a new run"
+    remedy = "resume from another checkpoint, or begin a new run"
     if odd := sorted(key.numbers for key in ledger.open_keys() ^ set(coordinator.open_keys())):
-        raise CheckpointError(f"{place}: {len(odd)} samples are open by its ledger or by its state and not by both, "
-                              f"such as (epoch, row, sample) {odd[0]}; {remedy}")
+        raise CheckpointError(f"{place}: its ledger and its state disagree on {len(odd)} open samples, such as "
+                              f"(epoch, row, sample) {odd[0]}; {remedy}")
     if ledger.position() != position:
-        raise CheckpointError(f"{place}: by its ledger {ledger.position()} prompts of each source are handed out, by "
-                              f"its data cursor {position}; {remedy}")
+        raise CheckpointError(f"{place}: {ledger.position()} prompts of each source are handed out according to its "
+                              f"ledger, {position} according to its data cursor; {remedy}")
 
 
 async def bring_back(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:

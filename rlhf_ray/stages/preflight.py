@@ -82,8 +82,8 @@ def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
 
 
 def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str]) -> None:
-    """Refuse two models that would read the same token ids as different texts, and a second one without embeddings for
-    all that the first has, words or not: it can draw any.
+    """Refuse two models whose token ids mean different texts, and a second model with fewer embeddings than the first,
+    which can sample any id that it has.
 
     Raises:
         ModelError: naming both fields.
@@ -95,8 +95,8 @@ def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str
     known, drawn = (_shape(model).get("vocab_size") for model in (second, first))
     if known is not None and drawn is not None and known < drawn:
         raise ModelError(f"{fields[1]} ({second.path!r}) has {known} embeddings and {fields[0]} ({first.path!r}) has "
-                         f"{drawn}: it could not read ids from {known} on, which the policy can draw. Resize its "
-                         "embeddings to as many.")
+                         f"{drawn}: it has none for ids from {known} on, which the policy can sample. Resize its "
+                         f"embeddings to {drawn}.")
 
 
 def check_adapters(learner: LearnerConfig, model: ModelConfig | NewModelConfig, field: str, scalar: bool) -> None:

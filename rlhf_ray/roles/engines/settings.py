@@ -140,8 +140,8 @@ def inspect_architectures(settings: EngineSettings) -> None:
     entries = [ModelRegistry.models.get(name) for name in settings.architectures]
     if all(entry is None or getattr(entry, "module_name", "").endswith(".transformers") for entry in entries):
         raise ModelError(f"vLLM has no implementation of its own of {', '.join(settings.architectures) or 'a model'} "
-                         f"(config.json of {settings.model.path!r}), and cannot run transformers' here; take a model "
-                         "of a family that it has (see docs/models.md)")
+                         f"(config.json of {settings.model.path!r}), and running transformers' in it fails; use a "
+                         "model of a family that vLLM implements (see docs/models.md)")
     if settings.generation.gpus > 0:
         return
     for name in settings.architectures:

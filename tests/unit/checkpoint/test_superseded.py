@@ -133,7 +133,7 @@ def test_what_came_late_all_the_same_is_overlooked_and_removed(tmp_path, monkeyp
     assert b.store.latest().step == 2 and b.store.newest_name()[0] == 2
     c = Driver(tmp_path, "c")
     assert c.start == 2 and found(tmp_path) == {"step_2": "a"}
-    assert "removing" in c.said[0] and "step_4: it was made in term 1 of" in c.said[0]
+    assert "removing" in c.said[0] and "step_4: a superseded driver wrote it (term 1)" in c.said[0]
 
 
 def test_what_came_late_is_removed_too_where_a_driver_in_between_died_before_it_chose(tmp_path, monkeypatch):

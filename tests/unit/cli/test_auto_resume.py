@@ -101,7 +101,8 @@ def test_a_lost_cluster_is_waited_for_with_growing_pauses_though_no_checkpoint_w
     assert runs.pauses == [1, 2, 4, 8, 16, 32], "the third start comes later again: nothing was made in the second"
     assert runs.started == [["ppo", "c.yaml"], *[["ppo", "c.yaml", "--resume"]] * 2]
     told = capsys.readouterr().err
-    assert "lost its Ray cluster, or did not reach it (exit code 68); head:6379 is asked for in 4 s, and for 97" in told
+    assert ("lost its Ray cluster, or could not connect to it (exit code 68); head:6379 is tried again in 4 s, and "
+            "for at most 97") in told
     assert told.count("it is started again and goes on from the checkpoint of step 1") == 2
 
 
@@ -117,7 +118,7 @@ def test_a_cluster_that_stays_away_ends_it_with_the_code_of_its_loss(tmp_path, m
     runs.up = lambda: False
     assert runs.go(address="head:6379") == LOST_ITS_CLUSTER
     assert runs.pauses == [1, 2, 4, 8, 16, 32, 37], "100 s in all"
-    assert "not there for it within cluster.start_timeout_s=100 s: it is not started again" in capsys.readouterr().err
+    assert "did not answer within cluster.start_timeout_s=100 s: it is not started again" in capsys.readouterr().err
 
 
 def test_a_cluster_that_takes_connections_and_no_runs_is_not_tried_for_ever(tmp_path, monkeypatch):
@@ -160,7 +161,7 @@ def test_a_request_to_stop_ends_the_wait(tmp_path, monkeypatch, capsys):
     runs = Runs(tmp_path, monkeypatch, (1, LOST_ITS_CLUSTER))
     runs.up, runs.stop_after = lambda: False, 3
     assert runs.go(address="head:6379") == STOPPED
-    assert "asked to stop while the cluster was waited for" in capsys.readouterr().err
+    assert "asked to stop while waiting for the cluster" in capsys.readouterr().err
 
 
 def test_a_pause_is_over_at_a_request_to_stop():

@@ -72,7 +72,7 @@ def test_rows_with_and_without_types_score_together_as_apart(saved):
 
 def test_packing_is_for_the_proven_and_encoders_read_pairs(saved):
     packed = {family for family in FAMILIES if runs_packed(transformers.AutoConfig.from_pretrained(saved(family)))}
-    assert packed == {name for name, known in KNOWN.items() if Use.SCALAR in known.right}, "and only that is tested"
+    assert packed == {name for name, known in KNOWN.items() if Use.SCALAR in known.supported}, "and only that is tested"
     pairs = {family for family in FAMILIES if Classifier(ModelConfig(path=str(saved(family)))).reads_pairs}
     assert pairs == {"bert", "distilbert", "roberta", "deberta-v2", "modernbert"}
 

@@ -46,8 +46,8 @@ def packed_and_alone(config, directory):
 
 
 def test_what_is_listed_as_right_is_tested_here_and_only_that():
-    assert {name for name, family in FAMILIES.items() if Use.LANGUAGE in family.right} == set(DECODERS)
-    assert not any(family.right & family.wrong.keys() for family in FAMILIES.values())
+    assert {name for name, family in FAMILIES.items() if Use.LANGUAGE in family.supported} == set(DECODERS)
+    assert not any(family.supported & family.refused.keys() for family in FAMILIES.values())
 
 
 @pytest.mark.parametrize("family", DECODERS)

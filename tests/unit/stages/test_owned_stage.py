@@ -90,6 +90,6 @@ def test_what_earlier_terms_were_writing_goes_before_anything_is_read(config, tm
 def test_a_directory_whose_owner_cannot_be_written_is_refused_by_name(config, tmp_path):
     (tmp_path / "run").mkdir()
     Term(tmp_path / "run", 1).path.parent.touch()
-    said = "who owns run.dir=.* cannot be read or written"
+    said = "the owner record of run.dir=.* cannot be read or written"
     with pytest.raises(ConfigError, match=said), owned_directory(config, False):
         pass
