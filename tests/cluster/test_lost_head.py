@@ -27,9 +27,10 @@ with ray_session(ClusterConfig(address=sys.argv[1], allow_open=True), {}, "tiny"
 
 def test_a_driver_without_its_head_ends_with_the_code_of_its_loss():
     with ray_head(cpus=2) as head:
-        family = [p for p in psutil.process_iter(["cmdline"]) if head.environment["HOME"] in " ".join(p.cmdline())]
-        (gcs,) = (p for p in family if p.name() == "gcs_server")
-        address = re.search(r"--gcs-address=(\S+)", " ".join(word for p in family for word in p.cmdline())).group(1)
+        family = [p for p in psutil.process_iter(["name", "cmdline"])  # whose answers of others may be None
+                  if head.environment["HOME"] in " ".join(p.info["cmdline"] or [])]
+        (gcs,) = (p for p in family if p.info["name"] == "gcs_server")
+        address = re.search(r"--gcs-address=(\S+)", " ".join(word for p in family for word in p.info["cmdline"])).group(1)
         driver = subprocess.Popen(
             [sys.executable, "-c", DRIVER, address], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**head.environment, "RAY_AUTH_MODE": "token", "RAY_gcs_rpc_server_reconnect_timeout_s": "40"})
