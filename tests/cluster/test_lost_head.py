@@ -25,21 +25,35 @@ with ray_session(ClusterConfig(address=sys.argv[1], allow_open=True), {}, "tiny"
 """
 
 
+def lose(head):
+    """(exit code, errors, address) of a driver whose head is killed; None where Ray did not let it join.
+
+    On a busy machine a node may end itself soon after its start, since its own parts are late.
+    """
+    family = [p for p in psutil.process_iter(["name", "cmdline"])  # of processes of others, both may be None
+              if head.environment["HOME"] in " ".join(p.info["cmdline"] or [])]
+    words = " ".join(word for p in family for word in p.info["cmdline"])
+    (gcs,) = (p for p in family if p.info["name"] == "gcs_server")
+    address = re.search(r"--gcs-address=(\S+)", words).group(1)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, address], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**head.environment, "RAY_AUTH_MODE": "token", "RAY_gcs_rpc_server_reconnect_timeout_s": "40"})
+    try:
+        if driver.stdout.readline() != "joined\n":
+            return None
+        gcs.send_signal(signal.SIGKILL)
+        gcs.wait(10)
+        _, errors = driver.communicate(timeout=120)
+    finally:
+        driver.kill()
+    return driver.returncode, errors, address
+
+
 def test_a_driver_without_its_head_ends_with_the_code_of_its_loss():
-    with ray_head(cpus=2) as head:
-        family = [p for p in psutil.process_iter(["name", "cmdline"])  # whose answers of others may be None
-                  if head.environment["HOME"] in " ".join(p.info["cmdline"] or [])]
-        (gcs,) = (p for p in family if p.info["name"] == "gcs_server")
-        address = re.search(r"--gcs-address=(\S+)", " ".join(word for p in family for word in p.info["cmdline"])).group(1)
-        driver = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, address], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**head.environment, "RAY_AUTH_MODE": "token", "RAY_gcs_rpc_server_reconnect_timeout_s": "40"})
-        try:
-            assert driver.stdout.readline() == "joined\n", driver.communicate(timeout=60)
-            gcs.send_signal(signal.SIGKILL)
-            gcs.wait(10)
-            _, errors = driver.communicate(timeout=120)
-        finally:
-            driver.kill()
-    assert driver.returncode == ClusterUnavailable.exit_code, errors
+    for _ in range(3):
+        with ray_head(cpus=2) as head:
+            if (lost := lose(head)) is not None:
+                break
+    code, errors, address = lost
+    assert code == ClusterUnavailable.exit_code, errors
     assert f"the head of the Ray cluster at {address} has not taken a connection for" in errors
