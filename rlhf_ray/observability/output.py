@@ -105,6 +105,13 @@ class NonBlockingStream(io.TextIOBase):
                     return
                 self._change.wait(left_s)
 
+    def release(self) -> None:
+        """`drain`, then let the thread end: nothing more will be written."""
+        self.drain()
+        with self._change:
+            self._gone = True
+            self._change.notify_all()
+
     def _write_through(self, text: str) -> None:
         with suppress(Exception):
             if self._stream is not None:
@@ -112,10 +119,13 @@ class NonBlockingStream(io.TextIOBase):
                 self._stream.flush()
 
     def _work(self) -> None:
-        while not self._gone:
+        while True:
             with self._change:
-                while not self._parts:
+                while not self._parts and not self._gone:
                     self._change.wait()
+                if self._gone:
+                    os.close(self._descriptor)
+                    return
                 data = self._parts.popleft()
             written = self._written(data)
             with self._change:
