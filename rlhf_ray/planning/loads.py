@@ -51,6 +51,10 @@ class Load:
                 of_role[part] = of_role.get(part, 0.0) + amount
         return dict(sorted(found.items(), key=lambda held: -sum(held[1].values())))
 
+    def is_like(self, other: "Load") -> bool:
+        """Whether it is the same kind of memory with the same roles, so that the same changes make room in it."""
+        return (self.device is None) == (other.device is None) and self.roles.keys() == other.roles.keys()
+
     @property
     def name(self) -> str:
         """Readable."""

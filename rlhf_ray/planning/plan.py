@@ -66,27 +66,26 @@ def make_plan(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, free_d
 
 
 def worst_load(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, on: Load) -> float:
-    """How full a device of that kind would be at most, were this the configuration."""
+    """How full a device with the same roles would be at most, were this the configuration."""
     roles = roles_of(config, shapes)
     placement = place(config.pools, {role.name: role.placement for role in roles}, nodes)
-    alike = [load for load in loads_of(config, roles, placement, nodes) if (load.device is None) == (on.device is None)]
-    return float("inf") if placement.shortages else max((load.share for load in alike), default=0.0)
+    return max((load.share for load in loads_of(config, roles, placement, nodes) if load.is_like(on)), default=0.0)
 
 
 def _too_full(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, loads: Sequence[Load]) -> list[Finding]:
-    """A refusal for the fullest GPU and the fullest main memory, where they are over their capacity."""
-    found = []
-    for gpus in (True, False):
-        full = [load for load in loads if (load.device is not None) == gpus and load.share > 1]
-        if not full:
-            continue
-        worst = max(full, key=lambda load: load.share)
+    """A refusal for each set of roles whose GPU or main memory is over its capacity, about the fullest such device."""
+    found: list[Finding] = []
+    full = sorted((load for load in loads if load.share > 1), key=lambda load: (load.device is None, -load.share))
+    while full:
+        worst = full[0]
+        more = len([load for load in full[1:] if load.is_like(worst)])
+        full = [load for load in full if not load.is_like(worst)]
         role, parts = next(iter(worst.roles.items()))
         part = max(parts, key=lambda name: parts[name])
         change = remedy(config, worst, lambda changed, on=worst: worst_load(changed, nodes, shapes, on))  # type: ignore[misc]
         found.append(Finding("refused", (
             f"{role} does not fit: {gib(worst.bytes - worst.capacity)} too much for {worst.name}"
-            f"{f' ({worst.kind})' if gpus else ''}{f', and {len(full) - 1} more like it' if len(full) > 1 else ''}. "
+            f"{f' ({worst.kind})' if worst.device is not None else ''}{f', and {more} more like it' if more else ''}. "
             f"{change}. Together the roles there would hold {gib(worst.bytes)} of {gib(worst.capacity)}; {role}'s part "
             f"is {gib(sum(parts.values()))}, {gib(parts[part])} of it {part}")))
     return found

@@ -62,8 +62,9 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
         if isinstance(section, GenerationConfig) and section.cache_mb:
             for size in _halvings(section.cache_mb, CACHE_ON_CPU_MB):
                 yield name, "kv_cache_mb", size
-    if load.device is None and config.cluster.object_store_mb > 200 and not config.cluster.address:
-        yield "cluster", "object_store_mb", 200
+    if load.device is None and not config.cluster.address:
+        for size in _halvings(config.cluster.object_store_mb, 200):
+            yield "cluster", "object_store_mb", size
 
 
 def changed(config: StageConfig, chosen: list[Change]) -> StageConfig:

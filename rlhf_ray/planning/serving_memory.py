@@ -1,5 +1,7 @@
 """Memory of roles that do not train: generators with vLLM, and frozen models that score."""
 
+from math import isfinite
+
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.planning.activations import Pass, logits_bytes, scoring_bytes
 from rlhf_ray.planning.hardware import Hardware
@@ -19,7 +21,7 @@ def generator_memory(
 ) -> Memory:
     """One generator's. On the CPU it holds its weights twice more while a publication arrives, as they came and as they
     are packed for its kernels (weights/shadow.py); on a GPU vLLM takes what `kv_cache_mb` and the weights need, or
-    `gpu_memory_utilization` of the device.
+    `gpu_memory_utilization` of the device; where a node has no GPU, a cache for all sequences is counted.
 
     Args:
         longest: tokens of prompt and response.
@@ -33,9 +35,14 @@ def generator_memory(
     a_pass = Pass(config.prefill_tokens(longest), longest, on_gpu=True, half_model=shape.bytes_per_value == 2)
     parts = {WEIGHTS: weights, ACTIVATIONS: scoring_bytes(shape, a_pass) / spans,
              LOGITS: 2 * config.max_sequences * shape.vocabulary * 4.0, BUFFERS: bucket_bytes, RUNTIME: GPU_CONTEXT}
-    room = device.memory_bytes * config.gpu_memory_utilization - sum(parts.values())
-    parts[CACHE] = max(0.0, room) if config.cache_mb is None else config.cache_mb * float(MIB)
-    fixed = device.memory_bytes * config.gpu_memory_utilization if config.cache_mb is None else 0.0
+    taken = device.memory_bytes * config.gpu_memory_utilization if config.cache_mb is None else 0.0
+    if config.cache_mb is not None:
+        parts[CACHE] = config.cache_mb * float(MIB)
+    elif isfinite(taken):
+        parts[CACHE] = max(0.0, taken - sum(parts.values()))
+    else:  # no GPU to take a share of
+        parts[CACHE] = config.max_sequences * shape.cache_bytes * longest / spans
+    fixed = taken if isfinite(taken) else 0.0
     host = {BUFFERS: through_memory, RUNTIME: GENERATOR + spans * (ENGINE_CORE + GPU_HOST)}
     return Memory(device=parts, host=host, fixed=fixed)
 

@@ -64,10 +64,11 @@ def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory
                                      f"tokens, which takes {needed} MiB, and vLLM would not start; {fix}")
         elif room < generator.max_sequences / 2:
             all_of_them = -(-shape.cache_bytes * longest * generator.max_sequences // MIB)
-            more = (f"set generator.kv_cache_mb to {all_of_them}" if generator.cache_mb else
-                    f"lower generator.max_sequences to {int(room)}, or use more tensor_parallel")
+            more = (f"raise generator.kv_cache_mb ({all_of_them} holds all)" if generator.cache_mb else
+                    "use more tensor_parallel")
             yield Finding("tight", f"generator: its KV cache holds {room:.0f} longest sequences of "
-                                   f"generator.max_sequences={generator.max_sequences}; vLLM puts others off; {more}")
+                                   f"generator.max_sequences={generator.max_sequences}; vLLM puts others off; lower "
+                                   f"generator.max_sequences to {int(room)}, or {more}")
 
 
 def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:

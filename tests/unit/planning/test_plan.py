@@ -1,6 +1,8 @@
 """Plans: what is counted, what is refused and with which way out, and that the recipes fit the machines they name."""
 
+import json
 import re
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PolicyConfig
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.planning.as_json import plan_as_values
+from rlhf_ray.planning.as_json import plan_as_json, plan_as_values
 from rlhf_ray.planning.learner_memory import Training, learner_memory
 from rlhf_ray.planning.memory import GIB
 from rlhf_ray.planning.model_shape import ModelShape
@@ -169,6 +171,30 @@ class TestVerdict:
             rest = [f"--{change}" for change in advice if change != left_out]
             assert planned(recipe, nodes, *worse, *rest).refused, f"{left_out} is not needed"
 
+    def test_roles_on_gpus_of_their_own_are_told_apart(self):
+        worse = ["--policy.micro_batch_tokens=65536", "--critic.micro_batch_tokens=131072"]
+        critic, policy = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", *worse).refused
+        for role, refusal in (("critic", critic), ("policy", policy)):
+            assert refusal.startswith(f"{role} does not fit") and "and 2 more like it" in refusal
+            assert f"To fit, set {role}.micro_batch_tokens=16384. " in refusal
+        assert not planned("eight_gpu_8b_ppo.yaml", "1x8xH100", "--policy.micro_batch_tokens=16384",
+                           "--critic.micro_batch_tokens=16384").refused
+
+    @pytest.mark.parametrize("nodes", ["1x(cpus=64,memory=16)", "1x(gpus=1,gpu=H100,cpus=16,memory=24)"])
+    def test_an_object_store_is_made_no_smaller_than_it_must_be(self, nodes):
+        large = "--cluster.object_store_mb=61440"
+        advice = [re.findall(r"To fit, set cluster\.object_store_mb=(\d+)\. ", text)
+                  for text in planned("one_gpu_0.5b_grpo.yaml", nodes, large).refused]
+        [[size]] = [found for found in advice if found]
+        assert int(size) > 2000
+        rest = planned("one_gpu_0.5b_grpo.yaml", nodes, f"--cluster.object_store_mb={size}").findings
+        assert not any("does not fit" in f.text or f.text.startswith("the object store of") for f in rest)
+
+    def test_a_node_without_gpus_has_no_endless_memory(self):
+        plan = planned("eight_gpu_8b_ppo.yaml", "1x(cpus=64,memory=64)")
+        assert plan.refused and all(isfinite(memory.device_bytes) for memory in plan.memory.values())
+        json.loads(plan_as_json(plan), parse_constant=pytest.fail)
+
     def test_what_no_field_mends_says_so(self):
         plan = planned("one_gpu_8b_lora.yaml", "1x1xL4")
         assert "smaller model" in plan.refused[0]
@@ -195,7 +221,8 @@ class TestVerdict:
         plan = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.kv_cache_mb=128")
         assert any("generator.kv_cache_mb to 192 at least" in text for text in plan.refused)
         tight = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.kv_cache_mb=2048")
-        assert any("holds 11 longest sequences" in finding.text for finding in tight.findings)
+        [told] = [finding.text for finding in tight.findings if "holds 11 longest sequences" in finding.text]
+        assert "lower generator.max_sequences to 10, or raise generator.kv_cache_mb" in told
         assert not tight.refused
 
     def test_full_precision_on_a_gpu_is_told(self):
