@@ -45,7 +45,9 @@ class StageProgress:
         self, name: str, total: int, start: int = 0, stream: TextIO | None = None, every_s: float = 5.0
     ) -> None:
         self.name, self.total, self.step = name, total, start
-        self._stream = non_blocking(stream or sys.stdout)
+        given = stream or sys.stdout
+        self._stream = non_blocking(given)
+        self._own = self._stream is not given
         self._every_s = every_s
         self._began = time.monotonic()
         self._warned: set[str] = set()
@@ -78,7 +80,7 @@ class StageProgress:
             self._print(self._line())
         self._print(f"{self.name}: {ending}")
         if isinstance(self._stream, NonBlockingStream):
-            self._stream.drain()
+            self._stream.release() if self._own else self._stream.drain()
 
     def update(self, step: int, **numbers: float) -> None:
         """`step` steps of the stage are done; show `numbers` (reward, kl, loss, samples_per_second, ...) beside it."""

@@ -45,6 +45,18 @@ def test_lines_arrive_in_order():
     assert taken(reader, b"stopped").splitlines()[1:3] == ["ppo: one", "ppo: warning: two"]
 
 
+def test_a_stage_that_is_over_leaves_neither_thread_nor_descriptor():
+    reader, stream = piped()
+    for _ in range(3):
+        with StageProgress("ppo", total=1, stream=stream) as progress:
+            progress.note("one")
+    stream.close()
+    found = b""
+    while part := os.read(reader, 4096):  # until nobody holds the other end
+        found += part
+    assert found.count(b"one") == 3
+
+
 def test_a_reader_that_is_gone_ends_nothing():
     reader, stream = piped()
     os.close(reader)
