@@ -41,8 +41,9 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """What is ready now. Waits in earnest only where no timer is set, which is for another thread."""
+        working = at_work()  # before the look: what a thread ends afterwards is seen by the next one
         ready = super().select(None if timeout is None else 0)
-        if not ready and timeout and at_work():  # the disk takes its time, during which nothing else would happen
+        if not ready and timeout and working:  # the disk takes its time, during which nothing else would happen
             return super().select(REAL_S)
         if not ready and timeout:
             self._loop.jump(timeout)

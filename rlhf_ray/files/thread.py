@@ -115,7 +115,6 @@ class FileThread:
             self._thread = threading.Thread(target=self._work, daemon=True, name=self._name)
             self._thread.start()
         self._open.add(future)
-        future.add_done_callback(self._open.discard)
         self._jobs.put((future, lambda: job(*args)))
         return future
 
@@ -184,6 +183,7 @@ class FileThread:
             for future in list(self._open):
                 with suppress(InvalidStateError):  # it came to its end this moment
                     future.set_exception(error)
+                self._open.discard(future)
 
     def _work(self) -> None:
         work_for(self.progress)
@@ -200,6 +200,7 @@ class FileThread:
             else:
                 self._end(future.set_result, outcome)
             self.progress.moved += 1
+            self._open.discard(future)  # after whoever waits was told: until then the thread is at work
             del future, job, found
 
     @staticmethod

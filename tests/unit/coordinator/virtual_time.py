@@ -22,8 +22,9 @@ class _Jumping(selectors.DefaultSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        working = at_work()  # before the look: what a thread ends afterwards is seen by the next one
         found = super().select(0)
-        if not found and timeout != 0 and at_work():
+        if not found and timeout != 0 and working:
             return super().select(REAL_S)
         if not found:
             if timeout is None:
