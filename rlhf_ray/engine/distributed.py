@@ -64,18 +64,19 @@ def leave() -> None:
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum of a small float64 vector over all ranks; a collective call."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return values
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # NCCL reduces nothing that lies on the CPU
-    total = values.to(device)
-    dist.all_reduce(total)
-    return total.cpu()
+    return _reduced(values, dist.ReduceOp.SUM)
 
 
 def largest_of_ranks(numbers: list[float]) -> list[float]:
     """Of each number the largest that a rank gives; a collective call."""
+    largest: list[float] = _reduced(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+    return largest
+
+
+def _reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return numbers
-    found = torch.tensor(numbers, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [float(number) for number in found]
+        return values
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # NCCL reduces nothing that lies on the CPU
+    result = values.to(device)
+    dist.all_reduce(result, op=operation)
+    return result.cpu()

@@ -8,10 +8,9 @@ import ctypes
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,6 @@ class Progress:
     """Changes with every operation that begins or ends, and with every piece of a long one."""
     doing: str = ""
     """The operation under way and its file; empty between two."""
-    since: float = field(default_factory=time.monotonic)
-    """When it began, by `time.monotonic`."""
     interrupted: bool = False
     """Whether the thread is to leave its job where it next could be seen to move."""
 
@@ -77,13 +74,13 @@ def moved() -> None:
 def operation(what: str, path: Path | str) -> Iterator[None]:
     """Name what the calling thread does meanwhile: "flush", "hash", and the file."""
     own = progress()
-    before = own.doing, own.since
+    before = own.doing
     own.move()
-    own.doing, own.since = f"{what} {path}", time.monotonic()
+    own.doing = f"{what} {path}"
     try:
         yield
     finally:
-        (own.doing, own.since), own.moved = before, own.moved + 1
+        own.doing, own.moved = before, own.moved + 1
 
 
 @contextmanager
