@@ -26,10 +26,10 @@ install: ## Make .venv and install the package (nothing when done already)
 install-test:
 	@$(SETUP) $(EXTRA) test
 
-quickstart: install ## Run the whole way, data to tuned policy, in some minutes on two cores
+quickstart: install ## Run the whole way, data to tuned policy, in a few minutes on two cores
 	@$(BIN)/rlhf-ray quickstart $(ARGS)
 
-example: install ## Teach sums by rewarding right answers, in some minutes on two cores
+example: install ## Teach sums by rewarding right answers, in a few minutes on two cores
 	@$(BIN)/rlhf-ray example arithmetic $(ARGS)
 
 test: install-test ## Run the default tests

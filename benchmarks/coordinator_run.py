@@ -27,12 +27,12 @@ from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.crew import Crew
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -40,8 +40,8 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.ppo import close_books, show_live, wire
-from rlhf_ray.stages.workplace import workplace
+from rlhf_ray.stages.ppo import finalize_ledger, show_live, wire
+from rlhf_ray.stages.runtime import open_runtime
 
 BATCH, STALENESS = 10_000, 4
 """Samples of a step, and η: so large that no batch waits for a generator's slowest chunk and the one behind it."""
@@ -115,15 +115,15 @@ def configuration(directory: Path, generators: int, samples: int, batch: int, lo
     }))
 
 
-def team_of(group: Callable[[str, int], Any], generators: int, clock: StepClock) -> Team:
+def role_groups_of(group: Callable[[str, int], Any], generators: int, clock: StepClock) -> RoleGroups:
     """A team with the roles of PPO with a critic."""
-    return Team(
+    return RoleGroups(
         generators=group("generator", generators), reference=group("reference_scorer", SCORERS),
         reward=group("reward_scorer", SCORERS), assembler=group("assembler", SCORERS),
         policy=group("policy_learner", 1), critic=group("critic_learner", 1), clock=clock)
 
 
-async def run_coordinator(config: PPOConfig, team: Team, reader: Any, live: bool) -> dict[str, Any]:
+async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, live: bool) -> dict[str, Any]:
     """The whole run, wired as the stage wires it; `live` keeps status.json and watches workers as a run does.
 
     Returns:
@@ -131,10 +131,11 @@ async def run_coordinator(config: PPOConfig, team: Team, reader: Any, live: bool
         ledger: samples by what became of them, when every one is accounted for.
     """
     directory = RunDirectory.create(config.run.dir)
-    metrics = MarkingWriter(directory.path, config, team.clock.now)
-    prompts = PromptSource(Crew(reader, team.clock), "training", [config.run.steps * config.samples_per_step], [])
+    metrics = MarkingWriter(directory.path, config, roles.clock.now)
+    prompts = PromptSource(WorkerDispatcher(reader, roles.clock), "training",
+                           [config.run.steps * config.samples_per_step], [])
     with (directory.path / "progress.txt").open("w") as stream, StageProgress("", config.run.steps, 0, stream) as shown:
-        coordinator = wire(config, team, WeightSync(config.weights, team), (prompts, None), directory,
+        coordinator = wire(config, roles, WeightSync(config.weights, roles), (prompts, None), directory,
                            CheckpointStore(directory.checkpoints, 1), metrics, shown, StopRequest(shown.warn),
                            EvaluationLog(directory, None), None)
         coordinator.state.unmeasured = False
@@ -142,17 +143,17 @@ async def run_coordinator(config: PPOConfig, team: Team, reader: Any, live: bool
         async with looked_at(coordinator, directory) if live else nothing():
             await coordinator.run()
     metrics.close()
-    samples = close_books(coordinator.pipeline.ledger, coordinator.open_keys())
+    samples = finalize_ledger(coordinator.pipeline.ledger, coordinator.open_keys())
     return {"marks": [asdict(mark) for mark in metrics.marks], "ledger": samples}
 
 
 @asynccontextmanager
 async def looked_at(coordinator: Coordinator, directory: RunDirectory) -> AsyncIterator[None]:
     """What goes on beside a run: its status is written, and its workers are watched."""
-    team = coordinator.team
-    watch = Watch(team, coordinator.config.cluster.lease_s)
+    roles = coordinator.roles
+    watch = Watch(roles, coordinator.config.cluster.heartbeat_timeout_s)
     show = show_live(coordinator.config, directory)
-    async with live_status(lambda: coordinator, directory, show), team.healing.at_work(watch.keep_looking):
+    async with live_status(lambda: coordinator, directory, show), roles.healing.at_work(watch.keep_looking):
         yield
 
 
@@ -165,24 +166,25 @@ async def nothing() -> AsyncIterator[None]:
 async def over_local(config: PPOConfig) -> dict[str, Any]:
     """All ranks in this process, in a loop that jumps over waiting."""
     clock = asyncio.get_running_loop().time
-    roles = StubRoles(config.run.seed, clock)
-    team = team_of(lambda role, workers: LocalGroup(role, workers, roles), config.generator.workers, StepClock(clock))
-    found = await run_coordinator(config, team, LocalGroup("prompt_reader", 1, roles), live=False)
-    return {**found, "generated": await roles.generated(0)}
+    stub = StubRoles(config.run.seed, clock)
+    roles = role_groups_of(lambda role, workers: LocalGroup(role, workers, stub), config.generator.workers,
+                           StepClock(clock))
+    found = await run_coordinator(config, roles, LocalGroup("prompt_reader", 1, stub), live=False)
+    return {**found, "generated": await stub.generated(0)}
 
 
 async def over_ray(config: PPOConfig) -> dict[str, Any]:
     """All ranks in a few Ray actors."""
-    async with workplace(config) as place:
-        hosts, others = (place.spawn(name, StubRoles, PlacementConfig(workers=HOSTS), lambda rank: {"seed": rank})
+    async with open_runtime(config) as runtime:
+        hosts, others = (runtime.spawn(name, StubRoles, PlacementConfig(workers=HOSTS), lambda rank: {"seed": rank})
                          for name in ("generators", "others"))
         await asyncio.gather(*(call.value() for group in (hosts, others) for call in group.call_all("generated", 0)))
 
         def group(role: str, workers: int) -> StubGroup:
             return HostedGroup(role, workers, hosts if role == "generator" else others)
 
-        team = team_of(group, config.generator.workers, StepClock())
-        found = await run_coordinator(config, team, group("prompt_reader", 1), live=True)
+        roles = role_groups_of(group, config.generator.workers, StepClock())
+        found = await run_coordinator(config, roles, group("prompt_reader", 1), live=True)
         generated = [await call.value() for call in hosts.call_all("generated", 0)]
     return {**found, "generated": [span for spans in generated for span in spans]}
 

@@ -1,4 +1,4 @@
-"""A real run on one team of workers, in turns: some steps synchronous, then some overlapped, of the same samples.
+"""A real run on one set of real workers, in turns: some steps synchronous, then some overlapped, of the same samples.
 
 The generator and the frozen scorers share one core, the learner has the other. Every turn begins with the same prompts
 and seeds, and the learning rate is too small to change what is sampled, so all turns do the same work.
@@ -22,10 +22,10 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.reviews import make_openings
@@ -34,8 +34,8 @@ from rlhf_ray.observability.spans import Span, StepClock, timeline
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.stages.ppo_team import spawn_team, start_team
-from rlhf_ray.stages.workplace import workplace
+from rlhf_ray.stages.ppo_roles import spawn_roles, start_roles
+from rlhf_ray.stages.runtime import open_runtime
 
 PROMPTS = 1024
 SIDES = {
@@ -121,9 +121,9 @@ class Watch:
 class OverlapRun:
     """A started team, and turns of some steps on it."""
 
-    def __init__(self, config: PPOConfig, team: Team, prompts: PromptSource) -> None:
-        self.config, self._team, self._prompts = config, team, prompts
-        self._weights = WeightSync(config.weights, team)
+    def __init__(self, config: PPOConfig, roles: RoleGroups, prompts: PromptSource) -> None:
+        self.config, self._roles, self._prompts = config, roles, prompts
+        self._weights = WeightSync(config.weights, roles)
         self._step, self._places = 0, ReplayBuffer(1, None, 0, 1.0).state_dict()
 
     async def turn(self, max_staleness: int, steps: int) -> Steps:
@@ -133,14 +133,14 @@ class OverlapRun:
                          PromptCursor(self._prompts.sizes, SEED, shuffle=True), step=self._step)
         buffer = ReplayBuffer((max_staleness + 1) * config.samples_per_step, None, max_staleness, 3600.0)
         buffer.load_state_dict(self._places, {})
-        watch, silent = Watch(self._team.clock), _Silent()
+        watch, silent = Watch(self._roles.clock), _Silent()
         with self._ledger(config, state.cursor) as ledger:
-            pipeline = Pipeline(config, self._team, state, buffer, self._prompts, ledger)
+            pipeline = Pipeline(config, self._roles, state, buffer, self._prompts, ledger)
             await Coordinator(
-                config, self._team, state, buffer, pipeline, self._weights, recovery=cast(Any, silent),
+                config, self._roles, state, buffer, pipeline, self._weights, recovery=cast(Any, silent),
                 evaluator=None, best=cast(Any, silent), metrics=cast(Any, watch), samples=cast(Any, silent),
                 progress=cast(Any, silent), stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None,
-                profiler=StepProfiler(RunDirectory(Path(config.run.dir)), self._team),
+                profiler=StepProfiler(RunDirectory(Path(config.run.dir)), self._roles),
             ).run()
         self._step, self._places = state.step, buffer.state_dict()
         return watch.middle(config.samples_per_step)
@@ -192,11 +192,11 @@ class _Silent:
 async def overlap_run(config: PPOConfig) -> AsyncIterator[OverlapRun]:
     """The team of `config`, started, each side on a core of its own."""
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-    async with workplace(config) as place:
-        team = spawn_team(config, place)
-        prompts, _ = await start_team(config, place, team, cast(Any, _Silent()))
+    async with open_runtime(config) as runtime:
+        roles = spawn_roles(config, runtime)
+        prompts, _ = await start_roles(config, runtime, roles, cast(Any, _Silent()))
         give_cores()
-        yield OverlapRun(config, team, prompts)
+        yield OverlapRun(config, roles, prompts)
 
 
 def give_cores() -> None:

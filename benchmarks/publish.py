@@ -22,11 +22,11 @@ from benchmarks.comparison import DifferentWork
 from benchmarks.copies import Copies
 from benchmarks.figure import Figure
 from benchmarks.publish_profile import profile
-from benchmarks.publish_team import Sizes, make_models, publishing_team
+from benchmarks.publish_workers import Sizes, make_models, publishing_roles
 from benchmarks.workload import SEED, prompts
 from rlhf_ray.config.generation import SamplingConfig, WeightsConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.records import Rollout, SampleKey
 
@@ -80,13 +80,13 @@ async def _measure(directory: Path, name: str, repeats: int) -> Measured:
     models = make_models(directory, name, SIZES[name])
     table = prompts(directory, SAMPLES)
     its = Measured()
-    async with publishing_team(*models) as team:
-        sync, rollout = WeightSync(WeightsConfig(), team), (await _draw(team, table, 0))[0]
-        await _require(team, rollout, same=False)
+    async with publishing_roles(*models) as roles:
+        sync, rollout = WeightSync(WeightsConfig(), roles), (await _draw(roles, table, 0))[0]
+        await _require(roles, rollout, same=False)
         its.nbytes = (await sync.publish(version := 1)).nbytes
         for _ in range(WARM_UP + (ClusterConfig().object_store_mb << 20) // its.nbytes):
             await sync.publish(version := version + 1)
-        await _require(team, rollout, same=True)
+        await _require(roles, rollout, same=True)
         with Copies(its.nbytes) as copies:
             copies.seconds()
             for _ in range(repeats):
@@ -94,24 +94,24 @@ async def _measure(directory: Path, name: str, repeats: int) -> Measured:
                 its.published.append((await sync.publish(version := version + 1)).seconds)
                 its.copied_fresh.append(copies.seconds(fresh=True))
         for _ in range(repeats):
-            await _publish_in_flight(its, team, sync, table, version := version + 1)
-        its.profile = await profile(team, version + 1, repeats)
-        await _require(team, rollout, same=True)
+            await _publish_in_flight(its, roles, sync, table, version := version + 1)
+        its.profile = await profile(roles, version + 1, repeats)
+        await _require(roles, rollout, same=True)
     return its
 
 
-async def _draw(team: Team, table: Any, epoch: int) -> list[Rollout]:
+async def _draw(roles: RoleGroups, table: Any, epoch: int) -> list[Rollout]:
     sampling = SamplingConfig(max_tokens=LONGEST)
     keys = [SampleKey(epoch, row, 0) for row in range(SAMPLES)]
-    rollouts: list[Rollout] = await team.generators.values("generate", table, keys, SEED, sampling)
+    rollouts: list[Rollout] = await roles.generators.values("generate", table, keys, SEED, sampling)
     return rollouts
 
 
-async def _publish_in_flight(its: Measured, team: Team, sync: WeightSync, table: Any, version: int) -> None:
+async def _publish_in_flight(its: Measured, roles: RoleGroups, sync: WeightSync, table: Any, version: int) -> None:
     """Publish while both generators are making tokens, which the versions in their responses prove."""
-    before = await team.generators.values("tokens_made")
-    drawing = asyncio.create_task(_draw(team, table, version))
-    while any(now == then for now, then in zip(await team.generators.values("tokens_made"), before, strict=True)):
+    before = await roles.generators.values("tokens_made")
+    drawing = asyncio.create_task(_draw(roles, table, version))
+    while any(now == then for now, then in zip(await roles.generators.values("tokens_made"), before, strict=True)):
         await asyncio.sleep(0.005)
     published = await sync.publish(version)
     for rollout in await drawing:
@@ -121,14 +121,14 @@ async def _publish_in_flight(its: Measured, team: Team, sync: WeightSync, table:
     its.pauses.append(published.pause_seconds)
 
 
-async def _require(team: Team, rollout: Rollout, same: bool) -> None:
+async def _require(roles: RoleGroups, rollout: Rollout, same: bool) -> None:
     """Compare log-probabilities of generators and learner; before the first publication they must differ.
 
     Raises:
         DifferentWork: they do not differ, or do.
     """
-    ours = (await team.policy.values("logprobs", rollout))[0].values
-    for rank, theirs in enumerate(await team.generators.values("score", rollout)):
+    ours = (await roles.policy.values("logprobs", rollout))[0].values
+    for rank, theirs in enumerate(await roles.generators.values("score", rollout)):
         gap = float(np.abs(ours - theirs.values)[rollout.response_mask].max())
         if (gap < TOLERANCE) != same:
             raise DifferentWork(f"publish: log-probabilities of generator {rank} and learner differ by {gap:.2g}")

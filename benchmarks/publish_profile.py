@@ -4,37 +4,37 @@ import time
 from statistics import median
 
 from rlhf_ray.config.generation import WeightsConfig
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 
 
-async def profile(team: Team, version: int, repeats: int) -> dict[str, float]:
+async def profile(roles: RoleGroups, version: int, repeats: int) -> dict[str, float]:
     """Seconds by part, medians of some publications; versions count up from `version`.
 
     `gather and seal` and `verify, load and pack` are the workers' own time; the two `store` parts are what lies between
     it and the driver's clock: serialising into the store, finding objects, calls and answers.
     """
-    plans = await team.policy.values("plan_weights", WeightsConfig().bucket_mb << 20, [])
+    plans = await roles.policy.values("plan_weights", WeightsConfig().bucket_mb << 20, [])
     buckets = plans[0].whole.buckets
-    turns = [await _one(team, buckets, version + turn) for turn in range(repeats)]
+    turns = [await _one(roles, buckets, version + turn) for turn in range(repeats)]
     return {part: median(turn[part] for turn in turns) for part in turns[0]}
 
 
-async def _one(team: Team, buckets: int, version: int) -> dict[str, float]:
+async def _one(roles: RoleGroups, buckets: int, version: int) -> dict[str, float]:
     parts = dict.fromkeys(("begin", "gather and seal", "into the store", "verify, load and pack", "out of the store",
                            "finish"), 0.0)
     clock = _Clock()
-    await team.generators.values("begin_weights", version, version, buckets)
+    await roles.generators.values("begin_weights", version, version, buckets)
     parts["begin"] = clock.lap()
     for index in range(buckets):
-        bucket = team.policy.call(0, "weight_bucket", version, index)
+        bucket = roles.policy.call(0, "weight_bucket", version, index)
         own = (await bucket.done()).seconds
         parts["gather and seal"] += own
         parts["into the store"] += clock.lap() - own
-        calls = team.generators.call_all("load_weights", bucket.ref, version)
+        calls = roles.generators.call_all("load_weights", bucket.ref, version)
         own = max([(await call.done()).seconds for call in calls])
         parts["verify, load and pack"] += own
         parts["out of the store"] += clock.lap() - own
-    await team.generators.values("finish_weights", version)
+    await roles.generators.values("finish_weights", version)
     parts["finish"] = clock.lap()
     return parts
 

@@ -20,7 +20,7 @@ from chaos.service import reward_service
 from chaos.settings import RANKS, SAVED_EVERY, Ground
 from chaos.small_disk import small_disk
 from chaos.summary import Finished
-from chaos.supervisor import Course, run
+from chaos.supervisor import ChaosRun, run
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory
 
@@ -107,7 +107,7 @@ def rounds(seed: int, minutes: float, only: Sequence[str], place: Path) -> Itera
     with small_disk(place) as disk, reward_service() as service:
         ground = Ground.make(place, service)
         if not disk:
-            _say("no small disk can be mounted here (that takes root), so none is filled")
+            _say("no small disk can be mounted here (that requires root), so none is filled")
         while not number or time.monotonic() - began + longest < 60 * minutes:
             start = time.monotonic()
             for trial in trials(seed + 100 * number, minutes, only, disk):
@@ -116,20 +116,20 @@ def rounds(seed: int, minutes: float, only: Sequence[str], place: Path) -> Itera
                     undisturbed[shape] = _undisturbed(ground, trial)
                 finished = _made(ground, trial, undisturbed[shape], number + 1)
                 yield finished
-                if finished.course.interruption is not None:
-                    raise finished.course.interruption
+                if finished.record.interruption is not None:
+                    raise finished.record.interruption
             longest, number = max(longest, time.monotonic() - start), number + 1
 
 
 def _undisturbed(ground: Ground, trial: Trial) -> Path:
     _say(f"{trial.steps} updates at max_staleness {trial.max_staleness} without a fault")
     config, directory = ground.configure(f"{trial.name}_undisturbed", trial.steps, trial.max_staleness)
-    course = run(config, directory, (), ground.service)
-    if course.interruption is not None:
-        raise course.interruption
-    if course.starts[-1].code:
-        raise RuntimeError(f"the run without a fault ended with {course.starts[-1].code}: "
-                           f"{course.starts[-1].last_words()}")
+    record = run(config, directory, (), ground.service)
+    if record.interruption is not None:
+        raise record.interruption
+    if record.starts[-1].code:
+        raise RuntimeError(f"the run without a fault ended with {record.starts[-1].code}: "
+                           f"{record.starts[-1].last_words()}")
     return directory
 
 
@@ -142,20 +142,20 @@ def _made(ground: Ground, trial: Trial, undisturbed: Path, number: int) -> Finis
     return looked_through(run(config, directory, faults, ground.service, _say), undisturbed, trial.same)
 
 
-def looked_through(course: Course, undisturbed: Path, same: bool) -> Finished:
+def looked_through(record: ChaosRun, undisturbed: Path, same: bool) -> Finished:
     """A run that is over, and what can be said of it.
 
     Args:
         same: whether its results must be those of the undisturbed run, to the bit.
     """
-    loops, end = course.strikes.read("loop"), course.starts[-1].ended
+    loops, end = record.strikes.read("loop"), record.starts[-1].ended
     told = json.loads(RunDirectory(undisturbed).summary.read_text())
-    rows = list(read_metrics(course.directory))
+    rows = list(read_metrics(record.directory))
     pauses = (row.get("checkpoint/pause_seconds") for row in rows)
     return Finished(
-        course, outcomes(course), broken(course, undisturbed if same else None),
+        record, outcomes(record), broken(record, undisturbed if same else None),
         undisturbed_s=told["seconds_loop"] * max((row["step"] for row in rows), default=0) / told["steps"],
-        books=Books.of(course), loop_s=end - (loops[0]["time"] if loops else course.starts[0].began),
+        books=Books.of(record), loop_s=end - (loops[0]["time"] if loops else record.starts[0].began),
         pauses_s=[seconds for seconds in pauses if seconds is not None])
 
 

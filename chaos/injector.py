@@ -71,7 +71,7 @@ class Injector:
         down, or cut off. Training would go on without them, and perhaps end before they are back."""
         if not self._planned:
             return False
-        down = {worker for worker, loss in coordinator.team.healing.down.items() if not loss.told}
+        down = {worker for worker, loss in coordinator.roles.healing.down.items() if not loss.told}
         if not self._left:
             return bool(down or self._confirming)
         fault = self._left[0]
@@ -119,7 +119,7 @@ class Injector:
 
     async def _strike_driver(self, fault: Fault, coordinator: Coordinator) -> None:
         await asyncio.sleep(fault.delay_s)
-        while not (busy := coordinator.team.clock.under_way):
+        while not (busy := coordinator.roles.clock.under_way):
             await asyncio.sleep(LOOK_S)
         state = "waiting for " + ", ".join(sorted({f"{task.role} ({task.phase})" for task in busy}))
         self._strikes.add("struck", fault=fault.number, kind=fault.kind, pid=os.getpid(), step=coordinator.state.step,
@@ -140,8 +140,8 @@ class Injector:
         order_poison(self._strikes, fault.number, what.role, fault.rank, what.phase)
 
     async def _strike_worker(self, fault: Fault, coordinator: Coordinator) -> None:
-        what, clock = fault.what, coordinator.team.clock
-        (group,) = (group for group in coordinator.team.groups() if group.role == what.role)
+        what, clock = fault.what, coordinator.roles.clock
+        (group,) = (group for group in coordinator.roles.groups() if group.role == what.role)
         task, process = await at_work(fault, coordinator, group, self._is_spared)
         in_state = task in clock.under_way and is_up(process)
         self._strikes.add(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.refusals import others_left
-from chaos.supervisor import Course
+from chaos.supervisor import ChaosRun
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import LedgerError, RLHFError
@@ -48,45 +48,45 @@ class Books:
         return max(0, self.counted - self.trained, self.trained - self.wanted)
 
     @classmethod
-    def of(cls, course: Course) -> Books:
+    def of(cls, record: ChaosRun) -> Books:
         """Read them; a run that left none has lost everything."""
-        config = load(PPOConfig, course.config, [])
+        config = load(PPOConfig, record.config, [])
         wanted = config.run.steps * config.samples_per_step
         try:
-            with closing(open_for_reading(RunDirectory(course.directory).ledger)) as db:
+            with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
                 found = counts(db)
         except LedgerError:
-            return cls(0 if course.interruption else wanted, 0, 0, 0, 0)
-        summary = RunDirectory(course.directory).summary
+            return cls(0 if record.interruption else wanted, 0, 0, 0, 0)
+        summary = RunDirectory(record.directory).summary
         trained = found["committed"] + found["not_applied"]
         counted = json.loads(summary.read_text())["samples"] if summary.exists() else trained
-        if course.interruption is not None:
+        if record.interruption is not None:
             wanted = trained = counted  # it is not over, and its last samples are in no checkpoint
         return cls(wanted, trained, found["quarantined"], counted, found["attempts given up"])
 
 
-def broken(course: Course, undisturbed: Path | None) -> list[str]:
+def broken(record: ChaosRun, undisturbed: Path | None) -> list[str]:
     """The invariants that do not hold.
 
     Args:
         undisturbed: directory of the same run without a fault, where results must be the same to the bit.
     """
-    found = list(_ends(course)) + course.left
-    if course.interruption is not None:
+    found = list(_ends(record)) + record.left
+    if record.interruption is not None:
         return [*found, "the run was interrupted; of what it left nothing was looked at"]
     try:
-        found += _books(course)
-        found += _rows(course)
-        found += _temporary(course.directory)
+        found += _books(record)
+        found += _rows(record)
+        found += _temporary(record.directory)
         if undisturbed is not None:
-            found += _differences(course.directory, undisturbed)
+            found += _differences(record.directory, undisturbed)
     except (RLHFError, OSError) as error:
         found.append(f"what the run left cannot be read: {error}")
     return found
 
 
-def _ends(course: Course) -> Iterator[str]:
-    over = course.starts[:-1] if course.interruption else course.starts
+def _ends(record: ChaosRun) -> Iterator[str]:
+    over = record.starts[:-1] if record.interruption else record.starts
     for number, start in enumerate(over, start=1):
         if start.wedged:
             yield f"start {number} made no progress and was killed: {start.last_words()}"
@@ -94,18 +94,18 @@ def _ends(course: Course) -> Iterator[str]:
             yield f"start {number} ended with {start.code} instead of {start.expected}: {start.last_words()}"
 
 
-def _books(course: Course) -> Iterator[str]:
-    with closing(open_for_reading(RunDirectory(course.directory).ledger)) as db:
+def _books(record: ChaosRun) -> Iterator[str]:
+    with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
         yield from (f"ledger: {problem.invariant}: {problem.found}" for problem in audit(db, ended=True))
-    books = Books.of(course)
+    books = Books.of(record)
     if books.lost or books.duplicated:
         yield f"of {books.wanted} samples {books.lost} are lost and {books.duplicated} were trained on twice"
-    yield from others_left(course)
+    yield from others_left(record)
 
 
-def _rows(course: Course) -> Iterator[str]:
+def _rows(record: ChaosRun) -> Iterator[str]:
     """Every update has its row, publishes the next version, and trains on nothing too old."""
-    config, rows = load(PPOConfig, course.config, []), steps(course.directory)
+    config, rows = load(PPOConfig, record.config, []), steps(record.directory)
     numbers = [row["step"] for row in rows]
     if numbers != list(range(1, config.run.steps + 1)):
         yield f"rows of metrics are of the updates {numbers}, not of each of {config.run.steps} once"

@@ -15,7 +15,7 @@ from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from chaos.supervisor import Course, Start
+    from chaos.supervisor import ChaosRun, Start
 
 VARIABLE = "RAY_testing_rpc_failure"
 CALL = "CoreWorkerService.grpc_client.PushTask"
@@ -62,26 +62,26 @@ def lost_at_the_start(faults: Sequence[Fault], code: int, log: str) -> bool:
     return lossy(faults) is not None and code == WorkerError.exit_code and SAID in log
 
 
-def note_loss(course: Course, start: Start, faults: Sequence[Fault]) -> None:
+def note_loss(record: ChaosRun, start: Start, faults: Sequence[Fault]) -> None:
     """Find the loss in what a driver left, and add it to the strikes."""
     fault = lossy(faults)
     if fault is None:
         return
     log = start.log.read_text(errors="replace")
     if lost_at_the_start(faults, start.code, log):
-        course.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
+        record.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
                            state="a call while workers started")
-    elif (event := _loss(course, start)) is not None:
-        course.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=event["lost_at"],
+    elif (event := _loss(record, start)) is not None:
+        record.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=event["lost_at"],
                            role=event["role"], rank=event["rank"] or 0, state=f"a call of {event['method']}")
     elif start.abrupt and SAID in log:
-        course.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
+        record.strikes.add("struck", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
                            state="a call; the driver ended before the worker was back")
 
 
-def _loss(course: Course, start: Start) -> dict[str, Any] | None:
+def _loss(record: ChaosRun, start: Start) -> dict[str, Any] | None:
     """The run's line about the worker that the message was for, or came from."""
-    for event in read_faults(RunDirectory(course.directory).faults):
+    for event in read_faults(RunDirectory(record.directory).faults):
         if start.began <= event["lost_at"] <= start.ended and SAID in event.get("reason", ""):
             return event
     return None

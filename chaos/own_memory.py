@@ -15,7 +15,7 @@ def own_shared_memory() -> bool:
     """Mount another /dev/shm for this process and all that it starts; nobody else sees it, and it ends with them.
 
     Returns:
-        Whether that was possible: it takes root. Otherwise somebody else's segments may be seen there.
+        Whether that was possible: it requires root. Otherwise somebody else's segments may be seen there.
     """
     if os.geteuid() != 0 or ctypes.CDLL(None).unshare(CLONE_NEWNS) != 0:
         return False

@@ -33,7 +33,7 @@ def come_back(strikes: Strikes, fault: Fault, cut_off: Sequence[psutil.Process],
                 process.resume()
     seconds = time.monotonic() - began
     if _wait(lambda: _ended(cut_off), HEARD_S) and meant:
-        strikes.add("mended", fault=fault.number, processes=len(cut_off), seconds=seconds)
+        strikes.add("recovered", fault=fault.number, processes=len(cut_off), seconds=seconds)
 
 
 def _ended(processes: Sequence[psutil.Process]) -> bool:

@@ -57,8 +57,8 @@ def panel(run: Finished) -> str:
 
 def _progress(run: Finished) -> list[tuple[float, float]]:
     """(seconds since the first start, updates made) at all moments of which something is known."""
-    began, known = run.course.starts[0].began, [*run.course.strikes.read("loop"), *run.course.strikes.read("struck"),
-                                                *read_metrics(run.course.directory)]
+    began, known = run.record.starts[0].began, [*run.record.strikes.read("loop"), *run.record.strikes.read("struck"),
+                                                *read_metrics(run.record.directory)]
     return sorted((told["time"] - began, told["step"]) for told in known if "step" in told and "time" in told)
 
 
@@ -75,8 +75,8 @@ def _grid(across: Axis, up: Axis) -> Iterator[str]:
 
 def _down(run: Finished, across: Axis) -> Iterator[str]:
     """Where no loop was at work: from a driver's end, or the beginning, to the next loop."""
-    began, loops = run.course.starts[0].began, [line["time"] for line in run.course.strikes.read("loop")]
-    for end in (began, *(start.ended for start in run.course.starts[:-1])):
+    began, loops = run.record.starts[0].began, [line["time"] for line in run.record.strikes.read("loop")]
+    for end in (began, *(start.ended for start in run.record.starts[:-1])):
         again = min((time for time in loops if time >= end), default=end)
         left, right = (WIDTH * across.place(time - began) for time in (end, again))
         yield f'<rect class="down" x="{left:.1f}" width="{right - left:.1f}" height="{HEIGHT}"/>'
@@ -89,8 +89,8 @@ def _updates(progress: Sequence[tuple[float, float]], across: Axis, up: Axis) ->
 
 def _faults(run: Finished, across: Axis, up: Axis) -> Iterator[str]:
     """A dot each, hollow where it was not survived; its words appear under the pointer."""
-    began, step, problems = run.course.starts[0].began, 0, {o.fault.number: o.problem for o in run.outcomes}
-    for line in run.course.strikes.read("struck"):
+    began, step, problems = run.record.starts[0].began, 0, {o.fault.number: o.problem for o in run.outcomes}
+    for line in run.record.strikes.read("struck"):
         step = line.get("step", step)
         x, y = WIDTH * across.place(line["time"] - began), HEIGHT * (1 - up.place(step))
         target = KINDS[line["kind"]].target

@@ -65,7 +65,7 @@ class Poisonable(Learner):
         """As the real one; notes when a step is applied again."""
         result = super().optimize(mini_batch, meter)
         if result.applied and self._ill is not None:
-            Strikes(Path(os.environ[STRIKES])).add("mended", fault=self._ill)
+            Strikes(Path(os.environ[STRIKES])).add("recovered", fault=self._ill)
             self._ill = None
         return result
 
@@ -95,7 +95,7 @@ class PoisonableCriticLearner(Poisonable, CriticLearner):
 
 def install() -> None:
     """Let the runs of this process have these learners."""
-    from rlhf_ray.stages import ppo_team
+    from rlhf_ray.stages import ppo_roles
 
-    ppo_team.PolicyLearner, ppo_team.CriticLearner = (  # type: ignore[misc]
+    ppo_roles.PolicyLearner, ppo_roles.CriticLearner = (  # type: ignore[misc]
         PoisonablePolicyLearner, PoisonableCriticLearner)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-from chaos.supervisor import Course
+from chaos.supervisor import ChaosRun
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.replay.ledger import open_for_reading
 
@@ -15,28 +15,28 @@ SAID = "answers 400"
 """In the reason that the run gives."""
 
 
-def left_by_name(course: Course, prompt: str) -> bool:
+def left_by_name(record: ChaosRun, prompt: str) -> bool:
     """Whether the ledger has quarantined a row whose prompt begins so, and the run names it with its reason."""
-    return any(_begins(prompt, line) for line in _named(course))
+    return any(_begins(prompt, line) for line in _named(record))
 
 
-def others_left(course: Course) -> Iterator[str]:
+def others_left(record: ChaosRun) -> Iterator[str]:
     """Rows that are quarantined although nobody refused their prompts, or whose prompts are not named."""
-    refused = [line["prompt"] for line in course.strikes.read("confirmed") if "prompt" in line]
-    meant = {line["key"][1] for line in _named(course) if any(_begins(prompt, line) for prompt in refused)}
-    if odd := _quarantined(course) - meant:
+    refused = [line["prompt"] for line in record.strikes.read("confirmed") if "prompt" in line]
+    meant = {line["key"][1] for line in _named(record) if any(_begins(prompt, line) for prompt in refused)}
+    if odd := _quarantined(record) - meant:
         yield f"rows {sorted(odd)} are quarantined, and were not refused by the reward service, or are not named"
 
 
-def _named(course: Course) -> list[dict[str, Any]]:
+def _named(record: ChaosRun) -> list[dict[str, Any]]:
     """The run's lines about samples that the ledger has quarantined, with the service's own reason."""
-    file, rows = RunDirectory(course.directory).quarantine, _quarantined(course)
+    file, rows = RunDirectory(record.directory).quarantine, _quarantined(record)
     lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     return [line for line in lines if line["key"][1] in rows and SAID in line["reason"]]
 
 
-def _quarantined(course: Course) -> set[int]:
-    with closing(open_for_reading(RunDirectory(course.directory).ledger)) as db:
+def _quarantined(record: ChaosRun) -> set[int]:
+    with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
         return {row for (row,) in db.execute("SELECT DISTINCT row FROM samples WHERE state = 'quarantined'")}
 
 

@@ -68,7 +68,7 @@ class Service:
             return REFUSAL
         self._others += 1
         if self._ill is not None and (all(sample in samples for sample in self._ill[1]) or self._others == MANY):
-            self._strikes.add("mended", fault=self._ill[0])
+            self._strikes.add("recovered", fault=self._ill[0])
             self._ill = None
         return WELL
 

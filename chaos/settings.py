@@ -15,7 +15,7 @@ from tests.cluster.tiny import Files, make_files, ppo_settings
 
 LEASE_S, SAVED_EVERY = 5.0, 3
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
-    "cluster": {"lease_s": LEASE_S, "max_restarts": 5, "max_rebuilds": 5},
+    "cluster": {"heartbeat_timeout_s": LEASE_S, "max_restarts": 5, "max_rebuilds": 5},
     "logging": {"tensorboard": False, "samples_per_step": 0},
     "checkpoint": {"every": SAVED_EVERY, "keep": 2},
     "evaluation": {"limit": 2},

@@ -16,7 +16,7 @@ LEFT_BYTES = 300 * 1024
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[bool]:
-    """Mount a small tmpfs at `place` meanwhile; yields whether that was possible (it takes root)."""
+    """Mount a small tmpfs at `place` meanwhile; yields whether that was possible (it requires root)."""
     place.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MB}m", "tmpfs", str(place)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0

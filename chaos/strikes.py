@@ -17,7 +17,7 @@ class Strikes:
     loop: a loop begins (pid, step), of a driver that started or whose learners were built again.
     struck: a fault is injected (fault number, role, rank, pid, state).
     confirmed: the victim is seen dead or stopped, or has failed as ordered (fault number, state).
-    mended: a reward service answered well again, a learner applied a step again, what was cut off came back and ended
+    recovered: a reward service answered well again, a learner applied a step again, what was cut off returned and ended
         (fault number).
     """
 

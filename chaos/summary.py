@@ -14,7 +14,7 @@ import numpy as np
 from chaos.invariants import Books
 from chaos.kinds import KINDS
 from chaos.outcome import Outcome
-from chaos.supervisor import Course
+from chaos.supervisor import ChaosRun
 
 FILE = "summary.json"
 
@@ -23,7 +23,7 @@ FILE = "summary.json"
 class Finished:
     """A run among faults, looked through."""
 
-    course: Course
+    record: ChaosRun
     outcomes: list[Outcome]
     broken: list[str]
     undisturbed_s: float
@@ -37,12 +37,12 @@ class Finished:
     @property
     def name(self) -> str:
         """Of the run."""
-        return self.course.config.stem
+        return self.record.config.stem
 
     @property
     def seconds(self) -> float:
         """From the first start to the last end."""
-        return self.course.starts[-1].ended - self.course.starts[0].began
+        return self.record.starts[-1].ended - self.record.starts[0].began
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Chaos:
             "lost": sum(run.books.lost for run in self.runs),
             "duplicated": sum(run.books.duplicated for run in self.runs),
             "quarantined": sum(run.books.quarantined for run in self.runs),
-            "wedges": sum(start.wedged for run in self.runs for start in run.course.starts),
+            "wedges": sum(start.wedged for run in self.runs for start in run.record.starts),
             **quantiles("detection", [o.detection_s for o in found]),
             **quantiles("recovery", [o.recovery_s for o in found]),
             "recomputed_token_share": sum(run.books.again for run in self.runs) / attempts if attempts else 0.0,
@@ -98,7 +98,7 @@ class Chaos:
             "by_kind": by_kind(found), "broken": self.broken,
             "not_injected": [f"{outcome.run}: {outcome.fault.kind}" for outcome in self.missed],
             "faults": [one(outcome) for outcome in found],
-            "runs": {run.name: {"seconds": run.seconds, "starts": len(run.course.starts),
+            "runs": {run.name: {"seconds": run.seconds, "starts": len(run.record.starts),
                                 "undisturbed_loop_seconds": run.undisturbed_s, "loop_seconds": run.loop_s,
                                 "samples": run.books.trained, "attempts_given_up": run.books.again}
                      for run in self.runs},

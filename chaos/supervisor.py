@@ -28,7 +28,7 @@ from tests.cluster.processes import abandoned, shared_memory
 
 WEDGE_S = 240.0
 """A run of which nothing is heard for so long is wedged: its own deadlines (`start_timeout_s`, `call_timeout_s` and
-`lease_s`) are shorter."""
+`heartbeat_timeout_s`) are shorter."""
 MOST_SURPRISES = 2
 """Ends of the driver that nobody planned, after which the run is resumed all the same."""
 DRIVER = "chaos.driver"
@@ -61,7 +61,7 @@ class Start:
 
 
 @dataclass
-class Course:
+class ChaosRun:
     """A run among faults, as it went."""
 
     config: Path
@@ -75,7 +75,7 @@ class Course:
     interruption: BaseException | None = None
     """Why it is not over, if whoever started chaos asked it to stop."""
     tell: Callable[[str], None] = field(default=lambda _: None)
-    """Told of every fault in a line, as it is injected."""
+    """Called with every fault in a line, as it is injected."""
     told: int = 0
     """Faults told of so far."""
 
@@ -94,73 +94,73 @@ class Course:
 
 
 def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Service | None = None,
-        tell: Callable[[str], None] | None = None) -> Course:
-    """Run a configuration to its end, among faults; or until Ctrl-C or SIGTERM, which `Course.interruption` keeps.
+        tell: Callable[[str], None] | None = None) -> ChaosRun:
+    """Run a configuration to its end, among faults; or until Ctrl-C or SIGTERM, which `ChaosRun.interruption` keeps.
 
     Args:
         directory: its `run.dir`.
         service: that gives its rewards over HTTP, if one does.
         tell: is told of every fault in a line, as it is injected.
     """
-    course, mark, segments = Course(config, directory, list(faults)), uuid4().hex, shared_memory()
-    course.tell = tell or course.tell
+    record, mark, segments = ChaosRun(config, directory, list(faults)), uuid4().hex, shared_memory()
+    record.tell = tell or record.tell
     if service is not None:
-        service.serve(course.strikes)
+        service.serve(record.strikes)
     try:
-        _start_until_the_end(course, mark)
-        course.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
+        _start_until_the_end(record, mark)
+        record.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
     except (KeyboardInterrupt, SystemExit) as asked:
-        course.interruption = course.interruption or asked
+        record.interruption = record.interruption or asked
         kill_marked(mark)
-        if not course.starts:
+        if not record.starts:
             raise
-    return course
+    return record
 
 
-def _start_until_the_end(course: Course, mark: str) -> None:
+def _start_until_the_end(record: ChaosRun, mark: str) -> None:
     """Start drivers until one ends well, or too many end otherwise than planned."""
-    pending, surprises = list(course.faults), 0
+    pending, surprises = list(record.faults), 0
     while True:
-        start = _one_driver(course, pending, mark)
-        course.starts.append(start)
-        if course.interruption is not None:
+        start = _one_driver(record, pending, mark)
+        record.starts.append(start)
+        if record.interruption is not None:
             return
-        course.left += [f"{what} after start {len(course.starts)}" for what in left_by(mark)]
-        struck = course.strikes.struck()
-        free(course.directory.parent)
+        record.left += [f"{what} after start {len(record.starts)}" for what in left_by(mark)]
+        struck = record.strikes.struck()
+        free(record.directory.parent)
         pending = [fault for fault in pending if fault.number not in struck]
         surprises += start.wedged or start.code != start.expected
         if start.code == 0 or surprises > MOST_SURPRISES:
             break
-        _damage(course, pending)
-    course.tell_news()
+        _damage(record, pending)
+    record.tell_news()
 
 
-def _one_driver(course: Course, pending: Sequence[Fault], mark: str) -> Start:
+def _one_driver(record: ChaosRun, pending: Sequence[Fault], mark: str) -> Start:
     """Start the driver with the faults up to the next one that ends it, and wait for its end."""
-    number = len(course.starts) + 1
+    number = len(record.starts) + 1
     until = next((place for place, fault in enumerate(pending) if fault.what.ends_the_driver), len(pending))
     mine = [fault for fault in pending[: until + 1] if fault.what.target != "checkpoint"]
-    own = {MARK: mark, STRIKES: str(course.strikes.path), **environment(mine)}
-    faults, log = (course.config.with_suffix(f".{number}.{kind}") for kind in ("faults.json", "log"))
+    own = {MARK: mark, STRIKES: str(record.strikes.path), **environment(mine)}
+    faults, log = (record.config.with_suffix(f".{number}.{kind}") for kind in ("faults.json", "log"))
     faults.write_text(json.dumps([fault.plain() for fault in mine]))
-    command = [sys.executable, "-m", DRIVER, str(course.config), str(faults), str(course.strikes.path),
+    command = [sys.executable, "-m", DRIVER, str(record.config), str(faults), str(record.strikes.path),
                *(["--resume"] if number > 1 else [])]
     began = time.time()
     with log.open("w") as out:
         driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, process_group=0,
                                   env={**os.environ, **own})
         try:
-            wedged = _wait(driver, course, log)
+            wedged = _wait(driver, record, log)
         except (KeyboardInterrupt, SystemExit) as asked:
-            course.interruption, wedged = asked, False
+            record.interruption, wedged = asked, False
             driver.kill()
             driver.wait()
             kill_marked(mark)
     code, end = driver.returncode, next((fault for fault in mine if fault.what.ends_the_driver), None)
     expected = code if lost_at_the_start(mine, code, log.read_text(errors="replace")) else _expected(end)
     start = Start(driver.pid, began, time.time(), code, expected, log, wedged)
-    note_loss(course, start, mine)
+    note_loss(record, start, mine)
     return start
 
 
@@ -174,16 +174,16 @@ def _expected(end: Fault | None) -> int:
     return -KILL if end.what.signal == KILL else RunInterrupted.exit_code
 
 
-def _wait(driver: subprocess.Popen[bytes], course: Course, log: Path) -> bool:
+def _wait(driver: subprocess.Popen[bytes], record: ChaosRun, log: Path) -> bool:
     """Wait for the driver to end; one that shows no progress is killed. Returns whether that was so."""
-    files = RunDirectory(course.directory)
-    watched = (files.metrics, files.faults, course.strikes.path, log)
+    files = RunDirectory(record.directory)
+    watched = (files.metrics, files.faults, record.strikes.path, log)
     seen, since = tuple[int, ...](), time.monotonic()
     while driver.poll() is None:
         now = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in watched)
         if now != seen:
             seen, since = now, time.monotonic()
-            course.tell_news()
+            record.tell_news()
         if time.monotonic() - since > WEDGE_S:
             driver.kill()
             driver.wait()
@@ -192,13 +192,13 @@ def _wait(driver: subprocess.Popen[bytes], course: Course, log: Path) -> bool:
     return False
 
 
-def _damage(course: Course, pending: list[Fault]) -> None:
+def _damage(record: ChaosRun, pending: list[Fault]) -> None:
     """Damage a checkpoint, if that is what comes before anything is done to the next driver."""
     coming = takewhile(lambda fault: fault.what.follows_an_end, pending)
     fault = next((fault for fault in coming if fault.what.target == "checkpoint"), None)
     if fault is None:
         return
     pending.remove(fault)
-    done = damage(fault, RunDirectory(course.directory).checkpoints)
+    done = damage(fault, RunDirectory(record.directory).checkpoints)
     if done is not None:
-        course.strikes.add("struck", fault=fault.number, kind=fault.kind, state=done, in_state=True)
+        record.strikes.add("struck", fault=fault.number, kind=fault.kind, state=done, in_state=True)

@@ -30,7 +30,7 @@ async def at_work(fault: Fault, coordinator: Coordinator, group: WorkerGroup,
     Args:
         spared: whether the victim is to be left alone at present.
     """
-    clock, what, seen = coordinator.team.clock, fault.what, set[Task]()
+    clock, what, seen = coordinator.roles.clock, fault.what, set[Task]()
     while True:
         await asyncio.sleep(LOOK_S)
         calls = {task for task in clock.under_way
@@ -70,7 +70,7 @@ def state_of(process: psutil.Process) -> str:
 def _process(fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psutil.Process | None:
     """The worker's process; None while it is down, which is no state to be struck in."""
     processes = group.processes(fault.rank)
-    if processes is None or (group.role, fault.rank) in coordinator.team.healing.down:
+    if processes is None or (group.role, fault.rank) in coordinator.roles.healing.down:
         return None
     try:
         process = psutil.Process(processes.pid)

@@ -25,7 +25,7 @@ def arguments() -> argparse.Namespace:
 async def check(scale: Scale, gpus: list[str], directory: Path) -> list[Row]:
     """All rounds; the first one measures the roles, too."""
     from benchmarks.gpu_check import measures
-    from benchmarks.gpu_check.team import make_models, pair
+    from benchmarks.gpu_check.workers import make_models, pair
     from rlhf_ray.planning.hardware import gpu_of
 
     models, device = make_models(directory, scale), gpu_of(gpus[0]) if gpus else None

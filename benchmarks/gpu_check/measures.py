@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.gpu_check.memory import held, planned
 from benchmarks.gpu_check.settings import Round, Scale
 from benchmarks.gpu_check.table import Row
-from benchmarks.gpu_check.team import SEED, Pair
+from benchmarks.gpu_check.workers import SEED, Pair
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.planning.hardware import Hardware
 from rlhf_ray.planning.shapes import shape_of
@@ -30,14 +30,14 @@ def prompts(rows: int) -> Prompts:
 async def draw(pair: Pair, scale: Scale, epoch: int) -> tuple[Rollout, float]:
     """A response to each prompt, and seconds."""
     keys, began = [SampleKey(epoch, row, 0) for row in range(scale.rows)], time.perf_counter()
-    (rollout,) = await pair.team.generators.values("generate", prompts(scale.rows), keys, SEED)
+    (rollout,) = await pair.roles.generators.values("generate", prompts(scale.rows), keys, SEED)
     return rollout, time.perf_counter() - began
 
 
 async def gap(pair: Pair, rollout: Rollout) -> float:
     """Mean difference of generator's and learner's log-probabilities of the responses."""
     (ours,), (theirs,) = [await group.values(method, rollout) for group, method in
-                          ((pair.team.policy, "logprobs"), (pair.team.generators, "score"))]
+                          ((pair.roles.policy, "logprobs"), (pair.roles.generators, "score"))]
     return float(np.abs(ours.values - theirs.values)[rollout.response_mask].mean())
 
 
@@ -75,7 +75,7 @@ async def speeds(pair: Pair, scale: Scale, model: ModelConfig, device: Hardware 
 
 async def as_experience(pair: Pair, rollout: Rollout) -> Experience:
     """The rollout with random advantages."""
-    (old,) = await pair.team.policy.values("logprobs", rollout)
+    (old,) = await pair.roles.policy.values("logprobs", rollout)
     values = np.random.default_rng(SEED).standard_normal(len(rollout.tokens))
     advantages = np.where(rollout.response_mask, values, 0).astype(np.float32)
     return Experience(
@@ -91,7 +91,7 @@ async def update(pair: Pair, experience: Experience, step: int) -> float:
         RuntimeError: it was not applied.
     """
     began = time.perf_counter()
-    (stats,) = await pair.team.policy.values("update", step, 0.0, experience)
+    (stats,) = await pair.roles.policy.values("update", step, 0.0, experience)
     if not stats.applied:
         raise RuntimeError("an optimizer step was left out: a loss or gradient was not finite")
     return time.perf_counter() - began
@@ -99,26 +99,26 @@ async def update(pair: Pair, experience: Experience, step: int) -> float:
 
 async def turns(pair: Pair, scale: Scale, version: int) -> list[Row]:
     """Both give their memory back, an update, a publication: the way of a step where they share a GPU."""
-    team, rollout = pair.team, (await draw(pair, scale, 200))[0]
+    roles, rollout = pair.roles, (await draw(pair, scale, 200))[0]
     experience = await as_experience(pair, rollout)
-    await team.policy.values("offload_state")
+    await roles.policy.values("offload_state")
     freed = {}
     if scale.gpu:
-        awake = held(team.generators, gpu=True)
-        await team.generators.values("sleep")
-        freed["generator"] = _freed(awake, held(team.generators, gpu=True))
-        whole = held(team.policy, gpu=True)
-        await team.policy.values("reload_state")
-        freed["learner"] = _freed(held(team.policy, gpu=True), whole)
+        awake = held(roles.generators, gpu=True)
+        await roles.generators.values("sleep")
+        freed["generator"] = _freed(awake, held(roles.generators, gpu=True))
+        whole = held(roles.policy, gpu=True)
+        await roles.policy.values("reload_state")
+        freed["learner"] = _freed(held(roles.policy, gpu=True), whole)
     else:
-        await team.policy.values("reload_state")
+        await roles.policy.values("reload_state")
     await update(pair, experience, 3)
-    await team.policy.values("offload_state")
+    await roles.policy.values("offload_state")
     if scale.gpu:
-        await team.generators.values("wake", ["weights"])
+        await roles.generators.values("wake", ["weights"])
     await pair.sync.publish(version, resend=True)  # all of it: sleeping generators dropped what they had
     if scale.gpu:
-        await team.generators.values("wake", ["kv_cache"])
+        await roles.generators.values("wake", ["kv_cache"])
     after = await gap(pair, (await draw(pair, scale, 201))[0])
     note = ", ".join(f"{role} gave back {text}" for role, text in freed.items()) or "sleep is for GPUs"
     return [Row("a step in turns", f"{after:.2g}", f"parity afterwards; {note}", after <= scale.tolerance)]
@@ -131,7 +131,7 @@ def _freed(before: float | None, after: float | None) -> str:
 def memory(pair: Pair, scale: Scale, a_round: Round, model: ModelConfig, device: Hardware | None) -> list[Row]:
     """Measured against planned."""
     rows, plan = [], planned(scale, a_round, model, device)
-    for group in (pair.team.generators, pair.team.policy):
+    for group in (pair.roles.generators, pair.roles.policy):
         found = held(group, scale.gpu)
         if found is None:
             rows.append(Row(f"memory of {group.role}", "not told", "nvidia-smi names no process of ours"))

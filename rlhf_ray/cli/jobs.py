@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a run's name: its newest job.")]
 AllowOpen = Annotated[bool, typer.Option(
-    "--allow-open", help="Use a cluster that others can reach and that asks nobody for a token; only where the network "
+    "--allow-open", help="Use a cluster that others can reach and that has no authentication; only where the network "
     "is closed.")]
 WIDEST = 160
 """Columns of the table; a narrower terminal wraps its lines, and a pipe gets them whole."""

@@ -13,7 +13,7 @@ PROTECTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED,
 
 
 def require_token(address: str) -> None:
-    """Refuse a cluster that others can reach and that asks nobody for a token.
+    """Refuse a cluster that others can reach and that has no authentication.
 
     Args:
         address: host:port of the cluster's control service.
@@ -24,7 +24,7 @@ def require_token(address: str) -> None:
     if is_loopback(address.rsplit(":", 1)[0]) or not answers_anybody(address):
         return
     raise ClusterError(
-        f"the Ray cluster at {address} asks nobody for a token: whoever can reach it can run code there, in your run "
+        f"the Ray cluster at {address} has no authentication: whoever can reach it can run code there, in your run "
         "too. Start its nodes with RAY_AUTH_MODE=token and one token for all (`ray get-auth-token --generate` makes "
         "one). Where its network is closed to others, cluster.allow_open=true joins it as it is")
 

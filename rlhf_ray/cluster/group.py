@@ -25,7 +25,7 @@ KILLED_S = 2.0
 """What workers get to be ended by Ray, which reports those as failed that end in another way."""
 
 LIMITS = {"start": "cluster.start_timeout_s", "introduce": "cluster.start_timeout_s",
-          "finish_weights": "cluster.lease_s", "load_weights": "cluster.lease_s"}
+          "finish_weights": "cluster.heartbeat_timeout_s", "load_weights": "cluster.heartbeat_timeout_s"}
 """Field of the configuration that bounds a method whose deadline is not that of any call."""
 
 

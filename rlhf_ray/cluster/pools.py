@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.cluster.opening import not_in_time, placed, require_feasible
-from rlhf_ray.config.bundles import Bundles, settled, spread
+from rlhf_ray.config.bundles import Bundles, assigned, spread
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
 from rlhf_ray.planning.arrangement import arrange
@@ -41,7 +41,7 @@ class Pools:
         self.configs, self._cluster = dict(configs), cluster or ClusterConfig()
         self._groups: dict[str, list[tuple[PlacementGroup, int]]] = {}
         """By pool, for each of its bundles: placement group, and index in it."""
-        self._bundles = {name: _settled(config, name, placements or {}) for name, config in configs.items()}
+        self._bundles = {name: _assigned(config, name, placements or {}) for name, config in configs.items()}
         self._grown = 0
         """How often: Ray wants another name for each placement group, and frees that of a removed one later."""
 
@@ -80,13 +80,13 @@ class Pools:
             ClusterError: there is no room for it.
         """
         bundles, worker = self._bundles[place.pool], (name, rank)
-        number = bundles.homes.get(worker)
+        number = bundles.assignments.get(worker)
         if number is None:
             number = spread(bundles, name, place)
             if number is None:
                 raise ClusterError(f"pools.{place.pool} has no room for {name}/{rank}: none of its {len(bundles)} "
                                    f"bundles has {place.cpus:g} cpus and {place.gpus:g} gpus left")
-            bundles.settle(worker, place, number)
+            bundles.assign(worker, place, number)
         return Seat(place.pool, number, *self._groups[place.pool][number])
 
     def has_room(self, place: PlacementConfig) -> bool:
@@ -98,11 +98,11 @@ class Pools:
         stays, and starts when Ray has found that bundle another node."""
         bundles, worker = self._bundles[place.pool], (name, rank)
         gone = await asyncio.to_thread(self._lost_bundles, place.pool)
-        if bundles.homes.get(worker) not in gone:
+        if bundles.assignments.get(worker) not in gone:
             return
         other = next((number for number in bundles.room(place) if number not in gone), None)
         if other is not None:
-            bundles.settle(worker, place, other)
+            bundles.assign(worker, place, other)
 
     async def grow(self, name: str, timeout_s: float) -> None:
         """One bundle more for a pool, a placement group of its own.
@@ -132,7 +132,7 @@ class Pools:
         """A worker is gone for good. Bundles at the pool's end that it grew by and that nobody uses are given back."""
         bundles, groups = self._bundles[place.pool], self._groups[place.pool]
         bundles.leave((name, rank))
-        while len(groups) > self.configs[place.pool].bundles and not bundles.inhabitants(len(groups) - 1):
+        while len(groups) > self.configs[place.pool].bundles and not bundles.occupants(len(groups) - 1):
             remove_placement_group(groups.pop()[0])
             bundles.remove_last()
 
@@ -159,9 +159,9 @@ class Pools:
         return {number for number, node in enumerate(self._whereabouts(pool)) if node not in alive}
 
 
-def _settled(pool: PoolConfig, name: str, placements: Mapping[str, PlacementConfig]) -> Bundles:
+def _assigned(pool: PoolConfig, name: str, placements: Mapping[str, PlacementConfig]) -> Bundles:
     """The pool's bundles, with those in them whose placements are known."""
-    found = settled(pool, {role: place for role, place in placements.items() if place.pool == name})
+    found = assigned(pool, {role: place for role, place in placements.items() if place.pool == name})
     return found if isinstance(found, Bundles) else Bundles(pool)  # the configuration's checks have refused that
 
 

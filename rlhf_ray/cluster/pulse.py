@@ -17,13 +17,14 @@ from rlhf_ray.observability.background import OnFailure, background_task, log_fa
 class Pulse:
     """Watches the workers of some groups, each incarnation of them, and gives up those that stand still."""
 
-    def __init__(self, groups: Sequence[WorkerGroup], lease_s: float, on_failure: OnFailure = log_failure) -> None:
+    def __init__(self, groups: Sequence[WorkerGroup], heartbeat_timeout_s: float,
+                 on_failure: OnFailure = log_failure) -> None:
         """
         Args:
-            lease_s: how long a count may stand still.
+            heartbeat_timeout_s: how long a count may stand still.
             on_failure: called where the watch itself fails.
         """
-        self._groups, self._lease_s, self._on_failure = groups, lease_s, on_failure
+        self._groups, self._heartbeat_timeout_s, self._on_failure = groups, heartbeat_timeout_s, on_failure
         self._seen: dict[tuple[str, int, int], tuple[int | None, float]] = {}
         """By role, rank and incarnation the count seen last, and for how long it has been that, in seconds."""
 
@@ -53,5 +54,5 @@ class Pulse:
         last, still_s = self._seen.get(who, (None, 0.0))
         still_s = still_s + passed if last is not None and count == last else 0.0
         self._seen[who] = count, still_s
-        if still_s > self._lease_s:
-            group.give_up(rank, f"its process has stood still for {still_s:.0f} s (cluster.lease_s)")
+        if still_s > self._heartbeat_timeout_s:
+            group.give_up(rank, f"its process has stood still for {still_s:.0f} s (cluster.heartbeat_timeout_s)")

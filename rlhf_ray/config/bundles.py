@@ -40,23 +40,23 @@ class Bundles:
     def __init__(self, pool: PoolConfig) -> None:
         self._pool = pool
         self._left = [Bundle(pool.cpus, float(pool.gpus)) for _ in range(pool.bundles)]
-        self.homes: dict[Worker, int] = {}
+        self.assignments: dict[Worker, int] = {}
         """Worker -> its bundle."""
         self._shares: dict[Worker, PlacementConfig] = {}
 
     def __len__(self) -> int:
         return len(self._left)
 
-    def settle(self, worker: Worker, place: PlacementConfig, number: int) -> None:
+    def assign(self, worker: Worker, place: PlacementConfig, number: int) -> None:
         """Give a worker its share of a bundle; it leaves the one where it was."""
         self.leave(worker)
         self._left[number].cpus -= place.cpus
         self._left[number].gpus -= place.gpus
-        self.homes[worker], self._shares[worker] = number, place
+        self.assignments[worker], self._shares[worker] = number, place
 
     def leave(self, worker: Worker) -> None:
         """The worker's share is free again; nothing happens for one who has none."""
-        number, place = self.homes.pop(worker, None), self._shares.pop(worker, None)
+        number, place = self.assignments.pop(worker, None), self._shares.pop(worker, None)
         if number is not None and place is not None:
             self._left[number].cpus += place.cpus
             self._left[number].gpus += place.gpus
@@ -70,9 +70,9 @@ class Bundles:
         """One bundle less; nobody lives in the last one."""
         self._left.pop()
 
-    def inhabitants(self, number: int) -> list[Worker]:
+    def occupants(self, number: int) -> list[Worker]:
         """Who lives in a bundle."""
-        return [worker for worker, home in self.homes.items() if home == number]
+        return [worker for worker, home in self.assignments.items() if home == number]
 
     def room(self, place: PlacementConfig) -> list[int]:
         """Bundles that have room for a worker."""
@@ -82,7 +82,7 @@ class Bundles:
 def spread(bundles: Bundles, role: str, place: PlacementConfig) -> int | None:
     """Of the bundles with room that with the fewest workers of the role, the first of several."""
     neighbours = [0] * len(bundles)
-    for (other, _), number in bundles.homes.items():
+    for (other, _), number in bundles.assignments.items():
         neighbours[number] += other == role
     return min(bundles.room(place), key=lambda number: (neighbours[number], number), default=None)
 
@@ -92,7 +92,7 @@ def first_with_room(bundles: Bundles, _: str, place: PlacementConfig) -> int | N
     return next(iter(bundles.room(place)), None)
 
 
-def settled(pool: PoolConfig, placements: Mapping[str, PlacementConfig]) -> Bundles | PlacementConfig:
+def assigned(pool: PoolConfig, placements: Mapping[str, PlacementConfig]) -> Bundles | PlacementConfig:
     """Every worker of the roles in its bundle; or, where somebody found none, the placement of the first such.
 
     Args:
@@ -100,7 +100,7 @@ def settled(pool: PoolConfig, placements: Mapping[str, PlacementConfig]) -> Bund
     """
     failed: PlacementConfig | None = None
     for choose in (spread, first_with_room):
-        found = _settled(pool, placements, choose)
+        found = _assigned(pool, placements, choose)
         if isinstance(found, Bundles):
             return found
         failed = found
@@ -108,12 +108,12 @@ def settled(pool: PoolConfig, placements: Mapping[str, PlacementConfig]) -> Bund
     return failed
 
 
-def _settled(pool: PoolConfig, placements: Mapping[str, PlacementConfig], choose: Choice) -> Bundles | PlacementConfig:
+def _assigned(pool: PoolConfig, placements: Mapping[str, PlacementConfig], choose: Choice) -> Bundles | PlacementConfig:
     bundles = Bundles(pool)
     workers = [((role, rank), place) for role, place in placements.items() for rank in range(place.workers)]
     for worker, place in sorted(workers, key=lambda item: (-item[1].gpus, -item[1].cpus)):
         number = choose(bundles, worker[0], place)
         if number is None:
             return place
-        bundles.settle(worker, place, number)
+        bundles.assign(worker, place, number)
     return bundles

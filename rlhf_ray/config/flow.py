@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_ray.config.bundles import Bundles, settled
+from rlhf_ray.config.bundles import Bundles, assigned
 from rlhf_ray.config.loop import BufferConfig, CoordinatorConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 
@@ -96,12 +96,12 @@ def seats(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) 
     found = []
     for name, pool in pools.items():
         users = {role: place for role, place in placements.items() if place.pool == name}
-        bundles = settled(pool, users)
+        bundles = assigned(pool, users)
         if not isinstance(bundles, Bundles):
             role, place = next((role, place) for role, place in users.items() if place is bundles)
             raise ValueError(
                 f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have room "
                 f"for all workers together, but not one by one: a worker lives in one bundle, and {role} with "
                 f"{place.cpus:g} cpus and {place.gpus:g} gpus finds none; make bundles larger or give {role} less")
-        found += [Seat(role, rank, name, number) for (role, rank), number in bundles.homes.items()]
+        found += [Seat(role, rank, name, number) for (role, rank), number in bundles.assignments.items()]
     return found

@@ -32,7 +32,7 @@ class OptimizerConfig(Section):
     """What follows warm-up, over the optimizer steps of the whole run."""
     min_ratio: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end of decay, as a share of the peak."""
-    max_updates_in_vain: int = Field(3, ge=1)
+    max_consecutive_skipped_updates: int = Field(3, ge=1)
     """Updates in a row of which no step was applied, because no loss and gradient was finite, that end the run (3 as in
     Axolotl's examples of a loss watchdog; 1 ends it at the first)."""
 

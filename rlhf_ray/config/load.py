@@ -121,7 +121,7 @@ def plain(value: Any) -> Any:
 
 
 def _refuse_unknown_options(cls: type[StageConfig], overrides: list[str]) -> None:
-    """Stop at --option without a value whose section the stage has not: a value would not mend it."""
+    """Stop at --option without a value whose section the stage has not: a value would not fix it."""
     for argument, following in pairwise([*overrides, "--"]):
         section = argument.removeprefix("--").split(".")[0]
         bare = argument.startswith("--") and "=" not in argument and following.startswith("--")

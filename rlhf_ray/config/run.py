@@ -68,7 +68,7 @@ class ClusterConfig(Section):
     """Ray address to join ("auto", "host:6379"); when empty, a private local cluster is started, whatever
     RAY_ADDRESS says."""
     allow_open: bool = False
-    """Join a cluster that others can reach and that asks nobody for a token; only where the network is closed."""
+    """Join a cluster that others can reach and that has no authentication; only where the network is closed."""
     object_store_mb: int = Field(512, ge=100)
     """Object-store memory of a local cluster, in MiB."""
     dashboard: bool = True
@@ -83,7 +83,7 @@ class ClusterConfig(Section):
     add nodes; else such pools are refused at once."""
     call_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for any single call to a worker once it is ready, and of its ranks for each other."""
-    lease_s: float = Field(300.0, ge=5)
+    heartbeat_timeout_s: float = Field(300.0, ge=5)
     """How long a worker that has work may give no sign of life (a generator: make no token) before it is taken for hung
     and replaced. vLLM gives one step of a model as long (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
     disk_timeout_s: float = Field(600.0, gt=0)

@@ -8,8 +8,8 @@ import asyncio
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.coordinator.audience import Audience
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize, WeightRoute
 
@@ -28,33 +28,33 @@ class DirectSync:
     there is no way to leave a collective call of NCCL's, so they are given up soon after it, and replaced as well.
     """
 
-    def __init__(self, transport: str, team: Team, patience_s: float | None = None) -> None:
+    def __init__(self, transport: str, roles: RoleGroups, patience_s: float | None = None) -> None:
         """`patience_s`: longest wait for a generator to take one bucket; that of any call where there is none."""
-        self._transport, self._team, self._patience_s = transport, team, patience_s
+        self._transport, self._roles, self._patience_s = transport, roles, patience_s
         self._joined: tuple[tuple[str, int, int], ...] = ()
 
-    async def connect(self, audience: Audience) -> bool:
+    async def connect(self, receivers: BroadcastGroup) -> bool:
         """Let the learner and these generators meet, where they have not; whether they had to.
 
         Raises:
             WorkerLost: a learner was lost, or waits for a generator that was, which it names.
         """
-        members = self._members(audience)
+        members = self._members(receivers)
         if members == self._joined:
             return False
         self._joined = ()
-        offsets, world = await self._offsets(audience)
+        offsets, world = await self._offsets(receivers)
         route = await self._route(world)
-        learners = self._team.policy.call_all("connect_weights", route)
-        group = self._team.generators
+        learners = self._roles.policy.call_all("connect_weights", route)
+        group = self._roles.generators
         generators = [group.call(rank, "connect_weights", route, offset) for rank, offset in offsets.items()]
-        await self._together(audience, learners, generators, "the meeting")
-        if self._members(audience) == members:  # else one was lost, and the others are joined to nobody
+        await self._together(receivers, learners, generators, "the meeting")
+        if self._members(receivers) == members:  # else one was lost, and the others are joined to nobody
             self._joined = members
         return True
 
     async def send(
-        self, audience: Audience, version: int, publication: int, size: PublicationSize, whole: bool
+        self, receivers: BroadcastGroup, version: int, publication: int, size: PublicationSize, whole: bool
     ) -> None:
         """Hand all buckets over.
 
@@ -65,27 +65,29 @@ class DirectSync:
         offered: list[Call] = []
         for index in range(size.buckets):
             # Where one was lost between two buckets, the others meet again, and what was offered before is forgotten.
-            if await self.connect(audience) or not offered:
+            if await self.connect(receivers) or not offered:
                 offered = self._offer(version, index, whole)
-            if not audience.ranks:
+            if not receivers.ranks:
                 return
-            loads = audience.calls("load_weights", offered[0].ref, publication, timeout_s=self._patience_s)
-            sends = self._team.policy.call_all("send_bucket") if self._transport == "nccl" else []
+            loads = receivers.calls("load_weights", offered[0].ref, publication, timeout_s=self._patience_s)
+            sends = self._roles.policy.call_all("send_bucket") if self._transport == "nccl" else []
             present, offered = offered, self._offer(version, index + 1, whole) if index + 1 < size.buckets else []
             await asyncio.gather(*(call.done() for call in present))
             what = f"bucket {index} of weights version {version}"
-            if await self._together(audience, sends, loads, what):
+            if await self._together(receivers, sends, loads, what):
                 raise WeightsError(f"{what} was not announced to all")
 
     async def finished(self) -> None:
         """All have confirmed: the learner keeps no bucket any more."""
-        await asyncio.gather(*(call.done() for call in self._team.policy.call_all("release_weights")))
+        await asyncio.gather(*(call.done() for call in self._roles.policy.call_all("release_weights")))
 
     def forget(self) -> None:
         """The learners are others than before."""
         self._joined = ()
 
-    async def _together(self, audience: Audience, learners: list[Call], generators: list[Call], what: str) -> set[int]:
+    async def _together(
+        self, receivers: BroadcastGroup, learners: list[Call], generators: list[Call], what: str
+    ) -> set[int]:
         """Wait for calls in which both sides wait for each other; the generators that did not get their argument. Where
         nobody waits any more, or the learner failed, generators that still wait for it are given up.
 
@@ -93,9 +95,9 @@ class DirectSync:
             WorkerLost: the learner did not come to an end although a generator did, or was lost.
         """
         ours: asyncio.Future[Any] = asyncio.create_task(_done(learners))
-        theirs: asyncio.Future[Any] = asyncio.create_task(audience.without(generators))
-        left: asyncio.Future[Any] = audience.next_loss()
-        before = len(audience.losses)
+        theirs: asyncio.Future[Any] = asyncio.create_task(receivers.without(generators))
+        left: asyncio.Future[Any] = receivers.next_loss()
+        before = len(receivers.losses)
         try:
             await asyncio.wait({ours, theirs, left}, return_when=asyncio.FIRST_COMPLETED)
             # The learner may notice that one is gone before Ray tells of it, and have sent all the same.
@@ -104,37 +106,37 @@ class DirectSync:
                 return await theirs
             if _failed(ours) and not left.done():
                 await ours
-            raise self._broken(audience, what, "; ".join(map(str, audience.losses[before:])) or _outcome(theirs))
+            raise self._broken(receivers, what, "; ".join(map(str, receivers.losses[before:])) or _outcome(theirs))
         except BaseException:
             if not theirs.done():
-                audience.dismiss("load_weights", f"waits for {what}, which the learner will not end")
+                receivers.give_up_on("load_weights", f"waits for {what}, which the learner will not end")
             raise
         finally:
             for waiting in (ours, theirs, left):
                 waiting.cancel()
 
-    def _broken(self, audience: Audience, what: str, reason: str) -> WorkerLost:
+    def _broken(self, receivers: BroadcastGroup, what: str, reason: str) -> WorkerLost:
         """What to say of the learner. Who was to receive has a part of the model at best, and is given up as well."""
-        audience.dismiss("load_weights", f"waits for {what}, which one left: {reason}")
-        learner = self._team.policy
+        receivers.give_up_on("load_weights", f"waits for {what}, which one left: {reason}")
+        learner = self._roles.policy
         return WorkerLost(f"{learner.role}/0 waits for generators with {what}, and one will not come: {reason}",
                           learner.role, 0, learner.incarnation(0), "send_bucket", "hung")
 
     def _offer(self, version: int, index: int, whole: bool) -> list[Call]:
-        return self._team.policy.call_all("offer_bucket", version, index, whole)
+        return self._roles.policy.call_all("offer_bucket", version, index, whole)
 
-    def _members(self, audience: Audience) -> tuple[tuple[str, int, int], ...]:
+    def _members(self, receivers: BroadcastGroup) -> tuple[tuple[str, int, int], ...]:
         """(role, rank, incarnation) of everyone who takes part."""
-        policy, generators = self._team.policy, self._team.generators
+        policy, generators = self._roles.policy, self._roles.generators
         return (*((policy.role, rank, policy.incarnation(rank)) for rank in range(len(policy))),
-                *((generators.role, rank, generators.incarnation(rank)) for rank in audience.ranks))
+                *((generators.role, rank, generators.incarnation(rank)) for rank in receivers.ranks))
 
-    async def _offsets(self, audience: Audience) -> tuple[dict[int, int], int]:
+    async def _offsets(self, receivers: BroadcastGroup) -> tuple[dict[int, int], int]:
         """The first process of each generator in a broadcast, by rank, and how many there are with the learner's."""
-        calls = audience.calls("devices")
-        await audience.without(calls)
+        calls = receivers.calls("devices")
+        await receivers.without(calls)
         world, offsets = 1, {}
-        for call in (call for call in calls if call.rank in audience.ranks):
+        for call in (call for call in calls if call.rank in receivers.ranks):
             offsets[call.rank] = world
             world += int(await call.value())
         return offsets, world
@@ -142,7 +144,7 @@ class DirectSync:
     async def _route(self, world: int) -> WeightRoute:
         if self._transport != "nccl":
             return WeightRoute(self._transport)
-        first = self._team.policy
+        first = self._roles.policy
         host = await first.call(0, "node_host").value()
         _, _, port = (await first.call(0, "rendezvous", host).value()).rpartition(":")
         return WeightRoute(self._transport, host, int(port), world)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.loop import EvaluationConfig
-from rlhf_ray.coordinator.crew import kept
+from rlhf_ray.coordinator.dispatcher import kept
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.errors import RewardError, UnscoredSamples
@@ -50,12 +50,12 @@ class Evaluator:
         Raises:
             RewardError: no held-out prompt has a score, or one has none and none may be left out.
         """
-        config, team, self._room = self._pipeline.config, self._pipeline.team, self._room_now()
+        config, roles, self._room = self._pipeline.config, self._pipeline.roles, self._room_now()
         size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)
         refs = (part.ref for part in parts)
-        _, (metrics, texts) = await team.crew(team.assembler).ask_for(
+        _, (metrics, texts) = await roles.dispatcher(roles.assembler).ask_for(
             0, "sum_up", config.evaluates_the_policy_itself, config.solved_at, *refs, phase="evaluate")
         if config.reward.on_failure == "quarantine":
             metrics["unscored"] = float(unscored)
@@ -63,7 +63,7 @@ class Evaluator:
 
     def _room_now(self) -> asyncio.Semaphore:
         """For as many chunks as keep the present generators busy."""
-        generator, workers = self._pipeline.config.generator, len(self._pipeline.team.generators)
+        generator, workers = self._pipeline.config.generator, len(self._pipeline.roles.generators)
         return asyncio.Semaphore(workers * max(2, 2 * generator.max_sequences // generator.chunk))
 
     async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call], int]:
@@ -103,11 +103,11 @@ class Evaluator:
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call | UnscoredSamples:
         """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""
-        team = self._pipeline.team
+        roles = self._pipeline.roles
 
         async def measured() -> Call:
             scored = await self._pipeline.route.score(keys, self.config.seed, self._prompts, self.config.sampling)
-            return await team.crew(team.assembler).ask(
+            return await roles.dispatcher(roles.assembler).ask(
                 "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference, phase="evaluate")
 
         async with self._room:  # deadlines run from the call on, so a long queue must wait here

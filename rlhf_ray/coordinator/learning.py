@@ -10,8 +10,8 @@ import numpy as np
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.state import RunState
-from rlhf_ray.coordinator.team import Team
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.entries import Lease
 
@@ -40,15 +40,15 @@ class Learned:
 class Learning:
     """Lets the learners update, and keeps state, buffer and ledger in step with them."""
 
-    def __init__(self, config: PPOConfig, team: Team, state: RunState, pipeline: Pipeline,
+    def __init__(self, config: PPOConfig, roles: RoleGroups, state: RunState, pipeline: Pipeline,
                  warn: Callable[[str], None]) -> None:
-        self._config, self._team, self._state, self._pipeline, self._warn = config, team, state, pipeline, warn
+        self._config, self._roles, self._state, self._pipeline, self._warn = config, roles, state, pipeline, warn
 
     async def learn(self, lease: Lease) -> tuple[Learned, list[ExperienceSummary]]:
         """Update policy and critic, and begin a new version; also what is known of the batch.
 
         Raises:
-            TrainingError: too many updates in a row came to nothing (`optimizer.max_updates_in_vain`).
+            TrainingError: too many updates in a row came to nothing (`optimizer.max_consecutive_skipped_updates`).
         """
         learned = await self._update_all(lease)
         if (said := learned.skipped()) is not None:
@@ -59,13 +59,13 @@ class Learning:
 
     async def _update_all(self, lease: Lease) -> Learned:
         """Policy and critic learn from the same experience, side by side."""
-        team, coef = self._team, self._state.kl.value
+        roles, coef = self._roles, self._state.kl.value
         if self._config.shares_backbone:
-            return Learned(*await self._update(team.policy, lease, "policy_update", coef, method="update_both"))
+            return Learned(*await self._update(roles.policy, lease, "policy_update", coef, method="update_both"))
         warming_up = self._state.step < self._config.algorithm.critic_warmup_steps
         return Learned(*await asyncio.gather(
-            self._update(None if warming_up else team.policy, lease, "policy_update", coef),
-            self._update(team.critic, lease, "critic_update"),
+            self._update(None if warming_up else roles.policy, lease, "policy_update", coef),
+            self._update(roles.critic, lease, "critic_update"),
         ))
 
     async def _update(
@@ -75,7 +75,7 @@ class Learning:
         if group is None:
             return None
         calls = group.call_all(method, self._state.step, *numbers, *lease.refs)
-        await asyncio.gather(*(self._team.done(call, phase) for call in calls))
+        await asyncio.gather(*(self._roles.done(call, phase) for call in calls))
         return await calls[0].value()
 
     def _acknowledge(self, lease: Lease, learned: Learned) -> list[ExperienceSummary]:

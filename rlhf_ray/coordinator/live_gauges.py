@@ -47,12 +47,12 @@ class LiveGauges:
         yield LiveValue("live/step_age", now - self._since, {})
 
     def _workers(self, coordinator: Coordinator) -> Iterator[LiveValue]:
-        team = coordinator.team
-        now, under_way, down = team.clock.now(), team.clock.under_way, team.healing.down.keys()
+        roles = coordinator.roles
+        now, under_way, down = roles.clock.now(), roles.clock.under_way, roles.healing.down.keys()
         lost = Counter(role for role, _ in down)
         busy = Counter(role for role, _ in {(task.role, task.worker) for task in under_way} - down)
         numbers: dict[str, Counter[str]] = defaultdict(Counter)
-        for role, count in team.workers().items():
+        for role, count in roles.workers().items():
             pool = self._pool[role]
             idle = count - busy[role] - lost[role]
             for state, number in (("busy", busy[role]), ("idle", idle), ("down", lost[role])):
@@ -72,9 +72,9 @@ class LiveGauges:
             yield LiveValue("live/pool_busy", sum(shares) / len(shares), {"pool": pool})
 
     def _behind(self, coordinator: Coordinator) -> Iterator[LiveValue]:
-        version, team = coordinator.state.step, coordinator.team
-        down = [rank for role, rank in team.healing.down if role == team.generators.role]
-        present = {*team.crew(team.generators).rotation.up, *down}
+        version, roles = coordinator.state.step, coordinator.roles
+        down = [rank for role, rank in roles.healing.down if role == roles.generators.role]
+        present = {*roles.dispatcher(roles.generators).scheduler.up, *down}
         self._generators |= present
         for rank in sorted(self._generators):  # a gauge keeps its last value: who was removed is behind nobody
             behind = version - coordinator.weights.confirmed.get(rank, 0) if rank in present else 0
@@ -88,5 +88,5 @@ def _held(coordinator: Coordinator) -> Iterator[LiveValue]:
         yield LiveValue("live/buffer", samples, {"state": state})
     yield LiveValue("live/buffer_mb", buffer.bytes / 2**20, {})
     yield LiveValue("live/quarantined", quarantine.samples if quarantine else 0, {})
-    yield LiveValue("live/lost_workers", coordinator.team.healing.log.lost_so_far, {})
+    yield LiveValue("live/lost_workers", coordinator.roles.healing.log.lost_so_far, {})
     yield LiveValue("live/policy_version", coordinator.state.step, {})

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Station
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, SupersededError
 from rlhf_ray.files.thread import FileThread
 from rlhf_ray.observability.background import OnFailure, background_task, log_failure
@@ -78,11 +78,11 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
         "buffer": {"ready": buffer.samples_ready, "under_way": buffer.samples_reserved,
                    "training": buffer.samples_leased, "mb": buffer.bytes / 2**20},
         "quarantined": coordinator.pipeline.quarantine.samples if coordinator.pipeline.quarantine else 0,
-        "under_way": _by_worker(coordinator.team.clock),
+        "under_way": _by_worker(coordinator.roles.clock),
         "chunks": _by_station(coordinator), "leases": _leases(coordinator),
         "checkpoint": _checkpoint(coordinator),
-        "down": coordinator.team.healing.status(coordinator.team.clock.now()),
-        "workers": whereabouts(coordinator.team),
+        "down": coordinator.roles.healing.status(coordinator.roles.clock.now()),
+        "workers": whereabouts(coordinator.roles),
     }
 
 
@@ -93,10 +93,10 @@ def _checkpoint(coordinator: Coordinator) -> dict[str, Any] | None:
                         "doing": coordinator.files.checkpoints.progress.doing}
 
 
-def whereabouts(team: Team) -> list[dict[str, Any]]:
+def whereabouts(roles: RoleGroups) -> list[dict[str, Any]]:
     """One line per worker that has started: its pool and bundle, the node, its process there, and its GPUs' numbers."""
     found = []
-    for group in team.everybody():
+    for group in roles.everybody():
         for rank in group.ranks:
             if (processes := group.processes(rank)) is not None:
                 seat = group.seat(rank)
@@ -121,7 +121,7 @@ def _by_station(coordinator: Coordinator) -> list[dict[str, Any]]:
     found: dict[str, list[Station]] = defaultdict(list)
     for station in coordinator.pipeline.stations.values():
         found[station.doing].append(station)
-    now, lines = coordinator.team.clock.now(), []
+    now, lines = coordinator.roles.clock.now(), []
     for doing, stations in found.items():
         oldest = min(stations, key=lambda station: station.since)
         lines.append({"doing": doing, "chunks": len(stations), "samples": sum(s.reservation.samples for s in stations),
@@ -132,7 +132,7 @@ def _by_station(coordinator: Coordinator) -> list[dict[str, Any]]:
 
 def _leases(coordinator: Coordinator) -> list[dict[str, Any]]:
     """What is lent to the learners, for the update of which version, and when it would come back by itself."""
-    learners = [group.role for group in coordinator.team.learners()]
-    now = coordinator.team.clock.now()
+    learners = [group.role for group in coordinator.roles.learners()]
+    now = coordinator.roles.clock.now()
     return [{"samples": lease.samples, "version": lease.version, "held_by": learners,
              "comes_back_in_s": round(lease.deadline - now, 1)} for lease in coordinator.buffer.leases()]

@@ -16,11 +16,11 @@ from rlhf_ray.coordinator.learning import Learning
 from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, WorkerError
 from rlhf_ray.failpoints import reached
@@ -38,7 +38,7 @@ class Coordinator:
     """One run. Synchronous PPO and bounded staleness are one loop: `coordinator.max_staleness` is the only knob."""
 
     config: PPOConfig
-    team: Team
+    roles: RoleGroups
     state: RunState
     buffer: ReplayBuffer
     pipeline: Pipeline
@@ -64,7 +64,7 @@ class Coordinator:
     """How long training stood still for a checkpoint since the last row of metrics."""
 
     def __post_init__(self) -> None:
-        self._learning = Learning(self.config, self.team, self.state, self.pipeline, self.progress.warn)
+        self._learning = Learning(self.config, self.roles, self.state, self.pipeline, self.progress.warn)
 
     async def run(self) -> None:
         """Make the run's remaining steps, or as many as `early_stop` allows.
@@ -86,7 +86,7 @@ class Coordinator:
             await self.recovery.close(patience_s=0)
             raise
         except WorkerError:  # ranks that wait for a lost one answer nobody, until a deadline of hours perhaps
-            await self.recovery.close(self.config.cluster.lease_s)
+            await self.recovery.close(self.config.cluster.heartbeat_timeout_s)
             raise
         except DiskStalled:
             self.files.hurry()
@@ -101,7 +101,7 @@ class Coordinator:
         """One step; when asked to stop, a checkpoint instead. Chunks under way are in it, and are made again."""
         await self.recovery.settled(wait=False)
         await self.profiler.begin(self.state.step + 1)
-        began, received = self.team.clock.now(), traffic.received
+        began, received = self.roles.clock.now(), traffic.received
         # A batch that is ready would be given first, time and again.
         lease = None if self.stop.requested else await self.stop.unless_asked(self._next_batch())
         if lease is not None:
@@ -118,7 +118,7 @@ class Coordinator:
         try:
             return await self.pipeline.next_batch()
         except WorkerError as error:
-            if not self.team.trains(error.role) and self._saved_at != self.state.step:
+            if not self.roles.trains(error.role) and self._saved_at != self.state.step:
                 with suppress(RLHFError):  # what the error says is more to the point; an older checkpoint may be there
                     await self._save()
             raise
@@ -141,7 +141,7 @@ class Coordinator:
         if not self._pauses:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
-                              traffic.received - received, self.team.healing.log.take(), began, self.team.clock.now(),
+                              traffic.received - received, self.roles.healing.log.take(), began, self.roles.clock.now(),
                               self._pause_s)
         self._pause_s = None
         await self.profiler.end(self.state.step, began, outcome.ended)
@@ -173,7 +173,7 @@ class Coordinator:
             await self.files.records.wait(row)
 
     def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:
-        row = step_metrics(outcome, depth, self.team.clock, self.team.workers())
+        row = step_metrics(outcome, depth, self.roles.clock, self.roles.workers())
         if self.pipeline.quarantine:
             row["reward/quarantined"] = float(self.pipeline.quarantine.samples)
         self.state.early_stop.observe(self.state.step, row["kl/sequence"], row["reward/mean"])

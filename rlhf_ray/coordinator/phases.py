@@ -10,16 +10,16 @@ import asyncio
 
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.audience import Audience
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
+from rlhf_ray.coordinator.role_groups import RoleGroups
 
 
 class Phases:
     """Takes the turns that the configuration asks for; none by default. Nothing is in flight when they change."""
 
-    def __init__(self, config: PPOConfig, team: Team) -> None:
-        self._crew, self._level = team.crew(team.generators), config.generator.sleep_level
-        learners = [(config.policy, team.policy), *([(config.critic, team.critic)] if team.critic else [])]
+    def __init__(self, config: PPOConfig, roles: RoleGroups) -> None:
+        self._dispatcher, self._level = roles.dispatcher(roles.generators), config.generator.sleep_level
+        learners = [(config.policy, roles.policy), *([(config.critic, roles.critic)] if roles.critic else [])]
         self._offloading: list[WorkerGroup] = [group for own, group in learners if own.offload_between_phases]
         self._asleep: set[int] = set()
         """Ranks of the generators that were put to sleep; one that was lost meanwhile comes back awake."""
@@ -32,7 +32,7 @@ class Phases:
     async def learning(self) -> None:
         """An update comes."""
         if self._level:
-            asleep = Audience(self._crew, self._crew.rotation.up)
+            asleep = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
             await asleep.each("sleep")
             self._asleep = set(asleep.ranks)
         await self._tell("reload_state")
@@ -48,8 +48,8 @@ class Phases:
         self._asleep.clear()
 
     async def _wake(self, part: str) -> None:
-        up = [rank for rank in self._crew.rotation.up if rank in self._asleep]
-        await Audience(self._crew, up).each("wake", [part])
+        up = [rank for rank in self._dispatcher.scheduler.up if rank in self._asleep]
+        await BroadcastGroup(self._dispatcher, up).each("wake", [part])
 
     async def _tell(self, method: str) -> None:
         calls = [call for group in self._offloading for call in group.call_all(method)]

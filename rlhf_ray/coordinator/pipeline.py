@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.company import PATIENCE, Companies
-from rlhf_ray.coordinator.crew import kept
+from rlhf_ray.coordinator.dispatcher import kept
 from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.route import Generated, Route
+from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.coordinator.state import RunState
-from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
@@ -39,7 +39,7 @@ class Station(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A generated chunk that travels on in company."""
+    """A generated chunk that is scored in a batch with others."""
 
     reservation: Reservation
     chunk: Generated
@@ -50,15 +50,15 @@ class Member(NamedTuple):
 class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and hands out batches."""
 
-    def __init__(self, config: PPOConfig, team: Team, state: RunState, buffer: ReplayBuffer,
+    def __init__(self, config: PPOConfig, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
                  prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None) -> None:
         """`quarantine` takes prompts without a score; without one, such a prompt ends the run."""
-        self.config, self.team, self.state, self.buffer, self.ledger = config, team, state, buffer, ledger
-        self.route, self._prompts = Route(config, team), PromptsAhead(prompts, state.cursor)
+        self.config, self.roles, self.state, self.buffer, self.ledger = config, roles, state, buffer, ledger
+        self.route, self._prompts = Route(config, roles), PromptsAhead(prompts, state.cursor)
         self.quarantine = quarantine
-        self._companies = Companies(self._assess)
-        self._patience = PATIENCE if config.coordinator.max_staleness else 0.0
-        self._rule = self._rule_of(len(team.generators))
+        self._batcher = ScoringBatcher(self._assess)
+        self._linger = LINGER if config.coordinator.max_staleness else 0.0
+        self._rule = self._rule_of(len(roles.generators))
         self._running: dict[asyncio.Task[None], Reservation] = {}
         self._over: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._generating = 0
@@ -132,7 +132,7 @@ class Pipeline:
 
     async def close(self) -> None:
         """Drop what is under way."""
-        self._companies.close()
+        self._batcher.close()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -152,8 +152,8 @@ class Pipeline:
 
     def _admit_new(self) -> None:
         buffer = self.buffer
-        if self._generators != len(self.team.generators):  # some were added or removed
-            self._rule = self._rule_of(len(self.team.generators))
+        if self._generators != len(self.roles.generators):  # some were added or removed
+            self._rule = self._rule_of(len(self.roles.generators))
         allowance = self._rule.allowance(self.version, buffer.accepted, buffer.running, self._generating)
         left = self.config.run.steps * self.config.samples_per_step - buffer.accepted - buffer.running
         allowance = min(allowance, left)
@@ -208,7 +208,7 @@ class Pipeline:
 
     async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
         """One chunk from prompt to committed experience. One that came out too old for the bound loses its place and is
-        admitted again; where prompts of it, or of its company, were left out, it keeps its place, and is made again
+        admitted again; where prompts of it, or of its batch, were left out, it keeps its place, and is made again
         with others."""
         order, made = reservation.order, partial(self._experience, reservation, keys)
         try:
@@ -232,13 +232,13 @@ class Pipeline:
 
     async def _experience(self, reservation: Reservation, keys: list[SampleKey]) -> tuple[Any, ExperienceSummary]:
         """A chunk generated, scored and assembled."""
-        began = self.team.clock.now()
+        began = self.roles.clock.now()
         self._note(reservation, "generated")
         chunk = await self._generate(keys)
         self._note(reservation, "scored")
         texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
-        return await self._companies.join(
-            Member(reservation, chunk, texts), self._patience * (self.team.clock.now() - began))
+        return await self._batcher.submit(
+            Member(reservation, chunk, texts), self._linger * (self.roles.clock.now() - began))
 
     def _attempt_over(self, keys: list[SampleKey], error: WorkerLost) -> None:
         """An attempt at a chunk was lost with a worker or a node; the next one begins."""
@@ -255,7 +255,7 @@ class Pipeline:
         if self.quarantine is None:
             raise error
         staying = self.quarantine.set_aside(keys, error)
-        self.ledger.give_up(staying, "prompts of its chunk or company were left out, and the others drawn again")
+        self.ledger.give_up(staying, "prompts of its chunk or batch were left out, and the others drawn again")
         return staying
 
     def _all_over(self, keys: list[SampleKey], error: WorkerLost) -> None:
@@ -276,7 +276,7 @@ class Pipeline:
         return chunk
 
     async def _assess(self, members: Sequence[Member]) -> list[tuple[Any, ExperienceSummary]]:
-        """What a company of chunks goes through: each one's experience, by reference, and what is known of it."""
+        """Score a batch of chunks: each one's experience, by reference, and what is known of it."""
         scored = await self.route.rate([member.chunk for member in members])
         for member in members:
             self._note(member.reservation, "read by the learners")
@@ -285,4 +285,4 @@ class Pipeline:
             [member.texts for member in members])
 
     def _note(self, reservation: Reservation, doing: str) -> None:
-        self.stations[reservation.order] = Station(reservation, doing, self.team.clock.now())
+        self.stations[reservation.order] = Station(reservation, doing, self.roles.clock.now())

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.coordinator.crew import Crew
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.healing import Ready
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import SampleKey
@@ -29,7 +29,7 @@ class Prompter(Protocol):
 class PromptSource:
     """One table of the prompt reader."""
 
-    reader: Crew
+    reader: WorkerDispatcher
     table: str
     sizes: list[int]
     """Rows of each of its data sets, numbered through from 0."""
@@ -44,7 +44,7 @@ class PromptSource:
         return sum(self.sizes)
 
     @classmethod
-    async def open(cls, reader: Crew, table: str, config: PromptsConfig) -> "PromptSource":
+    async def open(cls, reader: WorkerDispatcher, table: str, config: PromptsConfig) -> "PromptSource":
         """Let the reader, which has one worker, tokenise the data of a section.
 
         Raises:

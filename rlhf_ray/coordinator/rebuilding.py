@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WorkerError, WorkerLost, first_line
 from rlhf_ray.files.thread import RunFiles
 
@@ -18,12 +18,12 @@ from rlhf_ray.files.thread import RunFiles
 class Rebuilding:
     """Rebuilds the learners, and counts how often it was in vain."""
 
-    def __init__(self, config: ClusterConfig, team: Team, store: CheckpointStore,
+    def __init__(self, config: ClusterConfig, roles: RoleGroups, store: CheckpointStore,
                  start: Callable[[], Awaitable[None]], warn: Callable[[str], None],
                  files: RunFiles | None = None) -> None:
         """`start` makes newly spawned learners ready for `load`."""
         self._files = files or RunFiles()
-        self._config, self._team, self._store, self._start, self._warn = config, team, store, start, warn
+        self._config, self._roles, self._store, self._start, self._warn = config, roles, store, start, warn
         self._losses = 0
         self._committed: int | None = None
         """Step of the newest checkpoint when learners were lost last."""
@@ -47,19 +47,19 @@ class Rebuilding:
                 error = again
 
     async def _build(self) -> None:
-        await asyncio.gather(*(group.respawn(rank, "the learners are built again") for group in self._team.learners()
+        await asyncio.gather(*(group.respawn(rank, "the learners are built again") for group in self._roles.learners()
                                for rank in range(len(group))))
         await self._files.checkpoints.run(self._store.clean)  # of a checkpoint that the old ones were writing
         await self._start()
 
     async def _lost_a_learner(self, error: WorkerError) -> bool:
         """Whether a learner failed. One whose result others miss is asked whether it is there; it may be busy."""
-        if self._team.trains(error.role):
+        if self._roles.trains(error.role):
             return True
         if not (isinstance(error, WorkerLost) and error.kind == "result"):
             return False
-        calls = [group.call(rank, "node_host", timeout_s=self._config.lease_s)
-                 for group in self._team.learners() for rank in range(len(group))]
+        calls = [group.call(rank, "node_host", timeout_s=self._config.heartbeat_timeout_s)
+                 for group in self._roles.learners() for rank in range(len(group))]
         return not all(await asyncio.gather(*(_answers(call) for call in calls)))
 
     async def _count(self, error: WorkerError) -> None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import check_complete, encoded_state, load_state
 from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
-from rlhf_ray.coordinator.team import Team
 from rlhf_ray.errors import ConfigError, DiskStalled, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.thread import ProgressDeadline, RunFiles
@@ -43,7 +43,7 @@ class Recovery:
     what makes no progress for too long ends the run with `DiskStalled`.
     """
 
-    def __init__(self, store: CheckpointStore, team: Team, state: RunState, buffer: ReplayBuffer,
+    def __init__(self, store: CheckpointStore, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
                  summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str], ledger: Ledger,
                  old_logprobs: str = "policy", files: RunFiles | None = None) -> None:
         """
@@ -54,7 +54,7 @@ class Recovery:
                 the run goes on, as it may be with another max_staleness, what waits is made anew.
         """
         self.geometry, self.old_logprobs = geometry, old_logprobs
-        self.store, self.team, self.state, self.buffer = store, team, state, buffer
+        self.store, self.roles, self.state, self.buffer = store, roles, state, buffer
         self.summaries, self.ledger, self.files = summaries, ledger, files or RunFiles()
         self.longest_pause_s = 0.0
         """Of those that `save` told."""
@@ -88,7 +88,7 @@ class Recovery:
                     "old_logprobs": self.old_logprobs,
                 })
                 await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
-                                       for group in self.team.learners()))
+                                       for group in self.roles.learners()))
         except BaseException:
             self.writing = None
             raise
@@ -136,7 +136,7 @@ class Recovery:
                 await files.checkpoints.run((directory / STATE).write_bytes, snapshot)
                 for entry in waiting:
                     await self._write_experience(directory.absolute() / f"experience_{entry.order}.npz", entry)
-                await parts_on_disk(self.team.learners(), files.checkpoints.timeout_s)
+                await parts_on_disk(self.roles.learners(), files.checkpoints.timeout_s)
             await files.checkpoints.run(self.store.commit, directory, step)
         finally:
             self.writing = None
@@ -152,11 +152,11 @@ class Recovery:
                 it is told as that update would tell it.
         """
         try:
-            await self.team.crew(self.team.assembler).ask("save", str(path), entry.ref)
+            await self.roles.dispatcher(self.roles.assembler).ask("save", str(path), entry.ref)
         except WorkerLost as error:
             if error.kind != "result":
                 raise
-            policy = self.team.policy
+            policy = self.roles.policy
             raise WorkerLost(f"experience that waits for {policy.role} is lost: {first_line(error)}", policy.role, 0,
                              policy.incarnation(0), error.method, error.kind, error.age_s) from error
 
@@ -174,7 +174,7 @@ class Recovery:
         check_complete(saved, ("geometry", "run", "buffer", "summaries", "old_logprobs"), str(directory))
         check_geometry(directory, self.geometry, saved["geometry"])
         await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
-                               for group in self.team.learners()))
+                               for group in self.roles.learners()))
         self.state.load_state_dict(saved["run"])
         if saved["old_logprobs"] != self.old_logprobs:
             self._drop_waiting(saved, f"made with old log-probabilities of the {saved['old_logprobs']}, and the run "
@@ -182,7 +182,7 @@ class Recovery:
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"
-            refs[entry["order"]] = (await self.team.crew(self.team.assembler).ask("load", str(path))).ref
+            refs[entry["order"]] = (await self.roles.dispatcher(self.roles.assembler).ask("load", str(path))).ref
         self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
         return self.buffer.load_state_dict(saved["buffer"], refs)
 

@@ -14,7 +14,7 @@ from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import Prompter
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WorkerLost
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 
@@ -42,11 +42,11 @@ class Scored:
 class Route:
     """Calls the roles for chunk after chunk, any number of them at a time. Keeps no chunk's state."""
 
-    def __init__(self, config: PPOConfig, team: Team) -> None:
-        self.config, self.team = config, team
-        self._generators = team.crew(team.generators)
-        self._reference = team.crew(team.reference) if team.reference is not None else None
-        self._reward, self._assembler = team.crew(team.reward), team.crew(team.assembler)
+    def __init__(self, config: PPOConfig, roles: RoleGroups) -> None:
+        self.config, self.roles = config, roles
+        self._generators = roles.dispatcher(roles.generators)
+        self._reference = roles.dispatcher(roles.reference) if roles.reference is not None else None
+        self._reward, self._assembler = roles.dispatcher(roles.reward), roles.dispatcher(roles.assembler)
         self._learners_free = asyncio.Event()
         self._learners_free.set()
 
@@ -105,16 +105,16 @@ class Route:
     async def _ask_learners(self, rollouts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """References to each policy rank's log-probabilities (none where no pass is made for them), and to each critic
         rank's values (none without one)."""
-        team, passes = self.team, self.config.old_logprobs == "policy"
-        if passes or team.critic:
+        roles, passes = self.roles, self.config.old_logprobs == "policy"
+        if passes or roles.critic:
             await self._learners_free.wait()
         if self.config.shares_backbone:
-            both = [team.policy.call(rank, "logprobs_and_values", *rollouts, outputs=2)
-                    for rank in range(len(team.policy))]
+            both = [roles.policy.call(rank, "logprobs_and_values", *rollouts, outputs=2)
+                    for rank in range(len(roles.policy))]
             await self._all_ranks(both, "logprobs")
             return [call.refs[0] for call in both], [call.refs[1] for call in both]
-        logprobs = team.policy.call_all("logprobs", *rollouts) if passes else []
-        values = team.critic.call_all("values", *rollouts) if team.critic else []
+        logprobs = roles.policy.call_all("logprobs", *rollouts) if passes else []
+        values = roles.critic.call_all("values", *rollouts) if roles.critic else []
         await asyncio.gather(self._all_ranks(logprobs, "logprobs"), self._all_ranks(values, "values"))
         return [call.ref for call in logprobs], [call.ref for call in values]
 
@@ -124,7 +124,7 @@ class Route:
         if self._reference is not None:
             return (await self._reference.ask("logprobs", *rollouts, phase="reference")).ref
         await self._learners_free.wait()
-        shares = self.team.policy.call_all("reference_logprobs", *rollouts)
+        shares = self.roles.policy.call_all("reference_logprobs", *rollouts)
         await self._all_ranks(shares, "reference")
         if len(shares) == 1:
             return shares[0].ref
@@ -138,7 +138,7 @@ class Route:
                 the others made the pass, and wait for each other's collectives at another place from then on.
         """
         try:
-            await asyncio.gather(*(self.team.done(call, phase) for call in calls))
+            await asyncio.gather(*(self.roles.done(call, phase) for call in calls))
         except WorkerLost as error:
             if error.kind == "result" and len(calls) > 1:
                 error.kind = "broke"

@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.crew import Crew
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
 from rlhf_ray.files.thread import RunFiles
 
 REMOVED = "it was removed by rlhf-ray scale"
-GOODBYE_S = 10.0
+SHUTDOWN_GRACE_S = 10.0
 """What a generator gets to shut its engine down."""
 
 
 class Scaling:
     """Changes the number of generators of a team; one request after the other."""
 
-    def __init__(self, config: ClusterConfig, team: Team, weights: WeightSync, possible: Callable[[int], object],
+    def __init__(self, config: ClusterConfig, roles: RoleGroups, weights: WeightSync, possible: Callable[[int], object],
                  changed: Callable[[int], None], say: Callable[[str], None], files: RunFiles | None = None) -> None:
         """
         Args:
@@ -32,7 +32,7 @@ class Scaling:
             changed: keeps every new number; called in the thread for records.
             say: told what happens, in words.
         """
-        self._config, self._team, self._weights = config, team, weights
+        self._config, self._roles, self._weights = config, roles, weights
         self._possible, self._changed, self._say = possible, changed, say
         self._files = files or RunFiles()
         self._one_at_a_time = asyncio.Lock()
@@ -53,7 +53,7 @@ class Scaling:
             raise ConfigError(f"generators={wanted!r}: a run needs one generator at least; to end it, stop it")
         self._possible(wanted)
         async with self._one_at_a_time:
-            group = self._team.generators
+            group = self._roles.generators
             before = len(group)
             if wanted > before:
                 await self._add(wanted - before)
@@ -66,46 +66,47 @@ class Scaling:
 
     async def _add(self, count: int) -> None:
         """Add all of them, or none."""
-        crew, group = self._team.crew(self._team.generators), self._team.generators
+        dispatcher, group = self._roles.dispatcher(self._roles.generators), self._roles.generators
         ranks: list[int] = []
         try:
             while len(ranks) < count:
                 ranks.append(await group.add(self._config.start_timeout_s))
             self._say(f"adding {_named(ranks)}")
-            await _all(*(self._started(crew, rank) for rank in ranks))
+            await _all(*(self._started(dispatcher, rank) for rank in ranks))
             self._say(f"{_named(ranks)} added, with version {self._weights.version} of the weights")
         except BaseException:
             for rank in ranks:
-                crew.leave_out(rank)
-            with self._team.healing.set_aside(crew, ranks):
+                dispatcher.leave_out(rank)
+            with self._roles.healing.set_aside(dispatcher, ranks):
                 await asyncio.gather(*(group.remove(rank, "it could not be added") for rank in ranks))
             raise
 
-    async def _started(self, crew: Crew, rank: int) -> None:
+    async def _started(self, dispatcher: WorkerDispatcher, rank: int) -> None:
         """Start one that is new, bring it to the present weights, and let it work: from then on it is looked after like
         the others, whoever is still starting."""
-        with self._team.healing.set_aside(crew, [rank]):
-            await crew.group.start_one(rank, timeout_s=self._config.start_timeout_s)
-            await self._weights.catch_up(rank, lambda: crew.take_back(rank))
+        with self._roles.healing.set_aside(dispatcher, [rank]):
+            await dispatcher.group.start_one(rank, timeout_s=self._config.start_timeout_s)
+            await self._weights.catch_up(rank, lambda: dispatcher.take_back(rank))
 
     async def _remove(self, count: int) -> None:
-        crew, group, healing = self._team.crew(self._team.generators), self._team.generators, self._team.healing
+        group, healing = self._roles.generators, self._roles.healing
+        dispatcher = self._roles.dispatcher(group)
         away = [rank for rank in group.ranks if (group.role, rank) in healing.down]
         ranks = sorted((away + [rank for rank in reversed(group.ranks) if rank not in away])[:count])
         self._say(f"removing {_named(ranks)} when what they have begun is done")
         for rank in ranks:
-            crew.leave_out(rank)
-        with healing.set_aside(crew, ranks):
-            done = await asyncio.gather(*(self._dismissed(crew, rank) for rank in ranks))
+            dispatcher.leave_out(rank)
+        with healing.set_aside(dispatcher, ranks):
+            done = await asyncio.gather(*(self._dismissed(dispatcher, rank) for rank in ranks))
         again = sum(done)
         self._say(f"{_named(ranks)} removed" + (f"; {again} samples are made again by others" if again else ""))
 
-    async def _dismissed(self, crew: Crew, rank: int) -> int:
+    async def _dismissed(self, dispatcher: WorkerDispatcher, rank: int) -> int:
         """End a generator that gets no more work; how many samples it leaves to others."""
-        await crew.idle(rank, self._config.lease_s)
+        await dispatcher.idle(rank, self._config.heartbeat_timeout_s)
         await self._weights.over()  # the next one begins without it
-        left = crew.rotation.load(rank)
-        await crew.group.remove(rank, REMOVED, goodbye="stop", patience_s=GOODBYE_S)
+        left = dispatcher.scheduler.load(rank)
+        await dispatcher.group.remove(rank, REMOVED, goodbye="stop", patience_s=SHUTDOWN_GRACE_S)
         return left
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import ConfigError, RLHFError, first_line
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Span
@@ -31,7 +31,7 @@ NO_STEP = "the run went on to no other step: it has ended, or lost a learner; as
 class StepProfiler:
     """Profiles a step that was named beforehand, and the next one whenever it is asked to."""
 
-    def __init__(self, directory: RunDirectory, team: Team, at_step: int | None = None,
+    def __init__(self, directory: RunDirectory, roles: RoleGroups, at_step: int | None = None,
                  say: Callable[[str], None] = lambda _: None,
                  write_timeline: Callable[[Path], None] | None = None) -> None:
         """Nothing is profiled unless it is asked for.
@@ -41,7 +41,7 @@ class StepProfiler:
             say: tells a person.
             write_timeline: writes the cluster's own record of calls to a file, where it keeps one.
         """
-        self._directory, self._team, self._at_step, self._say = directory, team, at_step, say
+        self._directory, self._roles, self._at_step, self._say = directory, roles, at_step, say
         self._write_timeline = write_timeline
         self._asked: list[asyncio.Future[dict[str, Any]]] = []
         self._workers: list[tuple[WorkerGroup, int]] | None = None
@@ -64,9 +64,10 @@ class StepProfiler:
         """A step begins."""
         if not self._asked and step != self._at_step:
             return
-        team = self._team
-        groups = [*([team.reference] if team.reference else []), *team.learners()]
-        ranks = [(team.generators, rank) for rank in sorted(team.crew(team.generators).rotation.up)[:MOST_RANKS]]
+        roles = self._roles
+        groups = [*([roles.reference] if roles.reference else []), *roles.learners()]
+        up = sorted(roles.dispatcher(roles.generators).scheduler.up)
+        ranks = [(roles.generators, rank) for rank in up[:MOST_RANKS]]
         ranks += [(group, rank) for group in groups for rank in range(min(len(group), MOST_RANKS))]
         begun = await asyncio.gather(
             *(group.call(rank, "begin_profile", timeout_s=BEGIN_S).done() for group, rank in ranks),
@@ -94,7 +95,7 @@ class StepProfiler:
         """No step will follow. Workers that outlive the learners record no more of one that was not finished."""
         workers, self._workers, self._closed = self._workers or [], None, True
         for group, rank in workers:
-            if not self._team.trains(group.role):
+            if not self._roles.trains(group.role):
                 group.call(rank, "drop_profile")  # nobody need wait for it, nor be told that it failed
         self._refuse(NO_STEP)
 
@@ -114,7 +115,7 @@ class StepProfiler:
             for group, rank in workers), return_exceptions=True)
         profiles = {f"{group.role}/{rank}": profile for (group, rank), profile in zip(workers, found, strict=True)
                     if _worked(profile) and isinstance(profile, WorkerProfile)}
-        spans = [span for span in self._team.clock.work(began, ended) if not span.role.startswith("phase:")]
+        spans = [span for span in self._roles.clock.work(began, ended) if not span.role.startswith("phase:")]
         await records.run(self._write, step, profiles, spans, (began, ended))
         if self._write_timeline is not None:
             await records.run(self._write_timeline, directory / RAY_TRACE)

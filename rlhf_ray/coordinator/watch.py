@@ -1,4 +1,4 @@
-"""Who hangs? A worker that has work and gives no sign of life for `cluster.lease_s` is taken for lost.
+"""Who hangs? A worker that has work and gives no sign of life for `cluster.heartbeat_timeout_s` is taken for lost.
 
 A generator's sign of life is a token: a stopped engine may still be told healthy by those around it. While it takes new
 weights it makes none, and an answer is enough. Of other workers it is the count of `cluster.beat`, which stands still
@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.coordinator.crew import Crew
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import RLHFError, WorkerLost
 
 LOOKS = 4
@@ -35,12 +35,12 @@ class Shown:
 
 
 class Watch:
-    """Looks at the workers of a team's crews that have calls under way. (Learners: see `cluster.pulse`.)"""
+    """Looks at the workers of a run's dispatchers that have calls under way. (Learners: see `cluster.pulse`.)"""
 
-    def __init__(self, team: Team, lease_s: float) -> None:
-        self._team, self._lease_s = team, lease_s
-        self._period_s = min(SELDOM_S, lease_s / LOOKS)
-        self._crews = team.crews
+    def __init__(self, roles: RoleGroups, heartbeat_timeout_s: float) -> None:
+        self._roles, self._heartbeat_timeout_s = roles, heartbeat_timeout_s
+        self._period_s = min(SELDOM_S, heartbeat_timeout_s / LOOKS)
+        self._dispatchers = roles.dispatchers
         self._shown: dict[tuple[str, int], Shown] = {}
 
     async def keep_looking(self) -> None:
@@ -53,20 +53,20 @@ class Watch:
         """Look once at everybody who has been at a call for a part of the lease. Most calls are over before, and to ask
         costs the driver as much as a call does."""
         phases: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
-        for task in self._team.clock.under_way:
+        for task in self._roles.clock.under_way:
             phases[task.role, task.worker].append((task.since, task.phase))
-        begun = self._team.clock.now() - self._lease_s / LOOKS
+        begun = self._roles.clock.now() - self._heartbeat_timeout_s / LOOKS
         phases = {who: calls for who, calls in phases.items() if min(calls)[0] <= begun}
         self._shown = {who: shown for who, shown in self._shown.items() if who in phases}
-        await asyncio.gather(*(self._look_at(self._crews[role], rank, found)
-                               for (role, rank), found in phases.items() if role in self._crews))
+        await asyncio.gather(*(self._look_at(self._dispatchers[role], rank, found)
+                               for (role, rank), found in phases.items() if role in self._dispatchers))
 
-    async def _look_at(self, crew: Crew, rank: int, calls: list[tuple[float, str]]) -> None:
+    async def _look_at(self, dispatcher: WorkerDispatcher, rank: int, calls: list[tuple[float, str]]) -> None:
         """`calls`: since when, and what; those that are under way."""
-        group = crew.group
-        now, incarnation = self._team.clock.now(), group.incarnation(rank)
+        group = dispatcher.group
+        now, incarnation = self._roles.clock.now(), group.incarnation(rank)
         (since, method), publishing = min(calls), any(phase == "publish" for _, phase in calls)
-        shown, answered = self._shown.get((group.role, rank)), crew.finished[rank]
+        shown, answered = self._shown.get((group.role, rank)), dispatcher.finished[rank]
         if shown is not None and shown.incarnation == incarnation and shown.answered != answered:
             self._shown[group.role, rank] = replace(shown, changed=now, answered=answered)
             return  # one that has answered a call meanwhile need not be asked
@@ -80,16 +80,16 @@ class Watch:
             self._shown[group.role, rank] = Shown(incarnation, sign, now, answered)
             return
         silent = now - max(shown.changed, since)
-        if silent > self._lease_s and group.incarnation(rank) == incarnation:
-            what = "made no token" if group is self._team.generators and not publishing else "gave no sign of life"
+        if silent > self._heartbeat_timeout_s and group.incarnation(rank) == incarnation:
+            what = "made no token" if group is self._roles.generators and not publishing else "gave no sign of life"
             error = WorkerLost(f"{group.role}/{rank} {what} for {silent:.0f} s while {method} was under way for "
-                               f"{now - since:.0f} s (cluster.lease_s={self._lease_s:g})",
+                               f"{now - since:.0f} s (cluster.heartbeat_timeout_s={self._heartbeat_timeout_s:g})",
                                group.role, rank, incarnation, method, "hung", now - since)
-            self._team.healing.lost(crew, error, silent_s=silent)
+            self._roles.healing.lost(dispatcher, error, silent_s=silent)
 
     async def _sign(self, group: WorkerGroup, rank: int, publishing: bool, now: float) -> float | None:
         """Something that changes while the worker lives; None where nothing can be seen."""
-        if group is not self._team.generators:
+        if group is not self._roles.generators:
             with suppress(Exception):  # a control service that gives no answer now: there is another look
                 return await group.sign_of_life(rank)
             return None

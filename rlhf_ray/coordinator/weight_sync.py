@@ -10,10 +10,10 @@ from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import WeightsConfig
-from rlhf_ray.coordinator.audience import Audience
+from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.direct_sync import DIRECT, DirectSync
 from rlhf_ray.coordinator.phases import Phases
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
 from rlhf_ray.failpoints import reached
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
@@ -47,7 +47,7 @@ class WeightSync:
     update. When learners are replaced, a catch-up under way ends before they are, and begins anew with those that come.
     """
 
-    def __init__(self, config: WeightsConfig, team: Team, finish_timeout_s: float | None = None,
+    def __init__(self, config: WeightsConfig, roles: RoleGroups, finish_timeout_s: float | None = None,
                  phases: Phases | None = None) -> None:
         """
         Args:
@@ -57,21 +57,21 @@ class WeightSync:
         """
         self.phases = phases
         """Whoever runs the loop takes the turn before an update; those around a publication are taken here."""
-        self.config, self.team = config, team
+        self.config, self.roles = config, roles
         self.version = 0
         """The newest version that was published; 0 is what generators load when they start."""
         self.confirmed: dict[int, int] = {}
         """Version that each generator confirmed last, by rank; none for those that hold what they loaded."""
         self._finish_timeout_s = finish_timeout_s
-        self._crew = team.crew(team.generators)
+        self._dispatcher = roles.dispatcher(roles.generators)
         self._steady, self._settled = asyncio.Lock(), True
         self._catching_up: asyncio.Timeout | None = None
         """Around the catch-up under way; there is one at a time."""
         self._publication = 0
         """Number of the latest publication; each has its own, for versions come again after a learner was lost."""
-        self._direct = DirectSync(config.transport, team, finish_timeout_s) if config.transport in DIRECT else None
+        self._direct = DirectSync(config.transport, roles, finish_timeout_s) if config.transport in DIRECT else None
         self._plan: WeightsPlan | None = None
-        self._lasting: Any = None
+        self._unchanged: Any = None
         """Digests of what may stay out, in the object store; None before a whole publication was confirmed."""
 
     @asynccontextmanager
@@ -97,7 +97,7 @@ class WeightSync:
         if self._catching_up is not None and not self._catching_up.expired():
             self._catching_up.reschedule(0.0)
         async with self._steady:
-            self._plan = self._lasting = None
+            self._plan = self._unchanged = None
             if self._direct:
                 self._direct.forget()
 
@@ -113,13 +113,13 @@ class WeightSync:
         """
         self.version = version
         if resend:
-            self._plan = self._lasting = None
+            self._plan = self._unchanged = None
         if self.phases is None:
-            return await self._publish_to(Audience(self._crew, self._crew.rotation.up), resend)
+            return await self._publish_to(BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up), resend)
         if self.phases.drops_weights:
-            self._lasting = None
+            self._unchanged = None
         await self.phases.publishing()
-        published = await self._publish_to(Audience(self._crew, self._crew.rotation.up), resend)
+        published = await self._publish_to(BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up), resend)
         await self.phases.generation()
         return published
 
@@ -143,7 +143,7 @@ class WeightSync:
     async def _caught_up(self, rank: int) -> bool:
         """Publish to one generator, whatever it has; false when a learner is lost or replaced meanwhile: who waits for
         generators must see to that first."""
-        alone = Audience(self._crew, [rank])
+        alone = BroadcastGroup(self._dispatcher, [rank])
         limit = self._catching_up = asyncio.timeout(None)
         try:
             async with limit:
@@ -154,9 +154,9 @@ class WeightSync:
                 raise
             learners_there = False
         except WorkerError as error:
-            if not self.team.trains(error.role):
+            if not self.roles.trains(error.role):
                 raise
-            self._crew.interrupt(error)
+            self._dispatcher.interrupt(error)
             learners_there = False
         except NoWeightsPlan:
             self._plan, learners_there = None, False
@@ -166,84 +166,86 @@ class WeightSync:
             raise alone.losses[-1]
         return learners_there
 
-    async def _publish_to(self, audience: Audience, resend: bool) -> Published:
+    async def _publish_to(self, receivers: BroadcastGroup, resend: bool) -> Published:
         began = time.perf_counter()
-        plan = self._plan = self._plan or await self._planned(audience)
-        if plan is None or not audience.ranks:
+        plan = self._plan = self._plan or await self._planned(receivers)
+        if plan is None or not receivers.ranks:
             return Published(0.0, 0.0, 0)
-        lasting, self._lasting = self._lasting, None
+        unchanged, self._unchanged = self._unchanged, None
         if self._direct:
-            await self._direct.connect(audience)
-        size = await self._begin(audience, plan, lasting, resend)
-        await self._send(audience, size, whole=size is plan.whole)
-        confirmed: list[WeightsConfirmed] = await audience.each(
+            await self._direct.connect(receivers)
+        size = await self._begin(receivers, plan, unchanged, resend)
+        await self._send(receivers, size, whole=size is plan.whole)
+        confirmed: list[WeightsConfirmed] = await receivers.each(
             "finish_weights", self.version, timeout_s=self._finish_timeout_s)
         if {answer.version for answer in confirmed} - {self.version}:
             raise WeightsError(f"published version {self.version}, but the generators confirmed "
                                f"{[answer.version for answer in confirmed]}")
-        self.confirmed.update(dict.fromkeys(audience.ranks, self.version))
+        self.confirmed.update(dict.fromkeys(receivers.ranks, self.version))
         if self._direct:
             await self._direct.finished()
         seconds = time.perf_counter() - began
         if plan.changing != plan.whole:
-            self._lasting = lasting if size is plan.changing else self.team.policy.call(0, "lasting_weights").ref
+            self._unchanged = unchanged if size is plan.changing else self.roles.policy.call(0, "lasting_weights").ref
         return Published(seconds, max((answer.pause_seconds for answer in confirmed), default=0.0), size.nbytes)
 
-    async def _planned(self, audience: Audience) -> WeightsPlan | None:
+    async def _planned(self, receivers: BroadcastGroup) -> WeightsPlan | None:
         """The plan; None where no generator is left that could say what it needs together."""
-        answers = await audience.each("weights_together")
+        answers = await receivers.each("weights_together")
         if not answers:
             return None
-        plans: list[WeightsPlan] = await self.team.policy.values(
+        plans: list[WeightsPlan] = await self.roles.policy.values(
             "plan_weights", self.config.bucket_mb * 2**20, answers[0])
         return plans[0]
 
-    async def _begin(self, audience: Audience, plan: WeightsPlan, lasting: Any, resend: bool) -> PublicationSize:
+    async def _begin(
+        self, receivers: BroadcastGroup, plan: WeightsPlan, unchanged: Any, resend: bool
+    ) -> PublicationSize:
         """Announce the version to every generator; returns which publication they expect."""
         async def missed(size: PublicationSize, *unchanged: Any) -> set[int]:
             self._publication += 1
-            return await audience.without(audience.calls(
+            return await receivers.without(receivers.calls(
                 "begin_weights", self._publication, self.version, size.buckets, resend, *unchanged))
 
-        if lasting is not None:
+        if unchanged is not None:
             # One of them may lack what would be left out, or the digests be lost: nothing is but a little time.
             with suppress(WeightsError):
-                if not await missed(plan.changing, lasting):
+                if not await missed(plan.changing, unchanged):
                     return plan.changing
         if await missed(plan.whole):
             raise WeightsError(f"weights version {self.version} could not be announced")
         return plan.whole
 
-    async def _send(self, audience: Audience, size: PublicationSize, whole: bool) -> None:
+    async def _send(self, receivers: BroadcastGroup, size: PublicationSize, whole: bool) -> None:
         if self._direct:
-            await self._direct.send(audience, self.version, self._publication, size, whole)
+            await self._direct.send(receivers, self.version, self._publication, size, whole)
             return
         under_way: deque[tuple[int, list[Call], list[Call]]] = deque()
         for index in range(size.buckets):
             bucket = self._gathered(index, whole)
-            under_way.append((index, bucket, audience.calls("load_weights", bucket[0].ref, self._publication)))
+            under_way.append((index, bucket, receivers.calls("load_weights", bucket[0].ref, self._publication)))
             if len(under_way) == AHEAD:
-                await self._loaded(audience, whole, *under_way.popleft())
+                await self._loaded(receivers, whole, *under_way.popleft())
         reached("publication_begun")
         while under_way:
-            await self._loaded(audience, whole, *under_way.popleft())
+            await self._loaded(receivers, whole, *under_way.popleft())
 
     def _gathered(self, index: int, whole: bool) -> list[Call]:
         """The calls to all ranks; the first one's result is the bucket."""
-        return self.team.policy.call_all("weight_bucket", self.version, index, whole)
+        return self.roles.policy.call_all("weight_bucket", self.version, index, whole)
 
     async def _loaded(
-        self, audience: Audience, whole: bool, index: int, bucket: list[Call], loads: list[Call]
+        self, receivers: BroadcastGroup, whole: bool, index: int, bucket: list[Call], loads: list[Call]
     ) -> None:
         """Wait until all have a bucket; one whose bytes are lost is gathered once more.
 
         The learners come first: a generator cannot answer before they did, and must not be blamed for one that hangs.
         """
         await asyncio.gather(*(call.done() for call in bucket))
-        missed = await audience.without(loads)
+        missed = await receivers.without(loads)
         if missed:
             bucket = self._gathered(index, whole)
-            again = audience.calls("load_weights", bucket[0].ref, self._publication, only=missed)
+            again = receivers.calls("load_weights", bucket[0].ref, self._publication, only=missed)
             await asyncio.gather(*(call.done() for call in bucket))
-            if await audience.without(again):
+            if await receivers.without(again):
                 raise WeightsError(f"bucket {index} of weights version {self.version} was lost twice on its way")

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig
-from rlhf_ray.engine.portions import MOMENTS, Portion, adamw, portions
-from rlhf_ray.engine.saved import WEIGHTS, Saved, Snapshot, snapshot
+from rlhf_ray.engine.optimizer_shards import MOMENTS, OptimizerShard, adamw, optimizer_shards
 from rlhf_ray.engine.schedule import learning_rate
 from rlhf_ray.engine.sharding import shard
+from rlhf_ray.engine.training_state import WEIGHTS, Snapshot, TrainingState, snapshot
 from rlhf_ray.errors import CheckpointError, TrainingError
 
 
@@ -44,7 +44,7 @@ class TrainEngine:
         self.total_steps = total_steps
         self.optimizer_steps = 0
         """Applied so far."""
-        self.updates_in_vain = 0
+        self.consecutive_skipped_updates = 0
         """Updates in a row that applied no step; see `count_update`."""
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
@@ -120,12 +120,12 @@ class TrainEngine:
         """An update is over, `applied` of whose steps were applied.
 
         Raises:
-            TrainingError: none of them, in as many updates in a row as `optimizer.max_updates_in_vain`.
+            TrainingError: none of them, in as many updates in a row as `optimizer.max_consecutive_skipped_updates`.
         """
-        self.updates_in_vain = 0 if applied else self.updates_in_vain + 1
-        if self.updates_in_vain >= self.config.optimizer.max_updates_in_vain:
-            raise TrainingError(f"no loss and gradient was finite in {self.updates_in_vain} updates in a row "
-                                "(optimizer.max_updates_in_vain); the weights are as they were before. Lower the "
+        self.consecutive_skipped_updates = 0 if applied else self.consecutive_skipped_updates + 1
+        if self.consecutive_skipped_updates >= self.config.optimizer.max_consecutive_skipped_updates:
+            raise TrainingError(f"no loss and gradient was finite in {self.consecutive_skipped_updates} updates in a "
+                                "row (optimizer.max_consecutive_skipped_updates); the weights are unchanged. Lower the "
                                 "learning rate, look at the rewards of these steps, and resume from the last "
                                 "checkpoint.")
 
@@ -141,8 +141,10 @@ class TrainEngine:
     def snapshot(self) -> Snapshot:
         """A copy of this rank's part of weights, optimizer and progress, which `Snapshot.write` puts into a file of the
         directory that `load` reads. Frozen parameters are left out: they are as the module was built."""
-        return snapshot(portions(self.engine, self._stage, self._trained), adamw(self.engine, self._stage).state, {
-            "world": self.world, "optimizer_steps": self.optimizer_steps, "updates_in_vain": self.updates_in_vain})
+        shards = optimizer_shards(self.engine, self._stage, self._trained)
+        return snapshot(shards, adamw(self.engine, self._stage).state, {
+            "world": self.world, "optimizer_steps": self.optimizer_steps,
+            "consecutive_skipped_updates": self.consecutive_skipped_updates})
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
@@ -151,36 +153,36 @@ class TrainEngine:
         Raises:
             CheckpointError: there is no learner's state in `directory`, or it is of another model.
         """
-        saved = Saved(directory)
+        saved = TrainingState(directory)
         if saved.names() != self._trained.keys():
             raise CheckpointError(f"{directory} holds the state of other parameters than this run trains: "
                                   f"{sorted(saved.names() ^ self._trained.keys())[:3]} are in one of the two only")
         if self._stage < 3:
             for name, parameter in self._trained.items():
                 parameter.copy_(_there(saved.whole(WEIGHTS, name, parameter.numel())).view_as(parameter))
-        for portion in portions(self.engine, self._stage, self._trained, whole=True):
-            self._take_back(saved, portion)
+        for part in optimizer_shards(self.engine, self._stage, self._trained, whole=True):
+            self._take_back(saved, part)
         self.optimizer_steps = int(saved.notes["optimizer_steps"])
-        self.updates_in_vain = int(saved.notes["updates_in_vain"])
+        self.consecutive_skipped_updates = int(saved.notes["consecutive_skipped_updates"])
 
-    def _take_back(self, saved: Saved, portion: Portion) -> None:
-        stretch, states = slice(portion.start, portion.stop), adamw(self.engine, self._stage).state
-        weights = _there(saved.whole(WEIGHTS, portion.name, portion.numel))[stretch]
-        portion.weights.copy_(weights)
+    def _take_back(self, saved: TrainingState, part: OptimizerShard) -> None:
+        span, states = slice(part.start, part.stop), adamw(self.engine, self._stage).state
+        weights = _there(saved.whole(WEIGHTS, part.name, part.numel))[span]
+        part.weights.copy_(weights)
         if self._stage == 3:
-            self._trained[portion.name].ds_tensor.view(-1)[: len(weights)].copy_(weights)
+            self._trained[part.name].ds_tensor.view(-1)[: len(weights)].copy_(weights)
         for moment in MOMENTS:
-            whole = saved.whole(moment, portion.name, portion.numel)
+            whole = saved.whole(moment, part.name, part.numel)
             if whole is None:  # saved before the optimizer's first step
-                states.pop(portion.owner, None)
+                states.pop(part.owner, None)
                 return
-            state = states[portion.owner]
+            state = states[part.owner]
             if moment not in state:
-                state[moment] = torch.zeros_like(portion.owner)
-            portion.of(state[moment]).copy_(whole[stretch])
-            step = saved.notes["steps"][portion.name]
+                state[moment] = torch.zeros_like(part.owner)
+            part.of(state[moment]).copy_(whole[span])
+            step = saved.notes["steps"][part.name]
             state["step"] = step if self.config.offload_optimizer else torch.tensor(
-                float(step), device=portion.owner.device)  # as each of the two optimizers keeps it
+                float(step), device=part.owner.device)  # as each of the two optimizers keeps it
 
     def offload_state(self) -> None:
         """Move the optimizer's state to the CPU's memory, and give back what that frees of the GPU's."""

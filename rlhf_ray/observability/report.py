@@ -144,7 +144,7 @@ def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
     except damage as error:
         raise DataError(f"{path} cannot be read: {error}. Mend or remove it, then make the report again") from error
     if not isinstance(value, Mapping):
-        raise DataError(f"{path} holds {type(value).__name__} where a mapping was expected; mend or remove it")
+        raise DataError(f"{path} holds {type(value).__name__} where a mapping was expected; fix or remove it")
     return dict(value)
 
 

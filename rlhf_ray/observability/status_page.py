@@ -139,7 +139,7 @@ def _roles_table(shares: Mapping[str, Mapping[str, float]], steps: int) -> Table
 def _cause(role: str, cause: str) -> str:
     if cause == role:
         return "the others of its role"
-    return "nobody (handing over)" if cause == COORDINATOR else readable(cause).lower()
+    return "coordinator overhead" if cause == COORDINATOR else readable(cause).lower()
 
 
 def _held(live: Mapping[str, Any]) -> Table:

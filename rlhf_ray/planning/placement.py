@@ -64,8 +64,8 @@ def _bundles(
     """Of each bundle that has a place, its node and the first of its GPUs there."""
     bundles, first_gpu, taken = {}, {}, dict.fromkeys((node.name for node in nodes), 0)
     for name, shares in found.shares.items():
-        homes = [node.name for node, count in zip(nodes, shares, strict=True) for _ in range(count)]
-        for number, home in enumerate(homes):
+        assignments = [node.name for node, count in zip(nodes, shares, strict=True) for _ in range(count)]
+        for number, home in enumerate(assignments):
             bundles[name, number], first_gpu[name, number] = home, taken[home]
             taken[home] += pools[name].gpus
     return bundles, first_gpu

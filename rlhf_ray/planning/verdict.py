@@ -28,7 +28,7 @@ def verdicts(
     config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory], loads: Sequence[Load],
     disk_bytes: float, free_disk: float | None,
 ) -> Iterator[Finding]:
-    """Everything but places in the cluster and how to mend memory (`remedies.py`), the refusals first."""
+    """Everything but places in the cluster and how to fix memory (`remedies.py`), the refusals first."""
     yield from _caches(config, roles, memory)
     seen: set[tuple[object, ...]] = set()
     for load in sorted(loads, key=lambda one: -one.share):

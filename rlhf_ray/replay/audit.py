@@ -55,7 +55,7 @@ def require_sound(db: sqlite3.Connection, ended: bool) -> None:
     """
     if problems := audit(db, ended):
         listed = "\n".join(f"- {problem.invariant}: {problem.found}" for problem in problems)
-        raise LedgerError(f"the ledger does not add up:\n{listed}")
+        raise LedgerError(f"the ledger audit failed:\n{listed}")
 
 
 def audit(db: sqlite3.Connection, ended: bool) -> list[Problem]:

@@ -17,7 +17,7 @@ def finite_scores(values: Any, requests: Sequence[RewardRequest], who: str, fix:
 
     Args:
         who: the source as the subject of a sentence: "the reward model 'x'".
-        fix: what to mend, as the end of one.
+        fix: what to fix, as the end of one.
 
     Raises:
         RewardError: not as many values as requests, or one that is not finite; names the samples.
@@ -42,21 +42,21 @@ def checked(answer: RewardAnswer, requests: Sequence[RewardRequest], name: str) 
         RewardError: it is not; names the component.
     """
     who = f"rewards.{name}"
-    finite_scores(answer.scores, requests, who, "mend its source")
+    finite_scores(answer.scores, requests, who, "fix its source")
     tokens = answer.token_rewards
     if tokens is None:
         return answer
     lengths = np.array([len(r.tokens) for r in requests])
     if tokens.shape != (lengths.sum(),) or not np.isfinite(tokens).all():
         raise RewardError(f"{who} gave token rewards of shape {tokens.shape} for {lengths.sum()} tokens, or some that "
-                          "are not finite; mend its source")
+                          "are not finite; fix its source")
     if tokens[~np.concatenate([r.response_mask for r in requests])].any():
-        raise RewardError(f"{who} gave rewards to tokens that the policy did not write; mend its source")
+        raise RewardError(f"{who} gave rewards to tokens that the policy did not write; fix its source")
     sums = np.add.reduceat(tokens.astype(np.float64), lengths.cumsum() - lengths)
     if not np.allclose(sums, answer.scores, rtol=1e-4, atol=1e-4):
         row = int(np.argmax(np.abs(sums - answer.scores)))
         raise RewardError(f"{who} gave {answer.scores[row]} to {sample_names([requests[row].key])}, but its token "
-                          f"rewards come to {sums[row]}; mend its source")
+                          f"rewards come to {sums[row]}; fix its source")
     return answer
 
 

@@ -36,7 +36,7 @@ class FunctionSource:
             "labels": [r.metadata for r in requests], "finish_reasons": [r.finish_reason for r in requests],
         }
         values = await self._function.call(given, [sample_names([r.key]) for r in requests])
-        return RewardAnswer(finite_scores(values, requests, self._who, "mend the function."))
+        return RewardAnswer(finite_scores(values, requests, self._who, "fix the function."))
 
     async def stop(self) -> None:
         """End its process, within a few seconds even while a call hangs."""

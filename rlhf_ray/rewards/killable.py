@@ -24,7 +24,7 @@ from rlhf_ray.rewards.function_process import HEADER
 
 IMPORT_S = 120.0
 """How long a function may take to be imported: it may import a whole framework."""
-GOODBYE_S = 0.5
+SHUTDOWN_GRACE_S = 0.5
 """How long an idle process gets to end by itself."""
 GONE_S = 5.0
 """How long the system gets to take away a killed one."""
@@ -78,7 +78,7 @@ class KillableFunction:
             reply = await self._exchange(arguments, self._timeout_s, f" for {_named(samples)}", SampleError)
         if "error" in reply:
             raise SampleError(f"{self._who} failed for {_culprit(reply.get('sample'), samples)}: {reply['error']}. No "
-                              "score is made up in its place: mend the function")
+                              "score is made up in its place: fix the function")
         return list(reply["scores"])
 
     async def stop(self) -> None:
@@ -87,7 +87,7 @@ class KillableFunction:
             return
         if not self._calling:
             self._writer.close()
-            await self._gone(GOODBYE_S)
+            await self._gone(SHUTDOWN_GRACE_S)
         await self._kill()
 
     async def _start(self) -> None:
@@ -108,7 +108,7 @@ class KillableFunction:
         if "error" in reply:
             await self._kill()
             raise RewardError(f"{self._who} cannot be used: {reply['error']}. Correct the name (module:name or "
-                              "file.py:name), or mend the function")
+                              "file.py:name), or fix the function")
 
     async def _exchange(
         self, message: dict[str, Any], timeout_s: float, about: str, failure: type[RewardError] = RewardError
@@ -122,7 +122,7 @@ class KillableFunction:
                 await self._writer.drain()
                 size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
                 if size > ANSWER_BYTES:
-                    raise failure(f"{self._who} answered with {size} bytes; mend the function")
+                    raise failure(f"{self._who} answered with {size} bytes; fix the function")
                 return dict(json.loads(await self._reader.readexactly(size)))
         except TimeoutError:
             await self._kill()
@@ -132,7 +132,7 @@ class KillableFunction:
             await self._gone(GONE_S)
             told = _ending(process.poll() if process else None)
             await self._kill()
-            raise failure(f"{self._who} {told}{about}. No score is made up in its place: mend the function (the "
+            raise failure(f"{self._who} {told}{about}. No score is made up in its place: fix the function (the "
                               "worker's log has what it printed)") from None
         except BaseException:  # cancelled, say: the answer to this call must not be taken for one to the next
             await self._kill()

@@ -41,7 +41,7 @@ class ModelSource(LocalSource[ModelReward]):
         scores = self._model.scores(rows, micro_batches(lengths, max(self._budget, int(lengths.max()))))
         return RewardAnswer(finite_scores(
             scores, requests, self._who,
-            "mend the model (a NaN usually means its weights are damaged or its precision too low)."))
+            "fix the model (a NaN usually means its weights are damaged or its precision too low)."))
 
     def _encode(self, request: RewardRequest) -> EncodedRow:
         from rlhf_ray.models.classifier import EncodedRow

@@ -105,7 +105,7 @@ class ProcessModelSource(LocalSource[ProcessReward]):
             raise SampleError(
                 f"{self._who} gave a step of {len(wrong)} of {len(found)} samples "
                 f"({sample_names([requests[i].key for i in wrong])}) no finite probability. None "
-                "is made up in its place: mend the model (its weights are damaged or its precision is too low)")
+                "is made up in its place: fix the model (its weights are damaged or its precision is too low)")
 
 
 def placed(values: NDArray[np.float64], tokens: NDArray[np.int64], length: int) -> NDArray[np.float32]:

@@ -33,7 +33,7 @@ from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, sa
 from rlhf_ray.roles.meter import Meter
 from rlhf_ray.roles.profiling import TorchProfile
 from rlhf_ray.roles.saving import Saved, Saving
-from rlhf_ray.weights.fused import with_companions
+from rlhf_ray.weights.fused import expand_fused_groups
 from rlhf_ray.weights.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Learner:
             together: names of tensors that a generator can only replace together.
         """
         specs = [(name, shape, self.published_dtype) for name, shape in self._shapes()]
-        changing = with_companions(self._changing(), together)
+        changing = expand_fused_groups(self._changing(), together)
         self._publisher = Publisher(specs, changing, bucket_bytes, self._gather)
         return self._publisher.plan
 
@@ -284,9 +284,9 @@ class Learner:
         tensors = self.engine.gather(self.adapters.sources(names) if self.adapters else names, in_place=True)
         return self.adapters.merged(names, tensors) if self.adapters else tensors
 
-    def lasting_weights(self) -> dict[str, str] | None:
-        """Digests of the tensors that training leaves as they are, from rank 0; errors as `Publisher.lasting`."""
-        return None if self.rank else self._planned().lasting()
+    def unchanged_weights(self) -> dict[str, str] | None:
+        """Digests of the tensors that training leaves as they are, from rank 0; errors as `Publisher.unchanged`."""
+        return None if self.rank else self._planned().unchanged()
 
     def _changing(self) -> list[str]:
         """Names out of `_shapes` of the parameters that training changes."""

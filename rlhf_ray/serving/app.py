@@ -21,7 +21,7 @@ from rlhf_ray.serving.scoring import BadSampleError, ServedModel
 DESCRIPTION = """\
 Scores of a reward model. Samples of concurrent requests are put together into forward passes.
 
-Errors that a second try may mend: **429** (the queue is full; `Retry-After` says for how long), **503** (stopping).
+Errors that a second try may fix: **429** (the queue is full; `Retry-After` says for how long), **503** (stopping).
 Asking twice is harmless: a score depends on the sample and the model alone. `Idempotency-Key` may be sent.
 """
 ERRORS: dict[int | str, dict[str, Any]] = {

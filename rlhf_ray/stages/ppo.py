@@ -19,18 +19,18 @@ from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.notice import heeding_notices
+from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.scaling import Scaling
 from rlhf_ray.coordinator.state import RunState, kl_controller
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
@@ -51,9 +51,9 @@ from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.engines.settings import refuse_open_serialization
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.fit_preflight import check_fit
-from rlhf_ray.stages.ppo_course import Course
+from rlhf_ray.stages.ppo_attempts import RunAttempts
 from rlhf_ray.stages.ppo_export import export_policy
-from rlhf_ray.stages.ppo_team import restart_learners, spawn_team, start_team
+from rlhf_ray.stages.ppo_roles import restart_learners, spawn_roles, start_roles
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
@@ -65,9 +65,9 @@ from rlhf_ray.stages.preflight import (
 from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.reward_preflight import check_rewards
+from rlhf_ray.stages.runtime import fetch_uploaded, open_runtime, owned_directory, run_stage
 from rlhf_ray.stages.scaled import remember, remembered, with_generators
 from rlhf_ray.stages.supervised import newest_checkpoint
-from rlhf_ray.stages.workplace import fetch_uploaded, owned_directory, run_stage, workplace
 
 
 def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
@@ -128,42 +128,43 @@ async def _run(
         stop = StopRequest(progress.warn, files.hurry)
         log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         with stop.listening():
-            async with workplace(config, progress.note) as place:
-                team = spawn_team(config, place, Healing(config.cluster, log))
-                if len(team.generators) != configured:
-                    progress.note(f"{len(team.generators)} generators, as `rlhf-ray scale` left them (configured: "
+            async with open_runtime(config, progress.note) as runtime:
+                roles = spawn_roles(config, runtime, Healing(config.cluster, log))
+                if len(roles.generators) != configured:
+                    progress.note(f"{len(roles.generators)} generators, as `rlhf-ray scale` left them (configured: "
                                   f"{configured})")
-                prompts = await start_team(config, place, team, progress)
-                weights = WeightSync(config.weights, team, config.cluster.lease_s, Phases(config, team))
-                team.keep_alive(weights.catch_up)
-                pulse = Pulse(team.learners(), config.cluster.lease_s, log.failed)
-                course = Course(
+                prompts = await start_roles(config, runtime, roles, progress)
+                weights = WeightSync(config.weights, roles, config.cluster.heartbeat_timeout_s, Phases(config, roles))
+                roles.keep_alive(weights.catch_up)
+                pulse = Pulse(roles.learners(), config.cluster.heartbeat_timeout_s, log.failed)
+                attempts = RunAttempts(
                     config, directory, store, stop,
-                    Rebuilding(config.cluster, team, store, partial(restart_learners, config, place, team, progress),
+                    Rebuilding(config.cluster, roles, store,
+                               partial(restart_learners, config, runtime, roles, progress),
                                progress.warn, files),
                     lambda metrics, evaluations, resume_at: wire(
-                        config, team, weights, prompts, directory, store, metrics, progress, stop, evaluations,
+                        config, roles, weights, prompts, directory, store, metrics, progress, stop, evaluations,
                         resume_at),
                 )
-                scaling = Scaling(config.cluster, team, weights, partial(with_generators, config),
+                scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                                   partial(remember, directory, configured), progress.note, files)
-                watch = Watch(team, config.cluster.lease_s)
-                frozen = [group for group in team.groups() if not team.trains(group.role)]
-                async with (live_status(lambda: course.coordinator, directory, show_live(config, directory),
+                watch = Watch(roles, config.cluster.heartbeat_timeout_s)
+                frozen = [group for group in roles.groups() if not roles.trains(group.role)]
+                async with (live_status(lambda: attempts.coordinator, directory, show_live(config, directory),
                                         log.failed),
                             pulse.watched(),
-                            heeding_notices(stop, progress.warn, team.learners(), frozen, log.failed),
-                            team.healing.at_work(watch.keep_looking),
-                            answering(directory, {"profile": course.profile, "scale": scaling.asked}, log.failed)):
-                    coordinator = await course.run(start, resume)
-                samples = await files.records.run(close_books, coordinator.pipeline.ledger, coordinator.open_keys())
+                            watch_node_drains(stop, progress.warn, roles.learners(), frozen, log.failed),
+                            roles.healing.at_work(watch.keep_looking),
+                            answering(directory, {"profile": attempts.profile, "scale": scaling.asked}, log.failed)):
+                    coordinator = await attempts.run(start, resume)
+                samples = await files.records.run(finalize_ledger, coordinator.pipeline.ledger, coordinator.open_keys())
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
-    first_rollout = team.clock.first_end.get("phase:generate", team.clock.now())
+    first_rollout = roles.clock.first_end.get("phase:generate", roles.clock.now())
     return {
         "stage": "ppo", **stopped, "steps": coordinator.state.step, "samples": coordinator.state.samples,
-        "seconds": time.perf_counter() - began, "seconds_loop": course.seconds, "probe_seconds": team.probe_seconds,
-        "first_rollout_at": round(time.time() - (team.clock.now() - first_rollout), 3),
-        "samples_per_second": course.samples / course.seconds, **course.evaluations.summary(),
+        "seconds": time.perf_counter() - began, "seconds_loop": attempts.seconds, "probe_seconds": roles.probe_seconds,
+        "first_rollout_at": round(time.time() - (roles.clock.now() - first_rollout), 3),
+        "samples_per_second": attempts.samples / attempts.seconds, **attempts.evaluations.summary(),
         **coordinator.best.summary(), "checkpoint_pause_seconds": coordinator.recovery.longest_pause_s,
         "ledger": samples,
     }
@@ -178,7 +179,7 @@ def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinat
 
 
 def wire(
-    config: PPOConfig, team: Team, weights: WeightSync, prompts: tuple[PromptSource, PromptSource | None],
+    config: PPOConfig, roles: RoleGroups, weights: WeightSync, prompts: tuple[PromptSource, PromptSource | None],
     directory: RunDirectory, store: CheckpointStore, metrics: MetricsWriter, progress: StageProgress,
     stop: StopRequest, evaluations: EvaluationLog, resume_at: int | None,
 ) -> Coordinator:
@@ -195,7 +196,7 @@ def wire(
         config.coordinator.max_staleness, buffer_config.lease_timeout_s,
     )
     ledger = _ledger(config, state.cursor, directory, store, resume_at, files.records)
-    pipeline = Pipeline(config, team, state, buffer, training, ledger,
+    pipeline = Pipeline(config, roles, state, buffer, training, ledger,
                         _quarantine(config, ledger, directory, training, progress, files.records))
     evaluator = None
     if config.evaluation and held_out:
@@ -208,15 +209,15 @@ def wire(
                       + ", ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items()))
 
     best = BestKeeper(config.checkpoint, directory, store, state.best,
-                      lambda place: export_policy(coordinator, evaluations, place, directory.term))
+                      lambda runtime: export_policy(coordinator, evaluations, runtime, directory.term))
     coordinator = Coordinator(
-        config=config, team=team, state=state, buffer=buffer, pipeline=pipeline,
+        config=config, roles=roles, state=state, buffer=buffer, pipeline=pipeline,
         weights=weights, evaluator=evaluator, best=best,
-        recovery=Recovery(store, team, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger,
+        recovery=Recovery(store, roles, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger,
                           config.old_logprobs, files),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at, directory.term), progress=progress,
         stop=stop, on_evaluation=note_evaluation, files=files, phases=weights.phases,
-        profiler=StepProfiler(directory, team, config.logging.profile_step, progress.note,
+        profiler=StepProfiler(directory, roles, config.logging.profile_step, progress.note,
                               write_timeline if config.logging.task_events else None),
     )
     return coordinator
@@ -241,7 +242,7 @@ def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prom
                       progress.warn_once, directory.term, thread)
 
 
-def close_books(ledger: Ledger, unused: Sequence[SampleKey]) -> dict[str, int]:
+def finalize_ledger(ledger: Ledger, unused: Sequence[SampleKey]) -> dict[str, int]:
     """Samples by what became of them, when every one is accounted for.
 
     Args:

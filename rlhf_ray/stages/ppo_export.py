@@ -14,7 +14,7 @@ from rlhf_ray.stages.export import export_learner
 
 async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, directory: RunDirectory) -> None:
     """Write model/, and where there are such adapter/, value_head.safetensors and model_ema/."""
-    config, policy = coordinator.config, coordinator.team.policy
+    config, policy = coordinator.config, coordinator.roles.policy
     await export_learner(policy, config.policy, directory, _card(coordinator, evaluations))
     if config.shares_backbone:
         await policy.values("export_value_head", str(directory.value_head.absolute()), directory.term)
@@ -28,7 +28,7 @@ async def export_policy(
     coordinator: Coordinator, evaluations: EvaluationLog, place: Path, term: Term | None
 ) -> None:
     """Write the policy as it is now to the directory `place` of the run, which is owned in `term`."""
-    await coordinator.team.policy.values("export", str(place.absolute()), _card(coordinator, evaluations), term)
+    await coordinator.roles.policy.values("export", str(place.absolute()), _card(coordinator, evaluations), term)
 
 
 def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo:

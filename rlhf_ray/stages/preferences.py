@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PreferencesStageConfig
-from rlhf_ray.coordinator.crew import Crew
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.models.families import Use, check_family
@@ -21,7 +21,7 @@ from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model
-from rlhf_ray.stages.workplace import Workplace, owned_directory, run_stage, workplace
+from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage
 
 
 def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
@@ -62,8 +62,8 @@ async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[
 
 
 async def _sample_pairs(config: PreferencesStageConfig) -> tuple[list[dict[str, Any]], int]:
-    async with workplace(config) as place:
-        sampler = await _Sampler.start(config, place)
+    async with open_runtime(config) as runtime:
+        sampler = await _Sampler.start(config, runtime)
         with StageProgress("preferences", sampler.prompts.rows) as progress:
             for report in sampler.prompts.reports:
                 progress.note(report)
@@ -75,29 +75,29 @@ async def _sample_pairs(config: PreferencesStageConfig) -> tuple[list[dict[str, 
 class _Sampler:
     """Generators and a ranker, and the prompts they work on."""
 
-    def __init__(self, config: PreferencesStageConfig, place: Workplace) -> None:
+    def __init__(self, config: PreferencesStageConfig, runtime: Runtime) -> None:
         self._config, model = config, config.model
         generation, pool = config.generator, PlacementConfig(pool=config.generator.pool, cpus=0)
-        self._generators = place.spawn(
+        self._generators = runtime.spawn(
             "generator", Generator, generation,
             lambda rank: {"model": model, "generation": generation, "seed": config.run.seed,
                           "max_context": config.prompts.max_tokens + generation.sampling.max_tokens,
                           "name": f"generator/{rank}"},
-            {**generator_environment(generation), **place.scratch}, goodbye="stop",
+            {**generator_environment(generation), **runtime.scratch}, goodbye="stop",
         )
-        self._crew = Crew(self._generators, StepClock())
-        self._ranker = place.spawn("pair_ranker", PairRanker, pool,
+        self._dispatcher = WorkerDispatcher(self._generators, StepClock())
+        self._ranker = runtime.spawn("pair_ranker", PairRanker, pool,
                                    lambda _: {"model": model, "min_margin": config.pairs.min_margin})
-        self._reader = place.spawn("prompt_reader", PromptReader, pool,
+        self._reader = runtime.spawn("prompt_reader", PromptReader, pool,
                                    lambda _: {"model": model, "directory": Path(config.run.dir).absolute()})
         self.prompts: PromptSource
 
     @classmethod
-    async def start(cls, config: PreferencesStageConfig, place: Workplace) -> "_Sampler":
+    async def start(cls, config: PreferencesStageConfig, runtime: Runtime) -> "_Sampler":
         """All workers ready and the prompts read."""
-        self = cls(config, place)
+        self = cls(config, runtime)
         await asyncio.gather(*(g.start() for g in (self._generators, self._ranker, self._reader)))
-        self.prompts = await PromptSource.open(Crew(self._reader, StepClock()), "training", config.prompts)
+        self.prompts = await PromptSource.open(WorkerDispatcher(self._reader, StepClock()), "training", config.prompts)
         return self
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
@@ -124,5 +124,5 @@ class _Sampler:
     async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
         prompts = await self.prompts.of(keys)
-        call = await self._crew.ask("generate", prompts, keys, self._config.run.seed, work=len(keys))
+        call = await self._dispatcher.ask("generate", prompts, keys, self._config.run.seed, work=len(keys))
         return await self._ranker.call(0, "rank", call.ref).value()

@@ -4,12 +4,12 @@ import asyncio
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.stages.preflight import check_data_file, check_row_length
-from rlhf_ray.stages.workplace import Workplace
+from rlhf_ray.stages.runtime import Runtime
 
 
 def check_pretraining_text(config: PPOConfig) -> None:
@@ -26,15 +26,15 @@ def check_pretraining_text(config: PPOConfig) -> None:
 
 
 async def hand_out_pretraining_text(
-    config: PPOConfig, place: Workplace, team: Team, progress: StageProgress
+    config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress
 ) -> None:
     """Let the policy's ranks have the text, which lies in the object store; they hold it without a copy."""
     if config.ptx is None:
         return
-    reader = place.spawn("text_reader", DataReader, PlacementConfig(pool=config.policy.pool, cpus=0),
+    reader = runtime.spawn("text_reader", DataReader, PlacementConfig(pool=config.policy.pool, cpus=0),
                          lambda _: {"model": config.model})
     await reader.start()
     call = reader.call(0, "pretraining_text", config.ptx, outputs=2)
     progress.note(await call.value(1))
-    await asyncio.gather(*(c.done() for c in team.policy.call_all("take_pretraining_text", config.ptx, call.ref)))
+    await asyncio.gather(*(c.done() for c in roles.policy.call_all("take_pretraining_text", config.ptx, call.ref)))
     reader.kill()

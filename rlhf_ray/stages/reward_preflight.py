@@ -105,7 +105,7 @@ def _check_answer(reward: RewardConfig, row: dict[str, Any], column: str, where:
         raise DataError(f"{where} has no such column; it has {sorted(row)} beside the prompt")
     if isinstance(reward, NumberReward) and not has_number(row[column], reward.after):
         raise DataError(f"{where} has {brief(row[column])} there, and no number to compare with; name the column with "
-                        "the answer, or mend the row")
+                        "the answer, or fix the row")
 
 
 def _columns(reward: RewardConfig) -> list[tuple[str, str]]:

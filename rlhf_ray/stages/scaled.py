@@ -3,7 +3,7 @@
 import json
 from contextlib import suppress
 
-from rlhf_ray.config.bundles import Bundles, settled
+from rlhf_ray.config.bundles import Bundles, assigned
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -33,7 +33,7 @@ def with_generators(config: PPOConfig, count: int) -> PPOConfig:
     scaled = config.model_copy(update={"generator": config.generator.model_copy(update={"workers": count})})
     users = {role: place for role, place in scaled.placements().items() if place.pool == name}
     pool = config.pools[name]
-    while not isinstance(settled(pool, users), Bundles):
+    while not isinstance(assigned(pool, users), Bundles):
         pool = pool.model_copy(update={"bundles": pool.bundles + 1})
     if config.weights.transport == "ipc" and pool.bundles > config.pools[name].bundles:
         raise ConfigError(

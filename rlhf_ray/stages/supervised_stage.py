@@ -12,7 +12,7 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.coordinator.notice import heeding_notices
+from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import DiskStalled
 from rlhf_ray.observability.faults import FaultLog, note_restart
@@ -22,17 +22,17 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_reader import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.resume_preflight import check_resume
-from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_checkpoint
-from rlhf_ray.stages.workplace import (
-    Workplace,
+from rlhf_ray.stages.runtime import (
+    Runtime,
     fetch_uploaded,
+    open_runtime,
     owned_directory,
     probe_note,
     run_stage,
     sizes_note,
     start_learners,
-    workplace,
 )
+from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_checkpoint
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
         log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         try:
             with stop.listening():
-                async with workplace(config, progress.note) as place:
-                    learners, rows, probe_seconds = await _prepare(stage, place, progress)
+                async with open_runtime(config, progress.note) as runtime:
+                    learners, rows, probe_seconds = await _prepare(stage, runtime, progress)
                     run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                         stage.card)
-                    async with heeding_notices(stop, progress.warn, [learners], on_failure=log.failed):
+                    async with watch_node_drains(stop, progress.warn, [learners], on_failure=log.failed):
                         if start is not None:
                             await run.restore(start.path)
                             await files.records.run(note_restart, directory.faults, start.step, directory.term)
@@ -98,7 +98,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
 
 
 async def _prepare(
-    stage: SupervisedStage, place: Workplace, progress: StageProgress
+    stage: SupervisedStage, runtime: Runtime, progress: StageProgress
 ) -> tuple[WorkerGroup, int, float]:
     """Start learners and read the data at the same time; then hand the data over.
 
@@ -106,9 +106,9 @@ async def _prepare(
         the learners, the number of rows, and what the comparison with transformers took, in seconds.
     """
     config = stage.config
-    reader = place.spawn("data_reader", stage.reader, PlacementConfig(pool=config.learner.pool, cpus=0),
+    reader = runtime.spawn("data_reader", stage.reader, PlacementConfig(pool=config.learner.pool, cpus=0),
                          lambda _: {"model": config.model})
-    learners = place.spawn(
+    learners = runtime.spawn(
         f"{stage.name}_learner", stage.learner, config.learner,
         lambda rank: {"config": config.learner, "model": config.model, "rank": rank, "world": config.learner.workers,
                       "seed": config.run.seed, "total_steps": config.run.steps,

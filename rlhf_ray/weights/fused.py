@@ -25,7 +25,7 @@ def fused_groups(names: Iterable[str], fused: Mapping[str, Sequence[str]]) -> li
     return [group for group in groups.values() if len(group) > 1]
 
 
-def with_companions(changing: Iterable[str], groups: Iterable[Sequence[str]]) -> set[str]:
+def expand_fused_groups(changing: Iterable[str], groups: Iterable[Sequence[str]]) -> set[str]:
     """`changing`, and what shares a layer with one of them."""
     found = set(changing)
     return found.union(*(group for group in groups if found.intersection(group)))

@@ -40,7 +40,7 @@ class Publisher:
     ) -> None:
         self._whole = plan_buckets(tensors, bucket_bytes)
         self._changing = plan_buckets([spec for spec in tensors if spec[0] in changing], bucket_bytes)
-        self._lasting = {name for name, *_ in tensors} - set(changing)
+        self._unchanged = {name for name, *_ in tensors} - set(changing)
         self._gather = gather
         self._digests: dict[str, str] = {}
 
@@ -90,16 +90,16 @@ class Publisher:
 
     def _note(self, entries: Sequence[TensorEntry], digests: Sequence[str]) -> None:
         self._digests |= {entry.name: digest for entry, digest in zip(entries, digests, strict=True)
-                          if entry.name in self._lasting}
+                          if entry.name in self._unchanged}
 
-    def lasting(self) -> dict[str, str]:
+    def unchanged(self) -> dict[str, str]:
         """Digests of the tensors that publications of what changes leave out, as the last whole one sent them.
 
         Raises:
             WeightsError: there was no whole one.
         """
-        if self._digests.keys() != self._lasting:
-            raise WeightsError(f"{len(self._lasting - self._digests.keys())} tensors were never published; "
+        if self._digests.keys() != self._unchanged:
+            raise WeightsError(f"{len(self._unchanged - self._digests.keys())} tensors were never published; "
                                "publish the weights whole first")
         return self._digests
 

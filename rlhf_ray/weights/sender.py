@@ -44,7 +44,7 @@ class Sender(Protocol):
         ...
 
 
-class Told:
+class NullSyncClient:
     """vLLM's `VLLMWeightSyncClient` that passes nothing on: the coordinator tells the generators."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class NCCLSender:
 
         self._bucket = Bucket()
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
-            NCCLTrainerInitInfo(route.host, route.port, route.world, packed=True, rank=0), client=Told(),
+            NCCLTrainerInitInfo(route.host, route.port, route.world, packed=True, rank=0), client=NullSyncClient(),
             source=self._bucket)
 
     def offered(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
@@ -114,7 +114,7 @@ class IPCSender:
     def __init__(self, rank: int) -> None:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        self._bucket, self._told = Bucket(), Told()
+        self._bucket, self._told = Bucket(), NullSyncClient()
         self._lent: deque[Mapping[str, Tensor]] = deque(maxlen=LENT)
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
             IPCTrainerInitInfo(rank=rank, packed=False), client=self._told, source=self._bucket)

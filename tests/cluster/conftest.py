@@ -115,8 +115,8 @@ def look_at_the_end(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     async def run_and_look(self: Coordinator) -> None:
         await run(self)
         for method in ("version", "tokens_made"):
-            found[method] = await self.team.generators.values(method)
-        found["generate"] = await self.team.generators.values("generate", prompts, keys, 1)
+            found[method] = await self.roles.generators.values(method)
+        found["generate"] = await self.roles.generators.values("generate", prompts, keys, 1)
 
     patch.setattr(Coordinator, "run", run_and_look)
     return found

@@ -77,5 +77,5 @@ def delayed_roles() -> Iterator[None]:
         for name, cls in (("Generator", DelayedGenerator), ("RewardScorer", DelayedReward),
                           ("ReferenceScorer", DelayedReference), ("Assembler", DelayedAssembler),
                           ("PolicyLearner", DelayedPolicy), ("CriticLearner", DelayedCritic)):
-            patch.setattr(f"rlhf_ray.stages.ppo_team.{name}", cls)
+            patch.setattr(f"rlhf_ray.stages.ppo_roles.{name}", cls)
         yield

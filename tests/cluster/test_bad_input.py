@@ -46,7 +46,7 @@ def command_line(monkeypatch, capfd):
 def refused(command_line, configure, tmp_path, monkeypatch):
     """refused(run sections, overrides...) -> the message of a command that stopped before it joined or started Ray."""
     joined = []
-    monkeypatch.setattr("rlhf_ray.stages.workplace.ray_session", lambda *_: joined.append(1) or nullcontext())
+    monkeypatch.setattr("rlhf_ray.stages.runtime.ray_session", lambda *_: joined.append(1) or nullcontext())
 
     def run(*overrides, **sections):
         outcome = command_line("ppo", configure(tmp_path / "run", **sections), *overrides)

@@ -38,7 +38,7 @@ def selection(configure, finished, tmp_path_factory):
 def test_each_fault_met_its_victim_in_the_state_that_was_meant_and_was_survived(selection):
     assert [(outcome.fault.kind, outcome.problem) for outcome in selection.outcomes] == [
         (fault.kind, "") for fault in KILLED]
-    assert [start.code for start in selection.course.starts] == [0]
+    assert [start.code for start in selection.record.starts] == [0]
     assert all(outcome.detection_s < 30 for outcome in selection.outcomes)
 
 
@@ -48,8 +48,8 @@ def test_a_driver_that_ends_at_every_failpoint_in_turn_ends_as_the_undisturbed_o
     found = looked_at(ENDED, configure, finished, tmp_path_factory)
     assert [(outcome.fault.kind, outcome.problem) for outcome in found.outcomes] == [
         (fault.kind, "") for fault in ENDED]
-    assert [start.code for start in found.course.starts] == [EXIT_CODE] * len(POINTS) + [0]
-    assert all("resuming after step 2" in start.log.read_text() for start in found.course.starts[1:])
+    assert [start.code for start in found.record.starts] == [EXIT_CODE] * len(POINTS) + [0]
+    assert all("resuming after step 2" in start.log.read_text() for start in found.record.starts[1:])
     assert all(outcome.recovery_s > 1 for outcome in found.outcomes)
     assert found.broken == [] and (found.books.lost, found.books.duplicated) == (0, 0)
 
@@ -95,8 +95,8 @@ def leave_a_checkpoint_unfinished(run):
     (train_on_something_old, "nothing older than 0 versions was trained on"),
     (leave_a_checkpoint_unfinished, "left behind: checkpoints/.tmp-step_6-1")])
 def test_an_invariant_that_does_not_hold_is_told(selection, finished, tmp_path, harm, said):
-    copy = shutil.copytree(selection.course.directory, tmp_path / "run")
-    course = replace(selection.course, directory=copy)
-    assert broken(course, finished.directory) == [] and Books.of(course).lost == 0
+    copy = shutil.copytree(selection.record.directory, tmp_path / "run")
+    record = replace(selection.record, directory=copy)
+    assert broken(record, finished.directory) == [] and Books.of(record).lost == 0
     harm(copy)
-    assert any(said in line for line in broken(course, finished.directory))
+    assert any(said in line for line in broken(record, finished.directory))

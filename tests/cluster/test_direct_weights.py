@@ -24,8 +24,8 @@ from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.coordinator.direct_sync import ALONE_S
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.scaling import Scaling
-from rlhf_ray.coordinator.team import Team
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import WorkerLost
@@ -33,7 +33,7 @@ from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.records import WeightOffer
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.stages.workplace import start_learners
+from rlhf_ray.stages.runtime import start_learners
 from rlhf_ray.weights.manifest import checksum
 from tests.cluster.test_generator import KEYS, LONG, PROMPTS, SHORT, VOCAB
 from tests.models import make_tiny_llama
@@ -66,7 +66,7 @@ class Damaging(PolicyLearner):
 
 
 @asynccontextmanager
-async def team_of(learner, generator, policy, transport):
+async def role_groups_of(learner, generator, policy, transport):
     configs = {"default": PoolConfig(cpus=2)}
     with ray_session(ClusterConfig(dashboard=False, object_store_mb=128), configs, "direct"):
         pools = Pools(configs)
@@ -80,7 +80,8 @@ async def team_of(learner, generator, policy, transport):
             "algorithm": AlgorithmConfig(), "temperature": 1.0}, accelerator_environment(0), TIMEOUT_S)
         try:
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
-            yield Team(generators=generators, reference=None, reward=generators, assembler=generators, policy=learners,
+            yield RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
+                             policy=learners,
                        critic=None, clock=StepClock())
             await learners.values("leave")
         finally:
@@ -89,33 +90,33 @@ async def team_of(learner, generator, policy, transport):
             pools.close()
 
 
-async def gaps(team, rollout):
+async def gaps(roles, rollout):
     """Largest difference of log-probabilities between the learner and each generator."""
-    shares = await team.policy.values("logprobs", rollout)
+    shares = await roles.policy.values("logprobs", rollout)
     ours = np.concatenate([share.values for share in shares])
     return [float(np.abs(ours - theirs.values)[rollout.response_mask].max())
-            for theirs in await team.generators.values("score", rollout)]
+            for theirs in await roles.generators.values("score", rollout)]
 
 
-async def drawn(team, sampling):
-    return await team.generators.values("generate", PROMPTS, KEYS, 3, sampling)
+async def drawn(roles, sampling):
+    return await roles.generators.values("generate", PROMPTS, KEYS, 3, sampling)
 
 
-async def the_whole_way(team, transport):
-    sync = WeightSync(WeightsConfig().model_copy(update={"transport": transport}), team)
-    rollout = (await drawn(team, SHORT))[0]
-    assert min(await gaps(team, rollout)) > 0.01, "the generators start with other weights"
+async def the_whole_way(roles, transport):
+    sync = WeightSync(WeightsConfig().model_copy(update={"transport": transport}), roles)
+    rollout = (await drawn(roles, SHORT))[0]
+    assert min(await gaps(roles, rollout)) > 0.01, "the generators start with other weights"
     first = await sync.publish(1)
     assert first.nbytes > 100_000 and first.pause_seconds > 0
-    assert max(await gaps(team, rollout)) < 1e-4
-    assert await team.generators.values("version") == [1, 1]
-    drawing = asyncio.create_task(drawn(team, LONG))
-    while not all(await team.generators.values("tokens_made")):
+    assert max(await gaps(roles, rollout)) < 1e-4
+    assert await roles.generators.values("version") == [1, 1]
+    drawing = asyncio.create_task(drawn(roles, LONG))
+    while not all(await roles.generators.values("tokens_made")):
         await asyncio.sleep(0.01)
     await sync.publish(2)
     for rollout in await drawing:
         assert set(rollout.versions[rollout.response_mask].tolist()) <= {1, 2}
-    assert await team.generators.values("version") == [2, 2]
+    assert await roles.generators.values("version") == [2, 2]
     if transport == "object_store":  # whose damage the generator finds itself (tests/unit/weights)
         return
     with pytest.raises(WorkerLost, match="arrived with digest") as lost:
@@ -131,23 +132,23 @@ def test_weights_reach_every_generator_verified(tmp_path, transport, zero_stage)
     policy = PolicyConfig(workers=2, zero_stage=zero_stage, micro_batch_tokens=256)
 
     async def run():
-        async with team_of(learner, generator, policy, transport) as team:
-            await the_whole_way(team, transport)
+        async with role_groups_of(learner, generator, policy, transport) as roles:
+            await the_whole_way(roles, transport)
 
     torch.manual_seed(0)
     asyncio.run(run())
 
 
-async def killed(team):
+async def killed(roles):
     """Generator 1 dies while it waits for a bucket."""
     await asyncio.sleep(LATE_S / 2)
-    for pid, _ in reversed(team.generators.processes(1).members):
+    for pid, _ in reversed(roles.generators.processes(1).members):
         os.kill(pid, signal.SIGKILL)
 
 
-async def stopped(team):
+async def stopped(roles):
     """A process of vLLM's stands still: its generator answers, and takes no bucket."""
-    for pid, _ in team.generators.processes(1).members[1:]:
+    for pid, _ in roles.generators.processes(1).members[1:]:
         os.kill(pid, signal.SIGSTOP)
 
 
@@ -159,20 +160,20 @@ def test_a_generator_lost_in_a_broadcast_holds_nobody_for_long_and_is_named(tmp_
 
     async def run():
         policy = PolicyConfig(workers=1, micro_batch_tokens=256)
-        async with team_of(learner, generator, policy, "nccl") as team:
+        async with role_groups_of(learner, generator, policy, "nccl") as roles:
             lost = []
-            team.crew(team.generators).on_lost = lambda crew, error, _: (
-                lost.append(error.rank), crew.group.give_up(error.rank, str(error)))
-            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), team, PATIENCE_S)
+            roles.dispatcher(roles.generators).on_lost = lambda dispatcher, error, _: (
+                lost.append(error.rank), dispatcher.group.give_up(error.rank, str(error)))
+            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), roles, PATIENCE_S)
             await sync.publish(1)
             publishing, began = asyncio.create_task(sync.publish(LATE)), time.monotonic()
-            await fate(team)
+            await fate(roles)
             with pytest.raises(WorkerLost, match="generator/1") as raised:
                 await publishing
             assert (raised.value.role, raised.value.rank) == ("policy_learner", 0)
             assert time.monotonic() - began < LATE_S + PATIENCE_S + ALONE_S + 5
             assert sorted(lost) == [0, 1], "the other one has a part of the model"
-            for pid, _ in team.generators.processes(1).members:
+            for pid, _ in roles.generators.processes(1).members:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
@@ -186,16 +187,16 @@ def test_a_generator_that_comes_later_meets_the_learner_and_the_others_again(tmp
 
     async def run():
         policy = PolicyConfig(workers=1, micro_batch_tokens=256)
-        async with team_of(learner, generator, policy, "nccl") as team:
-            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), team, PATIENCE_S)
+        async with role_groups_of(learner, generator, policy, "nccl") as roles:
+            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), roles, PATIENCE_S)
             await sync.publish(1)
-            scaling = Scaling(ClusterConfig(start_timeout_s=TIMEOUT_S), team, sync, lambda count: None,
+            scaling = Scaling(ClusterConfig(start_timeout_s=TIMEOUT_S), roles, sync, lambda count: None,
                               lambda count: None, lambda text: None)
             await scaling.asked({"generators": 3})
-            rollout = (await drawn(team, SHORT))[0]
-            assert len(team.generators) == 3 and max(await gaps(team, rollout)) < 1e-4
-            assert await team.generators.values("version") == [1, 1, 1]
+            rollout = (await drawn(roles, SHORT))[0]
+            assert len(roles.generators) == 3 and max(await gaps(roles, rollout)) < 1e-4
+            assert await roles.generators.values("version") == [1, 1, 1]
             await sync.publish(2)
-            assert await team.generators.values("version") == [2, 2, 2]
+            assert await roles.generators.values("version") == [2, 2, 2]
 
     asyncio.run(run())

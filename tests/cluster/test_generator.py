@@ -18,7 +18,7 @@ from rlhf_ray.errors import DataError, WeightsError, WorkerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.engines.continuing import ContinuingEngine
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.fused import with_companions
+from rlhf_ray.weights.fused import expand_fused_groups
 from rlhf_ray.weights.publisher import Publisher
 from tests.models import make_tiny_llama
 
@@ -366,7 +366,7 @@ def test_matrices_that_get_packed_arrive_with_room_after_each_row_and_others_wit
 async def publish_changing(generator, publisher, version):
     """A publication without what does not change."""
     count = publisher.plan.changing.buckets
-    await generator.begin_weights(version, version, count, False, publisher.lasting())
+    await generator.begin_weights(version, version, count, False, publisher.unchanged())
     for index in range(count):
         await generator.load_weights(publisher.bucket(version, index, whole=False), version)
     await generator.finish_weights(version)
@@ -393,7 +393,8 @@ def changed_after_a_whole_publication(loop, generator, model, changing):
 
 def test_what_did_not_change_is_left_out_and_the_rest_takes_effect(loop, running, new_models):
     kind, generator, _ = running
-    changing = with_companions({Q_PROJ, "model.norm.weight", "model.embed_tokens.weight"}, generator.weights_together())
+    changing = expand_fused_groups({Q_PROJ, "model.norm.weight", "model.embed_tokens.weight"},
+                                   generator.weights_together())
     publisher, changed = changed_after_a_whole_publication(loop, generator, new_models[kind], changing)
     assert publisher.plan.changing.nbytes < publisher.plan.whole.nbytes
     loop.run_until_complete(publish_changing(generator, publisher, 2))

@@ -45,9 +45,9 @@ class Fault:
     def strike(self, coordinator: Coordinator) -> None:
         """Send the signal if this is the moment."""
         role, rank = self.worker.split("/")
-        busy = {(task.role, task.worker, task.phase) for task in coordinator.team.clock.under_way}
+        busy = {(task.role, task.worker, task.phase) for task in coordinator.roles.clock.under_way}
         if coordinator.state.step == self.step and (role, int(rank), self.phase) in busy:
-            (group,) = [group for group in coordinator.team.groups() if group.role == role]
+            (group,) = [group for group in coordinator.roles.groups() if group.role == role]
             self.pids = tuple(pid for pid, _ in group.processes(int(rank)).members)
             os.kill(self.pids[self.process], self.signal)
 
@@ -103,7 +103,7 @@ def struck_run(configure, directory: Path, *faults: Fault, **sections: Any) -> S
     from rlhf_ray.stages import ppo
 
     segments, output = shared_memory(), io.StringIO()
-    sections["cluster"] = {"lease_s": LEASE_S, **sections.get("cluster", {})}
+    sections["cluster"] = {"heartbeat_timeout_s": LEASE_S, **sections.get("cluster", {})}
     with struck(*faults), redirect_stdout(output):
         ppo.run(load(PPOConfig, configure(directory, **sections), []))
     assert all(fault.pids for fault in faults), "a fault was never injected"
@@ -226,7 +226,7 @@ def struck_one_after_the_other(*faults: Fault):
 
     def in_turn(fault: Fault, coordinator: Coordinator) -> None:
         role, rank = fault.worker.split("/")
-        (group,) = [group for group in coordinator.team.groups() if group.role == role]
+        (group,) = [group for group in coordinator.roles.groups() if group.role == role]
         if group.incarnation(int(rank)) == 1 + faults.index(fault):
             strike(fault, coordinator)
 

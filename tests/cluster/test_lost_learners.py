@@ -41,7 +41,7 @@ class Faults:
             if fault is None:
                 return await update_all(learning, lease)
             role, rank, number = fault
-            group, clock = getattr(learning._team, role), learning._team.clock
+            group, clock = getattr(learning._roles, role), learning._roles.clock
             process = psutil.Process(group.processes(rank).pid)
 
             def strike():
@@ -99,7 +99,7 @@ def disturbed(request, configure, tmp_path_factory):
     """Two ranks of each learner, one of which is lost, or one after the other."""
     faults = Faults(dict(request.param))
     directory = tmp_path_factory.mktemp("lost") / "run"
-    run_with(faults, configure, directory, cluster={"lease_s": 5})
+    run_with(faults, configure, directory, cluster={"heartbeat_timeout_s": 5})
     return directory, faults, request.param
 
 
@@ -134,7 +134,7 @@ def undisturbed_alone(configure, tmp_path_factory):
 @pytest.mark.parametrize(("role", "number"), [("policy", signal.SIGSTOP), ("critic", signal.SIGKILL)])
 def test_a_learner_of_one_rank_comes_back_too(undisturbed_alone, configure, tmp_path, role, number):
     faults = Faults({2: (role, 0, number)})
-    directory = run_with(faults, configure, tmp_path / "run", cluster={"lease_s": 5}, **ONE_RANK)
+    directory = run_with(faults, configure, tmp_path / "run", cluster={"heartbeat_timeout_s": 5}, **ONE_RANK)
     assert [(step, updating) for step, _, updating in faults.hit] == [(2, True)]
     assert_equal_runs(undisturbed_alone, directory)
 

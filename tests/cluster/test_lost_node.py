@@ -59,7 +59,7 @@ def nodes(own_ray):
         cluster.shutdown()
 
 
-def run_with(strike, configure, directory, nodes, lease_s=30, **sections):
+def run_with(strike, configure, directory, nodes, heartbeat_timeout_s=30, **sections):
     """A run on the nodes, with `strike(coordinator)` beside its loop; where each worker of the role was."""
     from rlhf_ray.stages import ppo
 
@@ -75,7 +75,7 @@ def run_with(strike, configure, directory, nodes, lease_s=30, **sections):
                 await striking
 
     pools = {"default": {"cpus": 3}, "away": {"cpus": 1, "labels": AWAY}}
-    cluster = {"address": nodes.address, "allow_open": True, "lease_s": lease_s}
+    cluster = {"address": nodes.address, "allow_open": True, "heartbeat_timeout_s": heartbeat_timeout_s}
     config = load(PPOConfig, configure(directory, cluster=cluster, pools=pools, **sections), [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Coordinator, "run", run_and_strike)
@@ -84,7 +84,7 @@ def run_with(strike, configure, directory, nodes, lease_s=30, **sections):
 
 async def busy(coordinator, step, phase):
     """Wait until somebody works on `phase` after `step` updates."""
-    while coordinator.state.step != step or phase not in {task.phase for task in coordinator.team.clock.under_way}:
+    while coordinator.state.step != step or phase not in {task.phase for task in coordinator.roles.clock.under_way}:
         await asyncio.sleep(0.005)
 
 
@@ -103,7 +103,7 @@ def test_a_generator_is_replaced_on_another_node_and_no_bit_changes(finished, co
 
     async def strike(coordinator):
         await busy(coordinator, 1, "generate")
-        struck.append(coordinator.team.generators.processes(0))
+        struck.append(coordinator.roles.generators.processes(0))
         await asyncio.to_thread(nodes.take_away, struck[0].node)
 
     run_with(strike, configure, tmp_path / "run", nodes, **GENERATOR_AWAY)
@@ -116,14 +116,14 @@ def test_a_generator_is_replaced_on_another_node_and_no_bit_changes(finished, co
 
 @pytest.mark.parametrize("lease_s, kind", [(60, "died"), (5, "hung")])
 def test_what_a_node_says_that_was_cut_off_counts_no_more_when_it_is_back(
-        finished, configure, tmp_path, nodes, lease_s, kind):
+        finished, configure, tmp_path, nodes, heartbeat_timeout_s, kind):
     """Its processes are stopped in the middle of a chunk, and go on when another generator has their place. They are
     given up when Ray takes the node for dead, or before, by the lease: then nobody waits for that node to kill them
     once it is dead."""
     cut_off, seen, seconds = [], [], []
 
     async def strike(coordinator):
-        group = coordinator.team.generators
+        group = coordinator.roles.generators
         await busy(coordinator, 1, "generate")
         old = group.processes(0)
         cut_off.extend([nodes.raylet(old.node), *(psutil.Process(pid) for pid, _ in old.members)])
@@ -139,7 +139,7 @@ def test_what_a_node_says_that_was_cut_off_counts_no_more_when_it_is_back(
             for process in cut_off:
                 os.kill(process.pid, signal.SIGCONT)
 
-    run_with(strike, configure, tmp_path / "run", nodes, lease_s, **GENERATOR_AWAY)
+    run_with(strike, configure, tmp_path / "run", nodes, heartbeat_timeout_s, **GENERATOR_AWAY)
     assert seconds[0] < ELSEWHERE_S
     assert seen == [psutil.STATUS_STOPPED] * len(cut_off) and len(cut_off) >= 2
     _, alive = psutil.wait_procs(cut_off, timeout=30)
@@ -152,7 +152,7 @@ def test_what_a_node_says_that_was_cut_off_counts_no_more_when_it_is_back(
 def test_a_run_whose_learners_node_is_drained_is_saved_and_ends(configure, tmp_path, nodes):
     async def strike(coordinator):
         await busy(coordinator, 1, "generate")
-        nodes.announce(coordinator.team.policy.processes(0).node)
+        nodes.announce(coordinator.roles.policy.processes(0).node)
 
     one = {"generator": {"workers": 1}, "critic": {"workers": 1}, "policy": {"workers": 1, "pool": "away"}}
     with pytest.raises(RunInterrupted, match="stopped by the drain of its node after step") as ended:

@@ -11,7 +11,7 @@ from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ClusterError, WorkerLost
-from rlhf_ray.stages.workplace import workplace
+from rlhf_ray.stages.runtime import open_runtime
 from tests.cluster.nodes import cluster_of
 from tests.cluster.reader import BYTES, Reader
 
@@ -48,7 +48,7 @@ def test_roles_land_where_the_labels_of_their_pools_say_and_one_copy_of_a_result
     async def work():
         config = staged(three, tmp_path, learn=pool("learn"),
                         gen=pool("in(gen, spare)", bundles=2, strategy="STRICT_SPREAD"))
-        async with workplace(config) as place:
+        async with open_runtime(config) as place:
             learner = place.spawn("learner", Reader, PlacementConfig(pool="learn", workers=1), lambda _: {})
             readers = place.spawn("reader", Reader, PlacementConfig(pool="gen", workers=4), lambda _: {})
             await asyncio.gather(learner.start(), readers.start())
@@ -145,7 +145,7 @@ def test_a_node_that_joins_is_waited_for_where_that_may_happen(three):
 @pytest.mark.slow
 def test_a_group_gets_another_worker_by_a_bundle_of_its_own_and_gives_it_back(three):
     async def work():
-        async with workplace(staged(three, gen=pool("gen"))) as place:
+        async with open_runtime(staged(three, gen=pool("gen"))) as place:
             group = place.spawn("reader", Reader, PlacementConfig(pool="gen", workers=2, cpus=1), lambda _: {})
             await group.start()
             assert await group.add(20) == 2 and group.seat(2).bundle == 1

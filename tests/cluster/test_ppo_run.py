@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rlhf_ray.checkpoint.manifest import verify_manifest
 from rlhf_ray.cli.main import main
-from rlhf_ray.engine.saved import Saved
+from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.observability.metrics import read_metrics
 
 STEPS, SAMPLES = 4, 16
@@ -111,7 +111,7 @@ def test_the_exported_model_is_what_the_generators_held_at_the_end(finished, mod
 
 def test_the_exported_weights_are_the_last_checkpoint_s(finished, files):
     exported = load_file(finished.directory / "model/model.safetensors")
-    saved = Saved(finished.directory / "checkpoints/step_4/policy_learner")
+    saved = TrainingState(finished.directory / "checkpoints/step_4/policy_learner")
     assert {f"model.{name}" for name in exported} == saved.names()
     assert all(torch.equal(tensor.view(-1), saved.whole("weights", f"model.{name}", tensor.numel()))
                for name, tensor in exported.items())

@@ -49,7 +49,8 @@ class Seen:
 
 async def busy(coordinator, step):
     """Wait until responses are generated after `step` updates."""
-    while coordinator.state.step != step or "generate" not in {task.phase for task in coordinator.team.clock.under_way}:
+    clock = coordinator.roles.clock
+    while coordinator.state.step != step or "generate" not in {task.phase for task in clock.under_way}:
         await asyncio.sleep(0.002)
 
 
@@ -64,12 +65,12 @@ def scaled(configure, tmp_path_factory, finished, own_ray):
     async def scale(coordinator, step, number):
         await busy(coordinator, step)
         seen.answers.append(await asyncio.to_thread(ask, directory, "scale", {"generators": number}, 200))
-        seen.workers.append(whereabouts(coordinator.team))
+        seen.workers.append(whereabouts(coordinator.roles))
 
     async def run_and_scale(self):
         if self.config.run.steps > 4:
             return await run(self)
-        seen.workers.append(whereabouts(self.team))
+        seen.workers.append(whereabouts(self.roles))
         seen.kinds.update({node: kind for kind, node in nodes.ids().items()})
         await asyncio.sleep(2)
         seen.received.append(await asyncio.to_thread(nodes.received))

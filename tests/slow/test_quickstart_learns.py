@@ -9,7 +9,7 @@ from ray import cloudpickle
 
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from rlhf_ray.stages import ppo, ppo_team, quickstart
+from rlhf_ray.stages import ppo, ppo_roles, quickstart
 from tests.slow.conftest import SEEDS
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ class PermutedScores(RewardScorer):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_permuted_scores_teach_nothing(seed, finished_quickstart, tmp_path, monkeypatch):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-    monkeypatch.setattr(ppo_team, "RewardScorer", PermutedScores)
+    monkeypatch.setattr(ppo_roles, "RewardScorer", PermutedScores)
     directory, _ = finished_quickstart(seed)
     whole_batch_in_one_chunk = ["--generator.chunk=128", "--generator.max_sequences=128"]
     config = quickstart._config("ppo", directory, seed, [

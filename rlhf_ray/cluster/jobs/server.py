@@ -108,7 +108,7 @@ def connect(address: str | None, allow_open: bool = False) -> JobServer:
 
     Raises:
         ClusterError: nobody answers there, or no job server of our version of Ray; the token is missing or wrong;
-            others can reach it and it asks nobody for one.
+            others can reach it and it has no authentication.
     """
     url = url_of(address or os.environ.get("RAY_API_SERVER_ADDRESS") or USUAL)
     for name in TALKATIVE:
@@ -124,7 +124,7 @@ def connect(address: str | None, allow_open: bool = False) -> JobServer:
                                f"or was changed. {HOW}")
     elif not allow_open and not is_loopback(urlsplit(url).hostname or ""):
         raise ClusterError(
-            f"the cluster at {url} asks nobody for a token: whoever can reach it can run code there. Start its nodes "
+            f"the cluster at {url} has no authentication: whoever can reach it can run code there. Start its nodes "
             "with RAY_AUTH_MODE=token and one token for all. Where its network is closed to others, "
             "cluster.allow_open=true (`--allow-open` of other commands) uses it as it is")
     with _own_address(), said_plainly(url):

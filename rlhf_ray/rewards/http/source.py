@@ -162,7 +162,7 @@ class HTTPSource:
             f"the reward service {self._name!r} gave no scores for {len(requests)} samples "
             f"({sample_names([r.key for r in requests])}): {outcome}. "
             f"{'Last, ' + what if what else 'No server could be asked: all of them had failed before'}. No score is "
-            f"made up in their place: mend the service, or give rewards.{self._name} more timeout_s or retries.")
+            f"made up in their place: fix the service, or give rewards.{self._name} more timeout_s or retries.")
 
 
 def _latest_by_server(tries: list[tuple[Server, FailedTry]]) -> list[tuple[Server, FailedTry]]:

@@ -36,8 +36,8 @@ from rlhf_ray.roles.engines.messages import (
     sampling_parameters,
     scoring_parameters,
 )
+from rlhf_ray.roles.engines.request_batch import RequestBatch
 from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
-from rlhf_ray.roles.engines.together import Together
 from rlhf_ray.roles.profiling import TorchProfile
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class InProcessEngine:
         self._settings = settings
         self._engine: Any = None
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        self._waiting: dict[str, Together] = {}
+        self._waiting: dict[str, RequestBatch] = {}
         """By request that is not over."""
         self._numbers = count()
         self._finished_tokens = 0
@@ -149,7 +149,7 @@ class InProcessEngine:
         if not requests:
             return []
         self._require_thread()
-        together = Together.of([str(next(self._numbers)) for _ in requests], make)
+        together = RequestBatch.of([str(next(self._numbers)) for _ in requests], make)
         self._jobs.put((lambda: self._add(together, requests), Future()))
         try:
             return await asyncio.wrap_future(together.done)
@@ -212,7 +212,7 @@ class InProcessEngine:
             self._engine.set_weight_version("0")
             [self._model] = self._engine.apply_model(lambda model: model)
 
-    def _add(self, together: Together, requests: list[Request]) -> None:
+    def _add(self, together: RequestBatch, requests: list[Request]) -> None:
         try:
             for request_id, (prompt, parameters) in zip(together.results, requests, strict=True):
                 self._engine.add_request(request_id, prompt_of(prompt), parameters())

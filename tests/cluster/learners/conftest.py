@@ -9,13 +9,13 @@ import torch
 
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import StageConfig
-from rlhf_ray.stages.workplace import start_learners, workplace
+from rlhf_ray.stages.runtime import open_runtime, start_learners
 from tests.cluster.learners.learner_bench import LearnerBench
 
 
 @pytest.fixture(scope="package")
 def floor(shared_ray):
-    """A workplace with room for all ranks, and a loop to call them from; benches are made once."""
+    """A runtime with room for all ranks, and a loop to call them from; benches are made once."""
     from rlhf_ray.cluster.session import ray_session
 
     threads = torch.get_num_threads()
@@ -24,7 +24,7 @@ def floor(shared_ray):
                          cluster=ClusterConfig(dashboard=False, object_store_mb=128, call_timeout_s=120))
     loop = asyncio.new_event_loop()
     with ray_session(config.cluster, config.pools, "learners"):
-        room = workplace(config)
+        room = open_runtime(config)
         place = loop.run_until_complete(room.__aenter__())
         try:
             yield SimpleNamespace(loop=loop, spawn=lambda ranks, name: spawn(place, ranks, name),

@@ -18,7 +18,7 @@ from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.process_rows import IGNORE, StepRows
 from rlhf_ray.data.sequences import Pairs, Sequences
-from rlhf_ray.engine.saved import Saved
+from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.records import Experience, Rollout, SampleKey, TokenScores, offsets_of
 from rlhf_ray.roles.updates import mini_batches, training_batch
 
@@ -416,9 +416,9 @@ def test_another_number_of_ranks_at_another_stage_goes_on_with_the_same_state(
 
 def states(directory):
     """Whole tensors of a learner's saved state, as bytes by kind and name, and how far it was."""
-    saved = Saved(directory)
+    saved = TrainingState(directory)
     names = sorted(saved.names())
-    sizes = {name: sum(len(file.get_tensor(key)) for _, file, key in saved._stretches["weights", name])
+    sizes = {name: sum(len(file.get_tensor(key)) for _, file, key in saved._spans["weights", name])
              for name in names}
     files = sorted(directory.glob("average_*.pt"), key=lambda path: int(path.stem.split("_")[1]))
     parts = [torch.load(path, weights_only=True) for path in files]
@@ -500,7 +500,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_too_many_in_a_r
 ):
     from rlhf_ray.errors import TrainingError
 
-    optimizer = OPTIMIZER.model_copy(update={"max_updates_in_vain": 2})
+    optimizer = OPTIMIZER.model_copy(update={"max_consecutive_skipped_updates": 2})
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files, zero, SMALL, optimizer=optimizer))
     before = learners.weights()
     learners.spoil(1)

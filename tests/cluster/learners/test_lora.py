@@ -9,7 +9,7 @@ from rlhf_ray.config.learner import LearnerConfig, LoRAConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.data.sequences import Pairs
-from rlhf_ray.engine.saved import Saved
+from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
 from rlhf_ray.roles.updates import training_batch
@@ -212,7 +212,7 @@ def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_fo
 
 
 def assert_no_base_in(directory):
-    names = Saved(directory).names()
+    names = TrainingState(directory).names()
     assert names and all(name.endswith(MARKS) for name in names)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from chaos.plan import Fault
-from chaos.supervisor import Course, Start
+from chaos.supervisor import ChaosRun, Start
 
 
 class MadeUp:
@@ -14,20 +14,20 @@ class MadeUp:
 
     def __init__(self, place: Path) -> None:
         (place / "run").mkdir()
-        self.course = Course(place / "run_1.yaml", place / "run", [])
+        self.record = ChaosRun(place / "run_1.yaml", place / "run", [])
         self._place = place
 
     def start(self, began: float, ended: float, code: int, expected: int, said: str = "") -> None:
-        log = self._place / f"{len(self.course.starts)}.log"
+        log = self._place / f"{len(self.record.starts)}.log"
         log.write_text(said)
-        self.course.starts.append(Start(1, began, ended, code, expected, log, wedged=False))
+        self.record.starts.append(Start(1, began, ended, code, expected, log, wedged=False))
 
     def fault(self, kind: str) -> int:
-        self.course.faults.append(Fault(len(self.course.faults) + 1, kind, 1))
-        return len(self.course.faults)
+        self.record.faults.append(Fault(len(self.record.faults) + 1, kind, 1))
+        return len(self.record.faults)
 
     def line(self, event: str, time: float, **told: object) -> None:
-        with self.course.strikes.path.open("a") as file:
+        with self.record.strikes.path.open("a") as file:
             file.write(json.dumps({"event": event, "time": time, **told}) + "\n")
 
     def struck(self, kind: str, time: float, confirmed: bool = True, in_state: bool = True, **told: object) -> int:
@@ -39,7 +39,7 @@ class MadeUp:
 
     def event(self, role: str, pid: int | None, lost_at: float, recovery_s: float | None, outcome: str = "",
               reason: str = "it died") -> None:
-        with (self.course.directory / "faults.jsonl").open("a") as file:
+        with (self.record.directory / "faults.jsonl").open("a") as file:
             file.write(json.dumps({"role": role, "pid": pid, "lost_at": lost_at, "recovery_s": recovery_s,
                                    "outcome": outcome, "reason": reason, "rank": 0, "method": "generate"}) + "\n")
 

@@ -12,7 +12,7 @@ from chaos.strikes import Strikes
 def coordinator(step, *down, told=False):
     """One after so many updates, with workers that are down."""
     lost = {worker: SimpleNamespace(told=told) for worker in down}
-    return SimpleNamespace(state=SimpleNamespace(step=step), team=SimpleNamespace(healing=SimpleNamespace(down=lost)))
+    return SimpleNamespace(state=SimpleNamespace(step=step), roles=SimpleNamespace(healing=SimpleNamespace(down=lost)))
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ def lose(made_up, code=0, said=""):
     """The course of a run whose message was to get lost in its only driver; the loss is noted."""
     made_up.start(100, 200, code, code, said)
     made_up.fault("request_lost")
-    note_loss(made_up.course, made_up.course.starts[0], made_up.course.faults)
-    return made_up.course
+    note_loss(made_up.record, made_up.record.starts[0], made_up.record.faults)
+    return made_up.record
 
 
 def test_the_loss_is_the_one_whose_message_ray_lost(made_up):
@@ -59,17 +59,17 @@ def test_a_loss_of_another_kind_or_time_is_none(made_up):
 def test_a_loss_while_workers_start_ends_the_driver_and_the_next_one_goes_on(made_up):
     assert lost_at_the_start([Fault(1, "reply_lost", 1)], WorkerError.exit_code, SAID)
     assert not lost_at_the_start([Fault(1, "reward_kill", 1)], WorkerError.exit_code, SAID)
-    course = lose(made_up, WorkerError.exit_code, SAID)
-    assert not outcomes(course)[0].survived
+    record = lose(made_up, WorkerError.exit_code, SAID)
+    assert not outcomes(record)[0].survived
     made_up.line("loop", 230, step=0)
-    (outcome,) = outcomes(course)
+    (outcome,) = outcomes(record)
     assert outcome.survived and outcome.recovery_s == 30
 
 
 def test_a_loss_before_a_driver_s_abrupt_end_is_in_its_log_only(made_up):
-    course = lose(made_up, -KILL, SAID)
+    record = lose(made_up, -KILL, SAID)
     made_up.line("loop", 220, step=0)
-    (outcome,) = outcomes(course)
+    (outcome,) = outcomes(record)
     assert outcome.survived and outcome.recovery_s == 20
 
 

@@ -9,7 +9,7 @@ from rlhf_ray.failpoints import EXIT_CODE
 
 def only(made_up):
     """The one outcome."""
-    (outcome,) = outcomes(made_up.course)
+    (outcome,) = outcomes(made_up.record)
     return outcome
 
 
@@ -55,7 +55,7 @@ def test_two_learners_lost_have_an_event_each_whatever_their_roles(made_up):
         made_up.struck("policy_kill", time, role="policy_learner", pid=int(time))
     made_up.event("critic_learner", None, 112, 9.0)
     made_up.event("policy_learner", None, 131, 8.0)
-    assert [(o.detection_s, o.recovery_s, o.survived) for o in outcomes(made_up.course)] == [
+    assert [(o.detection_s, o.recovery_s, o.survived) for o in outcomes(made_up.record)] == [
         (2, 9.0, True), (1, 8.0, True)]
 
 
@@ -101,7 +101,7 @@ def test_a_fault_whose_moment_never_came_is_neither_injected_nor_survived(made_u
 
 
 @pytest.mark.parametrize("events, problem", [
-    ((), "no request met it"), (("confirmed",), "no request was answered well"), (("confirmed", "mended"), "")])
+    ((), "no request met it"), (("confirmed",), "no request was answered well"), (("confirmed", "recovered"), "")])
 def test_a_service_s_fault_is_survived_when_a_request_was_answered_well_afterwards(made_up, events, problem):
     made_up.start(100, 200, 0, 0)
     number = made_up.struck("http_500", 110, confirmed=False)
@@ -125,7 +125,7 @@ def test_a_full_disk_must_be_told_of(made_up, said, survived):
 def test_scores_that_are_too_large_must_have_left_steps_out(made_up, said):
     made_up.start(100, 200, 0, 0, said)
     number = made_up.struck("http_largest", 110, confirmed=False)
-    for time, event in ((112, "confirmed"), (113, "mended")):
+    for time, event in ((112, "confirmed"), (113, "recovered")):
         made_up.line(event, time, fault=number)
     assert only(made_up).survived is bool(said)
 
@@ -135,7 +135,7 @@ def test_a_number_that_was_none_must_have_left_out_a_step_of_that_update(made_up
     made_up.start(100, 200, 0, 0, f"step {step}: 1 of the policy's 4 optimizer steps {LEFT_OUT}")
     number = made_up.struck("loss_nan", 110, confirmed=False, role="policy_learner", rank=1)
     made_up.line("confirmed", 112, fault=number, step=3)
-    made_up.line("mended", 112.5, fault=number)
+    made_up.line("recovered", 112.5, fault=number)
     outcome = only(made_up)
     assert outcome.survived is survived and outcome.recovery_s == 0.5
 
@@ -149,7 +149,7 @@ def test_of_a_run_that_was_interrupted_only_what_it_had_got_over_counts(made_up)
     made_up.event("generator", 7, 181.5, 6.0)
     made_up.struck("reward_kill", 199, role="reward_scorer", pid=8)
     made_up.fault("critic_stop")
-    made_up.course.interruption = KeyboardInterrupt()
-    found = outcomes(made_up.course)
+    made_up.record.interruption = KeyboardInterrupt()
+    found = outcomes(made_up.record)
     assert [(o.injected, o.survived) for o in found] == [(True, True), (True, True), (False, False), (False, False)]
     assert "interrupted" in found[2].problem and "interrupted" in found[3].problem

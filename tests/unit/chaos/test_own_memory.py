@@ -21,6 +21,6 @@ def test_what_lies_there_is_not_seen_outside_and_nothing_else_is_seen_inside():
     done = subprocess.run([sys.executable, "-c", CODE, str(HERE)], capture_output=True, text=True,
                           cwd=Path(__file__).parents[3])
     if done.returncode == 9:
-        pytest.skip("mounting takes root")
+        pytest.skip("mounting requires root")
     assert done.stdout.strip() == str([HERE.name]), done.stderr
     assert not HERE.exists()

@@ -41,7 +41,7 @@ def stopped(monkeypatch):
 def test_it_must_be_replaced_meanwhile_and_end_by_itself_afterwards(tmp_path, stopped, seconds, replaced, back):
     strikes, process = Strikes(tmp_path / "strikes.jsonl"), stopped(seconds)
     come_back(strikes, FAULT, [process], lambda: replaced)
-    assert [line["event"] for line in strikes.read()] == ["mended"] * back
+    assert [line["event"] for line in strikes.read()] == ["recovered"] * back
     assert not process.is_running() or process.status() != psutil.STATUS_STOPPED, "it goes on in any case"
 
 
@@ -58,6 +58,6 @@ def test_a_node_that_did_not_come_back_was_no_partition(made_up, back):
     number = made_up.struck("partition", 110, role="generator", pid=7)
     made_up.event("generator", 7, 116, 12.0)
     if back:
-        made_up.line("mended", 130, fault=number)
-    (outcome,) = outcomes(made_up.course)
+        made_up.line("recovered", 130, fault=number)
+    (outcome,) = outcomes(made_up.record)
     assert outcome.survived is back and (back or "was not stopped until it was replaced" in outcome.problem)

@@ -26,7 +26,7 @@ def chaos(made_up):
     for time in (110, 130):
         made_up.struck("generator_kill", time, role="generator", pid=int(time))
         made_up.event("generator", int(time), time + 1, time / 10)
-    finished = Finished(made_up.course, outcomes(made_up.course), [], 48.0, Books(90, 90, 0, 90, 10),
+    finished = Finished(made_up.record, outcomes(made_up.record), [], 48.0, Books(90, 90, 0, 90, 10),
                         loop_s=96.0, pauses_s=[0.1, 0.3])
     return Chaos(5, "python -m chaos --seed 5", MACHINE, "abc", [finished])
 
@@ -57,7 +57,7 @@ def test_a_broken_invariant_is_told_and_not_sound(chaos, capsys):
 
 def test_a_fault_that_was_not_survived_is_told_with_the_command_that_repeats_it(chaos, made_up):
     made_up.struck("policy_stop", 150, role="policy_learner", pid=9)
-    failed = with_run(chaos, outcomes=outcomes(made_up.course))
+    failed = with_run(chaos, outcomes=outcomes(made_up.record))
     assert not failed.sound
     (line,) = wrong(failed)
     assert line.endswith("Alone: python -m chaos --seed 5 --only policy_stop") and "never noticed" in line
@@ -65,7 +65,7 @@ def test_a_fault_that_was_not_survived_is_told_with_the_command_that_repeats_it(
 
 def test_a_fault_that_was_not_injected_is_not_sound(chaos, made_up):
     made_up.fault("critic_stop")
-    missed = with_run(chaos, outcomes=outcomes(made_up.course))
+    missed = with_run(chaos, outcomes=outcomes(made_up.record))
     assert not missed.sound and missed.plain()["injected"] == 2 and "was not injected" in wrong(missed)[0]
 
 
@@ -90,14 +90,14 @@ def test_books_tell_of_samples_that_are_lost_or_trained_on_twice():
 @pytest.mark.parametrize("kind, sound", [("policy_stop", False), ("reply_lost", True)])
 def test_a_fault_that_was_never_injected_is_not_sound_but_for_a_message(chaos, made_up, kind, sound):
     made_up.fault(kind)
-    missed = with_run(chaos, outcomes=outcomes(made_up.course))
+    missed = with_run(chaos, outcomes=outcomes(made_up.record))
     assert missed.sound is sound and missed.plain()["not_injected"] == [f"run_1: {kind}"]
 
 
 def test_the_picture_has_a_dot_for_each_fault_hollow_where_it_was_not_survived(chaos, made_up):
     made_up.line("loop", 104, step=0)
     made_up.struck("policy_stop", 150, role="policy_learner", pid=9)
-    drawn = picture([replace(chaos.runs[0], outcomes=outcomes(made_up.course))])
+    drawn = picture([replace(chaos.runs[0], outcomes=outcomes(made_up.record))])
     root = ElementTree.fromstring(drawn)
     dots = [dot for dot in root.iter(f"{SVG}circle") if dot.find(f"{SVG}title") is not None]
     assert [dot.get("fill") == "none" for dot in dots] == [False, False, True]

@@ -22,7 +22,7 @@ def test_an_order_is_obeyed_once_and_is_over_when_the_same_samples_were_answered
     assert not order_file(strikes).exists()
     assert [(line["event"], line["fault"]) for line in strikes.read()] == [("confirmed", 4)]
     assert service.behaviour([*OTHER, *ONE]) == "ok"
-    assert [(line["event"], line["fault"]) for line in strikes.read()] == [("confirmed", 4), ("mended", 4)]
+    assert [(line["event"], line["fault"]) for line in strikes.read()] == [("confirmed", 4), ("recovered", 4)]
 
 
 def test_scores_that_are_believed_are_not_asked_for_again(tmp_path):
@@ -30,7 +30,7 @@ def test_scores_that_are_believed_are_not_asked_for_again(tmp_path):
     service.serve(strikes)
     give_order(strikes, 4, "largest")
     assert [service.behaviour(samples) for samples in (ONE, OTHER)] == ["largest", "ok"]
-    assert [line["event"] for line in strikes.read()] == ["confirmed", "mended"]
+    assert [line["event"] for line in strikes.read()] == ["confirmed", "recovered"]
 
 
 def test_every_way_to_fail_is_one_of_the_server_s():
@@ -49,7 +49,7 @@ def test_a_source_gets_its_scores_all_the_same(tmp_path, behaviour):
         service.serve(strikes)
         give_order(strikes, 1, behaviour)
         assert asyncio.run(scores(service.url)) == [0, 1, 2]
-    assert [line["event"] for line in strikes.read()] == ["confirmed", "mended"]
+    assert [line["event"] for line in strikes.read()] == ["confirmed", "recovered"]
 
 
 def test_a_prompt_that_is_refused_stays_so_and_others_have_scores(tmp_path):
@@ -60,7 +60,7 @@ def test_a_prompt_that_is_refused_stays_so_and_others_have_scores(tmp_path):
     assert [service.behaviour(samples) for samples in ([*refused, *other], refused, other, same)] == [
         "400", "400", "ok", "400"]
     assert [(line["event"], line.get("prompt")) for line in strikes.read()] == [
-        ("confirmed", "w7 w8"), ("mended", None)]
+        ("confirmed", "w7 w8"), ("recovered", None)]
     give_order(strikes, 5, "400")
     assert service.behaviour([*same, *other]) == "400" == service.behaviour(other), "another prompt each time"
     service.serve(strikes)

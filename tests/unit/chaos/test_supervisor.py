@@ -30,36 +30,36 @@ def made(tmp_path, monkeypatch):
 
 def test_a_driver_gets_the_faults_up_to_its_end_and_its_successor_the_others(made):
     told = []
-    course = made(["die", "well"], FAULTS, tell=told.append)
-    assert [(start.code, start.expected) for start in course.starts] == [(-KILL, -KILL), (0, 0)]
-    assert [start.log.read_text() for start in course.starts] == ["die\n", "well --resume\n"]
-    assert course.strikes.struck() == {1, 2, 4}, "there was no checkpoint to damage"
-    assert told[1] == "[2/4] driver_kill: as planned" and course.left == []
+    record = made(["die", "well"], FAULTS, tell=told.append)
+    assert [(start.code, start.expected) for start in record.starts] == [(-KILL, -KILL), (0, 0)]
+    assert [start.log.read_text() for start in record.starts] == ["die\n", "well --resume\n"]
+    assert record.strikes.struck() == {1, 2, 4}, "there was no checkpoint to damage"
+    assert told[1] == "[2/4] driver_kill: as planned" and record.left == []
 
 
 def test_an_end_that_nobody_planned_is_gone_on_from_with_the_same_faults(made):
-    course = made(["crash", "well"], FAULTS[:1])
-    assert [(start.code, start.expected) for start in course.starts] == [(7, 0), (0, 0)]
-    assert course.strikes.struck() == {1} and course.starts[0].last_words() == "crash"
+    record = made(["crash", "well"], FAULTS[:1])
+    assert [(start.code, start.expected) for start in record.starts] == [(7, 0), (0, 0)]
+    assert record.strikes.struck() == {1} and record.starts[0].last_words() == "crash"
 
 
 def test_a_run_that_breaks_time_and_again_is_given_up(made):
-    course = made(["crash"] * 5)
-    assert len(course.starts) == supervisor.MOST_SURPRISES + 1
+    record = made(["crash"] * 5)
+    assert len(record.starts) == supervisor.MOST_SURPRISES + 1
 
 
 def test_a_driver_that_stands_still_is_killed_and_told_of(made, monkeypatch):
     monkeypatch.setattr(supervisor, "WEDGE_S", 2.0)
-    course = made(["hang", "well"])
-    assert [start.wedged for start in course.starts] == [True, False]
+    record = made(["hang", "well"])
+    assert [start.wedged for start in record.starts] == [True, False]
 
 
 def test_a_process_that_outlives_its_driver_is_named_and_killed(made):
     import psutil
 
-    course = made(["leave"])
-    pid = int(course.starts[0].log.read_text().split()[1])
-    (left,) = course.left
+    record = made(["leave"])
+    pid = int(record.starts[0].log.read_text().split()[1])
+    (left,) = record.left
     assert left.startswith(f"process {pid} (") and left.endswith("after start 1")
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -71,9 +71,9 @@ def test_who_is_asked_to_stop_takes_the_driver_with_him(made, monkeypatch, tmp_p
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(supervisor.Course, "tell_news", interrupted)
-    course = made(["hang", "well"])
-    assert isinstance(course.interruption, KeyboardInterrupt) and len(course.starts) == 1
+    monkeypatch.setattr(supervisor.ChaosRun, "tell_news", interrupted)
+    record = made(["hang", "well"])
+    assert isinstance(record.interruption, KeyboardInterrupt) and len(record.starts) == 1
     assert [p.pid for p in psutil.Process().children() if "stub_driver" in " ".join(p.cmdline())] == []
 
 
@@ -82,8 +82,8 @@ def test_who_is_asked_to_stop_between_two_drivers_has_the_first_one_s_course(mad
         raise SystemExit(143)
 
     monkeypatch.setattr(supervisor, "left_by", interrupted)
-    course = made(["die", "well"], FAULTS)
-    assert isinstance(course.interruption, SystemExit) and [start.code for start in course.starts] == [-KILL]
+    record = made(["die", "well"], FAULTS)
+    assert isinstance(record.interruption, SystemExit) and [start.code for start in record.starts] == [-KILL]
 
 
 def test_a_second_sigterm_does_not_cut_short_what_the_first_one_asked_for():

@@ -11,7 +11,7 @@ from rlhf_ray.checkpoint.manifest import verify_manifest, write_manifest
 from rlhf_ray.checkpoint.state import load_records, load_state, save_records
 from rlhf_ray.checkpoint.tensors import load_tensors
 from rlhf_ray.engine.ema import WeightAverage
-from rlhf_ray.engine.saved import Saved
+from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.errors import CheckpointError, LedgerError
 from rlhf_ray.records import Prompts, offsets_of
 from rlhf_ray.replay.ledger import open_for_reading
@@ -50,7 +50,7 @@ def test_torch_files(tmp_path, sentinel, write, read):
 def test_a_torch_file_in_the_place_of_a_learner_s_state(tmp_path, sentinel, write):
     write(Sentinel(sentinel), tmp_path / "rank_0.safetensors")
     with pytest.raises(CheckpointError, match=r"rank_0\.safetensors is no learner's state and was not read"):
-        Saved(tmp_path)
+        TrainingState(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02", b"text", bytes(100)])

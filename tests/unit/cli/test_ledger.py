@@ -52,7 +52,7 @@ def test_an_audit_that_finds_something_lists_it_and_exits_with_1(command_line, r
     with closing(sqlite3.connect(run / "ledger.sqlite")) as db, db:
         db.execute("DELETE FROM samples WHERE row = 1")
     told = command_line("ledger", str(run), "--check")
-    assert told.code == 1 and "the ledger does not add up" in told.err
+    assert told.code == 1 and "the ledger audit failed" in told.err
     assert "update 1 consumed 1 samples, a batch has 2" in told.err
 
 

@@ -65,7 +65,8 @@ def test_a_call_past_its_deadline_names_worker_method_and_setting():
 
 @pytest.mark.parametrize(("method", "timeout_s", "field"), [
     ("score", None, "(cluster.call_timeout_s)"), ("start", 0.02, "(cluster.start_timeout_s)"),
-    ("start", None, "(cluster.call_timeout_s)"), ("finish_weights", 0.02, "(cluster.lease_s)"), ("stop", 0.02, ""),
+    ("start", None, "(cluster.call_timeout_s)"), ("finish_weights", 0.02, "(cluster.heartbeat_timeout_s)"),
+    ("stop", 0.02, ""),
 ])
 def test_a_deadline_of_its_own_is_not_told_by_the_name_of_another_s(method, timeout_s, field):
     """A group whose one worker answers nothing."""

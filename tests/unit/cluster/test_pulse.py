@@ -37,7 +37,7 @@ def watch(monkeypatch):
     """watch(ranks, looks, lease_s=10.0, pause=None): look so often, a second apart; `pause` is the look before which
     this process itself stands still for an hour."""
 
-    def run(ranks, looks, lease_s=10.0, pause=None):
+    def run(ranks, looks, heartbeat_timeout_s=10.0, pause=None):
         clock = SimpleNamespace(now=0.0)
 
         async def sleep(seconds):
@@ -48,7 +48,7 @@ def watch(monkeypatch):
         monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: clock.now))
         monkeypatch.setattr(pulse, "asyncio", SimpleNamespace(sleep=sleep))
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(Pulse([ranks], lease_s)._watch())
+            asyncio.run(Pulse([ranks], heartbeat_timeout_s)._watch())
         return [rank for rank, _ in ranks.given_up]
 
     return run
@@ -57,7 +57,7 @@ def watch(monkeypatch):
 def test_one_whose_count_stands_still_for_a_lease_is_given_up_and_the_other_is_not(watch):
     ranks = Ranks(lambda rank, looks: looks if rank == 0 else min(looks, 5))
     assert set(watch(ranks, looks=20)) == {1}
-    assert "has stood still for 11 s (cluster.lease_s)" in ranks.given_up[0][1]
+    assert "has stood still for 11 s (cluster.heartbeat_timeout_s)" in ranks.given_up[0][1]
 
 
 def test_who_has_not_begun_to_count_is_not_silent(watch):

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_ray.cluster.calls import Timing
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.files.thread import FileThread
 from rlhf_ray.observability.spans import StepClock
@@ -119,10 +119,10 @@ async def silent(rank: int, method: str, *args: Any) -> None:
     return
 
 
-def team_of(**behaviours: Behaviour | StandInGroup | None) -> Team:
+def role_groups_of(**behaviours: Behaviour | StandInGroup | None) -> RoleGroups:
     """A team whose groups behave as given, or are not there at all (None); the others are silent."""
     groups = {}
     for role in ("generators", "reference", "reward", "assembler", "policy", "critic"):
         given = behaviours.get(role, silent)
         groups[role] = given if isinstance(given, StandInGroup | None) else StandInGroup(role, given)
-    return Team(**groups, clock=StepClock())
+    return RoleGroups(**groups, clock=StepClock())

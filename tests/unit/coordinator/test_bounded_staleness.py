@@ -25,7 +25,7 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
-from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, role_groups_of
 from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 ROWS = 1000
@@ -43,22 +43,22 @@ class DelayedRun:
         self.generating_now = self.most_generating = 0
         self.started_in_update = []
         generators = StandInGroup("generators", self._generate, workers=len(self.versions))
-        team = team_of(generators=generators, policy=self._learn, critic=self._learn, reward=self._tell,
+        roles = role_groups_of(generators=generators, policy=self._learn, critic=self._learn, reward=self._tell,
                        reference=self._tell, assembler=self._assemble)
         self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=False))
         eta = config.coordinator.max_staleness
         self.buffer = ReplayBuffer((eta + 1) * config.samples_per_step, None, eta, 1e9)
         said = ("admit", "lease", "generated", "scored", "consumed", "give_up")
         ledger = SimpleNamespace(**dict.fromkeys(said, _nothing), settled=_silence)
-        self.pipeline = Pipeline(config, team, self.state, self.buffer, StandInPrompts("prompts"), ledger)
+        self.pipeline = Pipeline(config, roles, self.state, self.buffer, StandInPrompts("prompts"), ledger)
         silent = SimpleNamespace(write=lambda *_: None, update=lambda *_, **__: None, warn=lambda _: None,
                                  save=self._delay, settled=_silence, close=_silence)
         self.coordinator = Coordinator(
-            config, team, self.state, self.buffer, self.pipeline,
+            config, roles, self.state, self.buffer, self.pipeline,
             SimpleNamespace(publish=self._publish, changing=nullcontext),
             recovery=silent, evaluator=None, best=silent, metrics=silent, samples=silent, progress=silent,
             stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None,
-            profiler=StepProfiler(RunDirectory("nowhere"), team))
+            profiler=StepProfiler(RunDirectory("nowhere"), roles))
 
     def go(self):
         """Make all steps; returns (keys, oldest version) of the chunks of each update."""

@@ -55,8 +55,8 @@ class Rebuilt(Publishing):
         """`late`: for how long a generator's buckets are on their way to it after they are gathered, in seconds."""
         super().__init__(**mortals)
         self.policy, self._late = Learners(), late
-        object.__setattr__(self.team, "policy", self.policy)
-        object.__setattr__(self.team, "healing", self.healing)
+        object.__setattr__(self.roles, "policy", self.policy)
+        object.__setattr__(self.roles, "healing", self.healing)
         self.publication, self.received, self.mixed = {}, {}, []
         behave = self.group._behave
 
@@ -183,7 +183,7 @@ def test_a_generator_that_joins_while_learners_are_replaced_has_the_weights_of_t
         return 1
 
     group.add = add
-    scaling = Scaling(ClusterConfig(), it.team, it.sync, lambda _: None, lambda _: None, it.said.append)
+    scaling = Scaling(ClusterConfig(), it.roles, it.sync, lambda _: None, lambda _: None, it.said.append)
 
     async def run():
         await it.publish(1, 2)

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from rlhf_ray.coordinator import direct_sync
-from rlhf_ray.coordinator.audience import Audience
+from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.direct_sync import DirectSync
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize
-from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
 class Group(StandInGroup):
@@ -26,12 +26,12 @@ def test_a_generator_that_is_lost_before_all_have_met_ends_nothing():
         return 2 if method == "devices" else None
 
     async def work():
-        team = team_of(generators=Group("generator", generator, 3), policy=Group("policy_learner", learner))
-        lost, crew = [], team.crew(team.generators)
-        crew.on_lost = lambda _, error, __: lost.append(error.rank)
-        audience = Audience(crew, range(3))
-        await DirectSync("ipc", team).connect(audience)
-        return team.generators.log, lost, audience.ranks
+        roles = role_groups_of(generators=Group("generator", generator, 3), policy=Group("policy_learner", learner))
+        lost, dispatcher = [], roles.dispatcher(roles.generators)
+        dispatcher.on_lost = lambda _, error, __: lost.append(error.rank)
+        receivers = BroadcastGroup(dispatcher, range(3))
+        await DirectSync("ipc", roles).connect(receivers)
+        return roles.generators.log, lost, receivers.ranks
 
     async def learner(rank, method, *args):
         return None
@@ -47,10 +47,10 @@ def test_who_has_met_meets_no_more_until_the_learners_are_forgotten():
         return 1
 
     async def work():
-        team = team_of(generators=Group("generator", answer, 2), policy=Group("policy_learner", answer))
-        direct, audience = DirectSync("ipc", team), Audience(team.crew(team.generators), range(2))
-        return [await direct.connect(audience), await direct.connect(audience), direct.forget(),
-                await direct.connect(audience)], team.policy.log
+        roles = role_groups_of(generators=Group("generator", answer, 2), policy=Group("policy_learner", answer))
+        direct, receivers = DirectSync("ipc", roles), BroadcastGroup(roles.dispatcher(roles.generators), range(2))
+        return [await direct.connect(receivers), await direct.connect(receivers), direct.forget(),
+                await direct.connect(receivers)], roles.policy.log
 
     met, log = asyncio.run(work())
     assert met == [True, False, None, True]
@@ -64,11 +64,11 @@ class Broadcast:
         monkeypatch.setattr(direct_sync, "ALONE_S", 0.05)
         self.lost = []
         self._generator, self._send = generator, send
-        self.team = team_of(generators=Group("generator", self._generators, 3),
+        self.roles = role_groups_of(generators=Group("generator", self._generators, 3),
                             policy=Group("policy_learner", self._learner))
-        self.crew = self.team.crew(self.team.generators)
-        self.crew.on_lost = lambda _, error, __: self.lost.append((error.rank, str(error)))
-        self.audience = Audience(self.crew, range(3))
+        self.dispatcher = self.roles.dispatcher(self.roles.generators)
+        self.dispatcher.on_lost = lambda _, error, __: self.lost.append((error.rank, str(error)))
+        self.receivers = BroadcastGroup(self.dispatcher, range(3))
 
     async def _generators(self, rank, method, *args):
         if method == "load_weights":
@@ -81,15 +81,15 @@ class Broadcast:
         return {"offer_bucket": args[1:2], "rendezvous": "host:7", "node_host": "host"}.get(method)
 
     async def send(self):
-        sync = DirectSync("nccl", self.team)
-        await sync.connect(self.audience)
-        await asyncio.wait_for(sync.send(self.audience, 5, 1, PublicationSize(2, 100), True), 10)
+        sync = DirectSync("nccl", self.roles)
+        await sync.connect(self.receivers)
+        await asyncio.wait_for(sync.send(self.receivers, 5, 1, PublicationSize(2, 100), True), 10)
 
     def called(self, method):
-        return [rank for name, rank in self.team.generators.log if name == method]
+        return [rank for name, rank in self.roles.generators.log if name == method]
 
     def offers(self):
-        return sum(name == "offer_bucket" for name, _ in self.team.policy.log)
+        return sum(name == "offer_bucket" for name, _ in self.roles.policy.log)
 
 
 async def for_ever(*_):

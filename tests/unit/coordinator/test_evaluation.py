@@ -17,7 +17,7 @@ from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey, Unscored
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.held_out import pass_rates, summarise
-from tests.unit.coordinator.stand_ins import StandInCall, StandInPrompts, team_of
+from tests.unit.coordinator.stand_ins import StandInCall, StandInPrompts, role_groups_of
 
 
 def part(scores, lengths, finished, digests, bigrams, kl, reference, gold=None, texts=()):
@@ -79,7 +79,7 @@ class StandInPipeline:
             n = len(keys)
             return part([k.row for k in keys], [1] * n, [True] * n, range(n), [], [0] * n, [0] * n, texts=texts)
 
-        self.team, self.route = team_of(assembler=measure), self
+        self.roles, self.route = role_groups_of(assembler=measure), self
 
     async def score(self, keys, seed, prompts, sampling):
         self.asked.append((keys, seed, prompts.name, sampling))

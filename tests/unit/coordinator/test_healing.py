@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.crew import kept
+from rlhf_ray.coordinator.dispatcher import kept
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
@@ -17,7 +17,7 @@ from rlhf_ray.errors import ModelError, RewardError, WeightsError, WorkerError, 
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.spans import Task
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
-from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 
@@ -75,20 +75,20 @@ class Mortals(StandInGroup):
 
 
 class Ward:
-    """A crew of mortals, looked after."""
+    """A dispatcher over mortals, which are replaced."""
 
     def __init__(self, path=None, max_restarts=2, **mortals):
         self.said = []
         self.group = Mortals(**mortals)
-        self.team = team_of(generators=self.group)
+        self.roles = role_groups_of(generators=self.group)
         self.healing = Healing(ClusterConfig(max_restarts=max_restarts), FaultLog(path, self.said.append,
                                                                                  self.said.append))
-        self.crew = self.team.crew(self.group)
-        self.healing.look_after(self.crew)
+        self.dispatcher = self.roles.dispatcher(self.group)
+        self.healing.look_after(self.dispatcher)
 
     async def ask_all(self, calls, again=None):
         """Ask so many at once; who answered."""
-        asked = [self.crew.ask("generate", work=4, again=again) for _ in range(calls)]
+        asked = [self.dispatcher.ask("generate", work=4, again=again) for _ in range(calls)]
         return sorted(call.rank for call in await asyncio.gather(*asked))
 
 
@@ -97,7 +97,7 @@ def test_a_lost_call_is_made_again_at_another_worker_and_the_lost_one_comes_back
 
     async def run():
         first = await ward.ask_all(2, over.append)
-        while_down = (ward.crew.rotation.up, ward.healing.status(ward.crew.now()))
+        while_down = (ward.dispatcher.scheduler.up, ward.healing.status(ward.dispatcher.now()))
         await asyncio.sleep(2)
         return first, while_down, await ward.ask_all(2)
 
@@ -135,7 +135,7 @@ def test_a_loss_of_an_incarnation_that_is_gone_is_old_news():
     async def run():
         error = lost(ward.group, 0)
         ward.group.incarnations[0] = 2
-        ward.healing.lost(ward.crew, error)
+        ward.healing.lost(ward.dispatcher, error)
         return await ward.ask_all(2)
 
     assert run_in_virtual_time(run()) == [0, 1] and ward.healing.down == {}
@@ -149,9 +149,9 @@ def test_a_successor_that_hangs_before_it_is_back_is_given_up():
         old = lost(ward.group, 0, "tokens_made", "hung")
         await asyncio.sleep(0.95)
         assert ward.group.incarnations[0] == 2 and (("generator", 0) in ward.healing.down)
-        ward.healing.lost(ward.crew, old)
+        ward.healing.lost(ward.dispatcher, old)
         before = list(ward.group.given_up)
-        ward.healing.lost(ward.crew, lost(ward.group, 0, "load_weights", "hung"), silent_s=10.0)
+        ward.healing.lost(ward.dispatcher, lost(ward.group, 0, "load_weights", "hung"), silent_s=10.0)
         return before, ward.group.given_up
 
     before, after = run_in_virtual_time(run())
@@ -214,7 +214,7 @@ def test_a_role_s_own_error_and_a_lost_argument_are_no_business_of_healing():
         ward.group._behaviour = fail
         with pytest.raises(type(error)):
             run_in_virtual_time(ward.ask_all(1))
-    assert ward.healing.down == {} and ward.crew.rotation.up == [0, 1]
+    assert ward.healing.down == {} and ward.dispatcher.scheduler.up == [0, 1]
 
 
 @pytest.mark.parametrize("losses, most", [(2, 3), (3, 3)])
@@ -252,10 +252,10 @@ class Publishing(Ward):
     def __init__(self, **mortals):
         super().__init__(**mortals)
         self.policy = StandInGroup("policy", self._learner)
-        self.team = team_of(generators=self.group, policy=self.policy)
-        self.team.crews["generator"] = self.crew
-        self.sync = WeightSync(WeightsConfig(), self.team)
-        self.healing.look_after(self.crew, self.sync.catch_up)
+        self.roles = role_groups_of(generators=self.group, policy=self.policy)
+        self.roles.dispatchers["generator"] = self.dispatcher
+        self.sync = WeightSync(WeightsConfig(), self.roles)
+        self.healing.look_after(self.dispatcher, self.sync.catch_up)
         self.learner_lost = 0
 
     async def _learner(self, rank, method, *args):
@@ -284,7 +284,7 @@ def test_a_publication_goes_on_without_a_generator_that_is_lost_in_it(method):
         return confirmed
 
     assert run_in_virtual_time(run())[1] == 1
-    assert it.group.versions == [1, 1] and it.crew.rotation.up == [0, 1] and it.group.incarnations == [2, 1]
+    assert it.group.versions == [1, 1] and it.dispatcher.scheduler.up == [0, 1] and it.group.incarnations == [2, 1]
     assert "caught up to version 1" in it.said[-1]
 
 
@@ -306,7 +306,7 @@ def test_a_generator_catches_up_between_a_publication_and_the_next_update_alone(
         await asyncio.sleep(5)
 
     run_in_virtual_time(run())
-    assert it.group.versions == [3, 3] and it.crew.rotation.up == [0, 1]
+    assert it.group.versions == [3, 3] and it.dispatcher.scheduler.up == [0, 1]
 
 
 def test_while_all_generators_are_away_a_version_is_published_to_nobody_and_they_catch_up():
@@ -359,12 +359,12 @@ def test_a_learner_that_hangs_while_it_gathers_is_told_as_soon_as_it_is_given_up
 
     it.policy = StandInGroup("policy", learner, workers=2)
     it.policy.incarnation = lambda rank: 1
-    object.__setattr__(it.team, "policy", it.policy)
+    object.__setattr__(it.roles, "policy", it.policy)
 
     async def run():
         with pytest.raises(WorkerLost, match="policy/1 stale in weight_bucket"):
             await asyncio.wait_for(it.publish(1), 100)
-        assert it.crew.rotation.up == [0, 1] and it.healing.down == {}
+        assert it.dispatcher.scheduler.up == [0, 1] and it.healing.down == {}
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
@@ -391,17 +391,17 @@ def test_nobody_catches_up_with_learners_that_are_being_replaced():
 class Watched(Ward):
     """Generators that are looked at while something is under way."""
 
-    def __init__(self, lease_s=10.0, **mortals):
+    def __init__(self, heartbeat_timeout_s=10.0, **mortals):
         super().__init__(**mortals)
-        object.__setattr__(self.team, "healing", self.healing)
-        self.watch = Watch(self.team, lease_s)
-        self.began = self.team.clock.now()
+        object.__setattr__(self.roles, "healing", self.healing)
+        self.watch = Watch(self.roles, heartbeat_timeout_s)
+        self.began = self.roles.clock.now()
 
     async def look_on(self, seconds, phase="generate", tokens_a_second=0):
         """Seconds until the first generator is taken for hung; None if it is not."""
         loop = asyncio.get_running_loop()
-        self.team.clock.now = loop.time
-        self.team.clock.under_way.add(Task("generator", 0, phase, loop.time()))
+        self.roles.clock.now = loop.time
+        self.roles.clock.under_way.add(Task("generator", 0, phase, loop.time()))
         watching = asyncio.create_task(self.watch.keep_looking())
         until, began = loop.time() + seconds, loop.time()
         while loop.time() < until and not self.group.given_up:
@@ -414,7 +414,7 @@ class Watched(Ward):
 def test_a_generator_without_a_token_for_a_lease_is_hung():
     it = Watched()
     assert 10 < run_in_virtual_time(it.look_on(60)) < 16
-    assert "made no token for" in it.said[0] and "cluster.lease_s=10" in it.said[0]
+    assert "made no token for" in it.said[0] and "cluster.heartbeat_timeout_s=10" in it.said[0]
 
 
 def test_tokens_however_few_are_a_sign_of_life():
@@ -423,7 +423,7 @@ def test_tokens_however_few_are_a_sign_of_life():
 
 def test_one_that_has_answered_since_the_last_look_is_not_asked(monkeypatch):
     it, asked = Watched(), []
-    crew, call = it.team.crew(it.team.generators), it.group.call
+    dispatcher, call = it.roles.dispatcher(it.roles.generators), it.group.call
 
     def answering(rank, method, *args, **options):
         asked.append(method)
@@ -434,7 +434,7 @@ def test_one_that_has_answered_since_the_last_look_is_not_asked(monkeypatch):
         watched = asyncio.create_task(it.look_on(60))
         for _ in range(30):
             await asyncio.sleep(1)
-            crew.finished[0] += 1
+            dispatcher.finished[0] += 1
         return await watched
 
     assert 40 < run_in_virtual_time(run()) < 46, "it was silent after 30 s, for a lease of 10 s"
@@ -442,11 +442,11 @@ def test_one_that_has_answered_since_the_last_look_is_not_asked(monkeypatch):
 
 
 def test_nobody_is_asked_in_the_first_part_of_a_call(monkeypatch):
-    it, asked = Watched(lease_s=40.0), []
+    it, asked = Watched(heartbeat_timeout_s=40.0), []
 
     async def run():
         monkeypatch.setattr(it.group, "call", lambda *call, **_: asked.append(call))
-        under_way, now = it.team.clock.under_way, asyncio.get_running_loop().time
+        under_way, now = it.roles.clock.under_way, asyncio.get_running_loop().time
         watched = asyncio.create_task(it.look_on(60))
         for _ in range(6):  # it is done with a call in 9 s, and with the next
             await asyncio.sleep(9)
@@ -471,7 +471,7 @@ def test_an_idle_generator_may_be_silent():
 
     async def run():
         await it.look_on(1)
-        it.team.clock.under_way.clear()
+        it.roles.clock.under_way.clear()
         watching = asyncio.create_task(it.watch.keep_looking())
         await asyncio.sleep(60)
         watching.cancel()
@@ -491,12 +491,12 @@ def scorer_hangs_after(counts):
         async def sign_of_life(_):
             return counts(loop.time() - began)
 
-        crew = SimpleNamespace(finished=[0], group=SimpleNamespace(role="reward", incarnation=lambda _: 1,
+        dispatcher = SimpleNamespace(finished=[0], group=SimpleNamespace(role="reward", incarnation=lambda _: 1,
                                                                    sign_of_life=sign_of_life))
         clock = SimpleNamespace(now=loop.time, under_way={Task("reward", 0, "reward", began)})
         healing = SimpleNamespace(lost=lambda _, error, silent_s: lost.append((loop.time() - began, error)))
-        team = SimpleNamespace(clock=clock, crews={"reward": crew}, generators=None, healing=healing)
-        watching = asyncio.create_task(Watch(team, 10.0).keep_looking())
+        roles = SimpleNamespace(clock=clock, dispatchers={"reward": dispatcher}, generators=None, healing=healing)
+        watching = asyncio.create_task(Watch(roles, 10.0).keep_looking())
         while not lost and loop.time() - began < 60:
             await asyncio.sleep(1)
         watching.cancel()

@@ -34,11 +34,11 @@ class DiskRun(Run):
         world, coordinator, self.files = self.world, self.coordinator, RunFiles(TIMEOUT_S)
         self.parts, self.place, self.went = Saved(True, (0, 0), ""), place, 0.0
         world.ledger = ledger_of(config, world.state.cursor, place, self.files.records)
-        coordinator.pipeline = world.pipeline_of(config, world.team)
+        coordinator.pipeline = world.pipeline_of(config, world.roles)
         coordinator.files = self.files
         coordinator.metrics = MetricsWriter(place, LoggingConfig(tensorboard=False, ray_metrics=False))
         coordinator.samples = SampleWriter(place / "samples")
-        coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), world.team, world.state,
+        coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), world.roles, world.state,
                                         world.buffer, coordinator.pipeline.summaries, {}, world.ledger,
                                         files=self.files)
         coordinator.__post_init__()

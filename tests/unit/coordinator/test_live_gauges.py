@@ -28,7 +28,7 @@ def run(ppo_config, summary):
 
 
 def live_of(run, time):
-    return LiveGauges({group.role: "default" for group in run.coordinator.team.groups()}, time)
+    return LiveGauges({group.role: "default" for group in run.coordinator.roles.groups()}, time)
 
 
 def read(live, run):
@@ -41,27 +41,27 @@ def test_all_live_metrics_are_told_with_their_labels(run, time):
 
 
 def test_it_says_who_is_busy_idle_and_down(run, time):
-    coordinator, clock = run.coordinator, run.coordinator.team.clock
+    coordinator, clock = run.coordinator, run.coordinator.roles.clock
     for phase in ("logprobs", "policy_update"):  # two calls of one worker
         clock.under_way.add(Task("policy", 1, phase, clock.now() - 5.0))
     live = live_of(run, time)
-    coordinator.team.healing.down["critic", 0] = None
+    coordinator.roles.healing.down["critic", 0] = None
     clock.under_way.add(Task("critic", 0, "values", clock.now()))  # nobody has been told yet that it is lost
     now = read(live, run)
     assert [now["live/workers", "policy", "default", state] for state in ("busy", "idle", "down")] == [1, 1, 0]
     assert [now["live/workers", "critic", "default", state] for state in ("busy", "idle", "down")] == [0, 1, 1]
     assert now["live/oldest_call", "policy"] == pytest.approx(5.0, abs=0.5) and now["live/oldest_call", "critic"] < 1
-    whole = sum(coordinator.team.workers().values())
+    whole = sum(coordinator.roles.workers().values())
     assert now["live/pool_busy", "default"] == pytest.approx(1 / whole)
 
 
 def test_how_busy_a_pool_is_is_a_mean_of_the_last_minute(run, time):
     live = live_of(run, time)
     task = Task("policy", 0, "policy_update", 0.0)
-    workers = sum(run.coordinator.team.workers().values())
-    run.coordinator.team.clock.under_way.add(task)
+    workers = sum(run.coordinator.roles.workers().values())
+    run.coordinator.roles.clock.under_way.add(task)
     assert read(live, run)["live/pool_busy", "default"] == pytest.approx(1 / workers)
-    run.coordinator.team.clock.under_way.discard(task)
+    run.coordinator.roles.clock.under_way.discard(task)
     time.now += 30
     assert read(live, run)["live/pool_busy", "default"] == pytest.approx(0.5 / workers)
     time.now += WINDOW_S
@@ -81,8 +81,8 @@ def test_the_age_of_a_step_begins_anew_with_each(run, time):
 
 def test_a_generator_that_did_not_confirm_is_behind(run, time):
     run.coordinator.state.step = 7
-    run.coordinator.weights.confirmed = {rank: 7 - rank for rank in range(len(run.coordinator.team.generators))}
-    run.coordinator.team.healing.down["generators", 9] = None
+    run.coordinator.weights.confirmed = {rank: 7 - rank for rank in range(len(run.coordinator.roles.generators))}
+    run.coordinator.roles.healing.down["generators", 9] = None
     told = read(live_of(run, time), run)
     assert told["live/policy_version",] == 7
     behind = {key[1]: value for key, value in told.items() if key[0] == "live/versions_behind"}
@@ -95,8 +95,8 @@ def test_the_pools_of_a_configuration_are_those_that_its_roles_name(ppo_config):
 
 
 def test_a_generator_that_was_removed_is_behind_nobody(run, time):
-    live, team = live_of(run, time), run.coordinator.team
+    live, roles = live_of(run, time), run.coordinator.roles
     run.coordinator.state.step = 3
     assert read(live, run)["live/versions_behind", "generator/0"] == 3
-    team.crew(team.generators).leave_out(0)
+    roles.dispatcher(roles.generators).leave_out(0)
     assert read(live, run)["live/versions_behind", "generator/0"] == 0

@@ -22,7 +22,7 @@ from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.entries import Reservation
 from rlhf_ray.replay.ledger import open_for_reading
 from rlhf_ray.replay.ledger_tables import OPEN
-from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 from tests.unit.coordinator.test_pipeline import World
 
 
@@ -38,20 +38,20 @@ class Run:
         learners = {role: StandInGroup(role, self._learner(role), workers=2) for role in ("policy", "critic")}
         if not critic:
             learners["critic"] = None
-        world.team = team_of(generators=world.generators, reward=world._score, reference=world._tell,
+        world.roles = role_groups_of(generators=world.generators, reward=world._score, reference=world._tell,
                              assembler=world._assemble, **learners)
-        world.pipeline = world.pipeline_of(config, world.team)
+        world.pipeline = world.pipeline_of(config, world.roles)
         self.stop = StopRequest(lambda _: None)
         progress = SimpleNamespace(update=lambda *a, **k: None, note=lambda text: None, warn=self.warnings.append)
         self.coordinator = Coordinator(
-            config=config, team=world.team, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
+            config=config, roles=world.roles, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
             best=SimpleNamespace(consider=self._consider, keep=self._keep),
             weights=SimpleNamespace(publish=self._publish, changing=nullcontext),
             recovery=SimpleNamespace(save=self._save, settled=self._settled, close=self._close, writing=None),
             evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
             samples=SimpleNamespace(write=lambda step, texts: None), progress=progress, stop=self.stop,
             on_evaluation=lambda step, _: self.events.append(f"evaluate {step}"),
-            profiler=StepProfiler(RunDirectory("nowhere"), world.team),
+            profiler=StepProfiler(RunDirectory("nowhere"), world.roles),
         )
 
     def _learner(self, role):
@@ -227,7 +227,7 @@ def test_workers_that_cannot_be_kept_alive_end_the_run_with_what_is_done_saved(p
 
     async def publish_and_lose(version):
         if version == 2:
-            run.world.team.crew(run.world.generators).fail(WorkerError(f"{role}/0 was lost once more", role))
+            run.world.roles.dispatcher(run.world.generators).fail(WorkerError(f"{role}/0 was lost once more", role))
         return await publish(version)
 
     run.coordinator.weights.publish = publish_and_lose
@@ -292,7 +292,7 @@ def test_a_failure_leaves_nothing_under_way(ppo_config, summary):
 
 
 def test_a_checkpoint_under_way_is_waited_for_no_longer_than_a_lease_when_a_worker_is_lost(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=3, cluster={"lease_s": 7}), summary)
+    run = Run(ppo_config(prompts=4, steps=3, cluster={"heartbeat_timeout_s": 7}), summary)
 
     async def lost(version):
         raise WorkerError("policy_learner/1 died in weight_bucket")

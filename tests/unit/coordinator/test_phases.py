@@ -10,7 +10,7 @@ from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
-from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
 class Roles:
@@ -20,15 +20,15 @@ class Roles:
         self.events, self.incarnations = [], {}
         groups = {name: self._group(name, workers) for name, workers in
                   (("generators", 2), ("policy", 2), ("critic", 1))}
-        self.team = team_of(**groups)
+        self.roles = role_groups_of(**groups)
         config = ppo_config()
         config = config.model_copy(update={
             "generator": GenerationConfig().model_copy(update={"sleep_level": sleep}),
             "policy": PolicyConfig().model_copy(update={"offload_between_phases": "policy" in offload}),
             "critic": CriticConfig().model_copy(update={"offload_between_phases": "critic" in offload})})
-        self.phases = Phases(config, self.team)
+        self.phases = Phases(config, self.roles)
         weights = WeightsConfig().model_copy(update={"transport": transport})
-        self.sync = WeightSync(weights, self.team, phases=self.phases)
+        self.sync = WeightSync(weights, self.roles, phases=self.phases)
 
     def _group(self, name, workers):
         async def answer(rank, method, *args):

@@ -17,7 +17,7 @@ from rlhf_ray.records import RewardTerms
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import open_for_reading
-from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, ledger_of, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, ledger_of, role_groups_of
 
 ROWS = 50
 
@@ -27,21 +27,21 @@ class World:
 
     def __init__(self, config, summary, seed=0, version=0, ranks=1):
         self.version, self.seeds, self._random, self._summary = version, [], random.Random(seed), summary
-        self.texts_asked, self.companies = [], defaultdict(list)
+        self.texts_asked, self.batches = [], defaultdict(list)
         self.generators = StandInGroup("generators", self._generate, workers=3)
         self.policy = StandInGroup("policy", self._tell, workers=ranks)
-        self.team = team_of(generators=self.generators, policy=self.policy, reward=self._score,
+        self.roles = role_groups_of(generators=self.generators, policy=self.policy, reward=self._score,
                             reference=self._tell, critic=self._tell, assembler=self._assemble)
         self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=True))
         capacity = (config.coordinator.max_staleness + 1) * config.samples_per_step
         self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness, 60.0)
         self._directory = tempfile.TemporaryDirectory()
         self.ledger = ledger_of(config, self.state.cursor, self._directory.name)
-        self.pipeline = self.pipeline_of(config, self.team)
+        self.pipeline = self.pipeline_of(config, self.roles)
 
-    def pipeline_of(self, config, team):
+    def pipeline_of(self, config, roles):
         self.prompts = StandInPrompts("prompts")
-        return Pipeline(config, team, self.state, self.buffer, self.prompts, self.ledger)
+        return Pipeline(config, roles, self.state, self.buffer, self.prompts, self.ledger)
 
     async def _wait(self):
         await asyncio.sleep(self._random.random() * 0.005)
@@ -55,7 +55,7 @@ class World:
         return made
 
     async def _tell(self, rank, method, *rollouts):
-        self.companies[method].append([rollout["keys"] for rollout in rollouts])
+        self.batches[method].append([rollout["keys"] for rollout in rollouts])
         await self._wait()
         return method, rank
 
@@ -144,7 +144,7 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
                 raise error
             return await assemble(rank, method, terms, keep_texts, ranks, *records)
 
-        world.team.assembler._behaviour = lose_one
+        world.roles.assembler._behaviour = lose_one
         keys = await world.train()
         return world, [(k.epoch, k.row) for k in keys]
 
@@ -199,9 +199,10 @@ def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config,
     async def run():
         config = ppo_config(prompts=2, steps=1)
         world = World(config, summary, ranks=2)
-        team = team_of(generators=world.generators, policy=world.policy, reward=world._score, reference=world._tell,
+        roles = role_groups_of(generators=world.generators, policy=world.policy, reward=world._score,
+                                    reference=world._tell,
                        critic=None, assembler=world._assemble)
-        world.pipeline = world.pipeline_of(config, team)
+        world.pipeline = world.pipeline_of(config, roles)
         await world.train()
         return world.parts
 
@@ -218,9 +219,10 @@ def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summ
             return ("logprobs", rank), ("values", rank)
 
         policy = StandInGroup("policy", tell_twice, workers=2)
-        team = team_of(generators=world.generators, policy=policy, reward=world._score, reference=world._tell,
+        roles = role_groups_of(generators=world.generators, policy=policy, reward=world._score,
+                                    reference=world._tell,
                        critic=None, assembler=world._assemble)
-        world.pipeline = world.pipeline_of(world.pipeline.config, team)
+        world.pipeline = world.pipeline_of(world.pipeline.config, roles)
         await world.train()
         return world.parts, policy.log
 
@@ -238,9 +240,9 @@ def test_without_a_reference_the_policy_s_frozen_base_is_asked_rank_by_rank(ppo_
         async def assemble(rank, method, *args):
             return args if method == "join" else await world._assemble(rank, method, *args)
 
-        team = team_of(generators=world.generators, policy=world.policy, reward=world._score, reference=None,
+        roles = role_groups_of(generators=world.generators, policy=world.policy, reward=world._score, reference=None,
                        critic=None, assembler=assemble)
-        world.pipeline = world.pipeline_of(world.pipeline.config, team)
+        world.pipeline = world.pipeline_of(world.pipeline.config, roles)
         await world.train()
         return world.parts[3]
 
@@ -351,9 +353,10 @@ def test_the_first_failing_chunk_is_raised(ppo_config, summary):
         async def refuse(rank, method, rollout, *_):
             raise RewardError(f"no score for row {rollout['keys'][0].row}")
 
-        world.team = team_of(generators=world.generators, policy=world.policy, reward=refuse, reference=world._tell,
+        world.roles = role_groups_of(generators=world.generators, policy=world.policy, reward=refuse,
+                                          reference=world._tell,
                              critic=world._tell, assembler=world._assemble)
-        world.pipeline = world.pipeline_of(ppo_config(), world.team)
+        world.pipeline = world.pipeline_of(ppo_config(), world.roles)
         try:
             await world.pipeline.next_batch()
         finally:
@@ -405,23 +408,23 @@ def test_generators_share_the_chunks(ppo_config, summary):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_chunks_are_scored_in_company_only_where_timing_may_choose_it(ppo_config, summary, staleness, monkeypatch):
-    monkeypatch.setattr("rlhf_ray.coordinator.pipeline.PATIENCE", 100.0)  # all that are under way
+def test_chunks_are_scored_in_batches_only_where_timing_may_choose_it(ppo_config, summary, staleness, monkeypatch):
+    monkeypatch.setattr("rlhf_ray.coordinator.pipeline.LINGER", 100.0)  # all that are under way
 
     async def run():
         world = World(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=2), summary)
         keys = [key for _ in range(2) for key in await world.train()]
-        return sorted((k.epoch, k.row) for k in keys), world.companies
+        return sorted((k.epoch, k.row) for k in keys), world.batches
 
-    keys, companies = in_loop(run())
+    keys, batches = in_loop(run())
     assert keys == sorted(cursor_keys(8))
-    sizes = {method: {len(company) for company in found} for method, found in companies.items()}
+    sizes = {method: {len(batch) for batch in found} for method, found in batches.items()}
     assert sizes.keys() == {"score_each", "logprobs", "values"}
     if staleness == 0:
         assert set.union(*sizes.values()) == {1}
     else:
         assert all(max(found) > 1 for found in sizes.values()), sizes
-        assert companies["score_each"] == companies["values"], "they go all the way together"
+        assert batches["score_each"] == batches["values"], "they go all the way together"
 
 
 def test_the_prompts_of_several_chunks_come_in_one_call(ppo_config, summary):

@@ -50,9 +50,9 @@ def setting(tmp_path, gone=(), **cluster):
         assert policy.respawned[-2:] == critic.respawned[-2:] == [0, 1]
         started.append(True)
 
-    team = SimpleNamespace(learners=lambda: [policy, critic], trains=lambda role: role in ("policy", "critic"))
+    roles = SimpleNamespace(learners=lambda: [policy, critic], trains=lambda role: role in ("policy", "critic"))
     store = CheckpointStore(tmp_path, 2)
-    return Rebuilding(ClusterConfig(**cluster), team, store, start, lambda _: None), store, started
+    return Rebuilding(ClusterConfig(**cluster), roles, store, start, lambda _: None), store, started
 
 
 @pytest.mark.parametrize("error", [lost("policy", "died"), lost("critic", "stale"), failed("critic")], ids=str)

@@ -19,7 +19,7 @@ from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.saving import Saved
-from tests.unit.coordinator.stand_ins import team_of
+from tests.unit.coordinator.stand_ins import role_groups_of
 from tests.unit.replay.ledgers import begin
 
 
@@ -30,7 +30,7 @@ class Workers:
     def __init__(self, critic=True):
         self.loaded, self.disk, self.asked = [], asyncio.Event(), 0
         self.disk.set()
-        self.team = team_of(policy=self._learner("policy"), critic=self._learner("critic") if critic else None,
+        self.roles = role_groups_of(policy=self._learner("policy"), critic=self._learner("critic") if critic else None,
                             assembler=self._assembler)
 
     def _learner(self, role):
@@ -67,7 +67,7 @@ def setting(tmp_path, geometry=MappingProxyType({"policy.workers": 2}), critic=T
     workers, summaries = Workers(critic), {}
     state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
     ledger = Ledger.create(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.sqlite", FACTS)
-    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.team, state, buffer, summaries, geometry, ledger)
+    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.roles, state, buffer, summaries, geometry, ledger)
     return workers, state, buffer, summaries, recovery
 
 
@@ -127,7 +127,7 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path, when):
             if method == when:
                 raise WorkerError("critic/0 died")
 
-        recovery.team = team_of(policy=Workers()._learner("policy"), critic=refuse)
+        recovery.roles = role_groups_of(policy=Workers()._learner("policy"), critic=refuse)
         await saved(recovery)
 
     with pytest.raises(WorkerError, match="critic/0 died"):
@@ -148,11 +148,11 @@ def test_waiting_experience_that_lay_on_a_lost_node_calls_for_what_its_update_wo
         async def gone(rank, method, *args):
             raise WorkerLost("an argument of save of assembler/0 was lost", "assembler", 0, 1, method, "result")
 
-        recovery.team = team_of(policy=workers._learner("policy"), critic=None, assembler=gone)
-        recovery.team.policy.incarnation = lambda rank: 3
+        recovery.roles = role_groups_of(policy=workers._learner("policy"), critic=None, assembler=gone)
+        recovery.roles.policy.incarnation = lambda rank: 3
         with pytest.raises(WorkerLost, match="waits for policy is lost: an argument of save") as caught:
             await saved(recovery)
-        return recovery.team.trains(caught.value.role), caught.value.incarnation
+        return recovery.roles.trains(caught.value.role), caught.value.incarnation
 
     assert asyncio.run(run()) == (True, 3)
     assert CheckpointStore(tmp_path, 2).latest() is None and not list(tmp_path.glob(".tmp*"))

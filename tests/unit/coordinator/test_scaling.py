@@ -64,9 +64,10 @@ class Scaled(Publishing):
         super().__init__()
         self.group.__class__ = Growing
         Growing.__init__(self.group, **growing)
-        self.crew.rotation.__init__(self.group)
-        object.__setattr__(self.team, "healing", self.healing)
-        self.scaling = Scaling(ClusterConfig(lease_s=30), self.team, self.sync, self._possible, self.numbers.append,
+        self.dispatcher.scheduler.__init__(self.group)
+        object.__setattr__(self.roles, "healing", self.healing)
+        self.scaling = Scaling(ClusterConfig(heartbeat_timeout_s=30), self.roles, self.sync, self._possible,
+                               self.numbers.append,
                                self.said.append)
 
     @staticmethod
@@ -86,7 +87,7 @@ def test_one_that_is_new_has_the_present_weights_before_it_is_given_work():
         adding = asyncio.create_task(it.to(3))
         async with it.sync.changing():  # an update is under way while it starts
             await asyncio.sleep(20)
-            assert it.crew.rotation.up == [0, 1] and not adding.done()
+            assert it.dispatcher.scheduler.up == [0, 1] and not adding.done()
             await it.sync.publish(3)
         answer = await adding
         return answer, await it.ask_all(3), dict(it.group.versions)
@@ -152,7 +153,7 @@ def test_one_that_is_down_goes_first_and_is_not_brought_back(tmp_path):
         return answer
 
     assert run_in_virtual_time(run())["generators"] == [1, 2]
-    assert it.healing.down == {} and it.crew.rotation.up == [1, 2]
+    assert it.healing.down == {} and it.dispatcher.scheduler.up == [1, 2]
 
 
 @pytest.mark.parametrize("growing, error", [
@@ -169,7 +170,7 @@ def test_where_not_all_can_be_added_none_is_and_the_run_goes_on(growing, error):
         return await it.ask_all(4)
 
     assert run_in_virtual_time(run()) == [0, 0, 1, 1]
-    assert it.group.present == [0, 1] and it.numbers == [] and it.crew.rotation.up == [0, 1]
+    assert it.group.present == [0, 1] and it.numbers == [] and it.dispatcher.scheduler.up == [0, 1]
 
 
 def test_one_that_is_new_and_lost_while_another_still_starts_is_brought_back():
@@ -178,16 +179,16 @@ def test_one_that_is_new_and_lost_while_another_still_starts_is_brought_back():
     async def run():
         adding = asyncio.create_task(it.to(4))
         await asyncio.sleep(5)
-        assert it.crew.rotation.up == [0, 1, 2]
+        assert it.dispatcher.scheduler.up == [0, 1, 2]
         await it.ask_all(3, lost_calls.append)
         await asyncio.sleep(10)
-        assert not adding.done() and it.crew.rotation.up == [0, 1, 2]
+        assert not adding.done() and it.dispatcher.scheduler.up == [0, 1, 2]
         brought_back = it.group.incarnations[2]
         await adding
         return brought_back
 
     assert run_in_virtual_time(run()) == 2 and len(lost_calls) == 1
-    assert it.crew.rotation.up == [0, 1, 2, 3]
+    assert it.dispatcher.scheduler.up == [0, 1, 2, 3]
 
 
 def test_one_that_goes_while_weights_are_published_goes_when_it_has_them():
@@ -200,7 +201,7 @@ def test_one_that_goes_while_weights_are_published_goes_when_it_has_them():
         assert it.group.begun, "it is under way"
         removing = asyncio.create_task(it.to(2))
         await asyncio.sleep(0.5)
-        assert not publishing.done() and not it.group.gone and it.crew.rotation.up == [0, 1]
+        assert not publishing.done() and not it.group.gone and it.dispatcher.scheduler.up == [0, 1]
         await asyncio.gather(publishing, removing)
 
     run_in_virtual_time(run())
@@ -230,7 +231,7 @@ def test_faults_know_of_one_that_was_removed_before_it_was_back(tmp_path):
 
     async def run():
         await ward.ask_all(1)
-        with ward.healing.set_aside(ward.crew, [0]):
+        with ward.healing.set_aside(ward.dispatcher, [0]):
             await asyncio.sleep(10)
 
     run_in_virtual_time(run())

@@ -8,7 +8,7 @@ from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.weight_sync import AHEAD, WeightSync
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
-from tests.unit.coordinator.stand_ins import StandInGroup, team_of
+from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
 class Publication:
@@ -23,7 +23,8 @@ class Publication:
         self.events, self.gathered, self.loaded, self.most_ahead = [], 0, 0, 0
         self.policy = StandInGroup("policy", self._policy, workers=2)
         self.generators = StandInGroup("generators", self._generator, workers=2)
-        self.sync = WeightSync(WeightsConfig(bucket_mb=3), team_of(policy=self.policy, generators=self.generators))
+        self.sync = WeightSync(WeightsConfig(bucket_mb=3),
+                               role_groups_of(policy=self.policy, generators=self.generators))
 
     async def _policy(self, rank, method, *args):
         if method == "plan_weights":

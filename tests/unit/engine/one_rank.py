@@ -98,7 +98,7 @@ def in_vain() -> dict[str, Any]:
             it.count_update(applied)
         except RLHFError as error:
             said = f"{type(error).__name__}: {error}"
-        told.append(it.updates_in_vain)
+        told.append(it.consecutive_skipped_updates)
     return {"counts": told, "said": said}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig, OptimizerConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine import distributed
-from rlhf_ray.engine.portions import portions
+from rlhf_ray.engine.optimizer_shards import optimizer_shards
 from rlhf_ray.engine.train_engine import TrainEngine
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.lora import Adapters
@@ -103,7 +103,7 @@ def copied(it: TrainEngine, stage: int) -> bool:
     used = {p.untyped_storage().data_ptr() for p in it.module.parameters()}
     used |= {p.ds_tensor.untyped_storage().data_ptr() for p in it.module.parameters() if stage == 3}
     return all(part.weights.untyped_storage().data_ptr() not in used
-               for part in portions(it.engine, stage, dict(trained(it.module))))
+               for part in optimizer_shards(it.engine, stage, dict(trained(it.module))))
 
 
 def trained(module: Any) -> list[Any]:

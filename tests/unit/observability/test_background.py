@@ -165,7 +165,7 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
     return {
         "status": (status, lambda: live_status.live_status(status, directory, on_failure=tell)),
         "control": (questions, lambda: (answering(directory, {}, on_failure=tell), started.append(1))[0]),
-        "drains": (drains, lambda: notice.heeding_notices(StopRequest(print), print, [], on_failure=tell)),
+        "drains": (drains, lambda: notice.watch_node_drains(StopRequest(print), print, [], on_failure=tell)),
         "pulse": (pulse, lambda: Pulse([Looked(pulse)], 300.0, tell).watched()),
         "watch": (watch, healing),
     }

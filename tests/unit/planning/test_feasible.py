@@ -81,14 +81,15 @@ def test_what_others_use_counts_where_it_is_asked_for():
 def by_trying_all(pools, nodes):
     """Whether some assignment of bundles to nodes works, tried one by one."""
     bundles = [(i, pool) for i, pool in enumerate(pools) for _ in range(pool.bundles)]
-    for homes in product(range(len(nodes)), repeat=len(bundles)):
+    for assignments in product(range(len(nodes)), repeat=len(bundles)):
         left, taken = [dict(n.resources) for n in nodes], {}
-        for (i, pool), home in zip(bundles, homes, strict=True):
+        for (i, pool), home in zip(bundles, assignments, strict=True):
             left[home]["CPU"] -= pool.cpus
             taken.setdefault(i, []).append(home)
         strict = all(len(set(taken[i])) == (1 if pool.strategy == "STRICT_PACK" else len(taken[i]))
                      for i, pool in enumerate(pools) if pool.strategy.startswith("STRICT"))
-        labelled = all(carries(nodes[home].labels, pool.labels) for (_, pool), home in zip(bundles, homes, strict=True))
+        labelled = all(carries(nodes[node].labels, pool.labels)
+                       for (_, pool), node in zip(bundles, assignments, strict=True))
         if strict and labelled and all(amounts["CPU"] > -1e-6 for amounts in left):
             return True
     return False

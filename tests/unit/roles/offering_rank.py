@@ -64,7 +64,7 @@ def published(model: ModelConfig, **fields: Any) -> dict[str, Any]:
             same = same and bool((came == array).all())
     learner.release_weights()
     return {"same": same, "tensors": len(receiver.loaded), "buckets": plan.whole.buckets,
-            "left_out": len(learner.lasting_weights() or {})}
+            "left_out": len(learner.unchanged_weights() or {})}
 
 
 def again(learner: PolicyLearner) -> None:

@@ -36,6 +36,6 @@ def test_a_late_bucket_of_a_publication_that_broke_off_does_not_disturb_the_next
 
 def test_a_learner_that_has_planned_nothing_says_so():
     learner = PolicyLearner(PolicyConfig(zero_stage=3), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
-    for ask in (lambda: learner.weight_bucket(1, 0), lambda: learner.offer_bucket(1, 0), learner.lasting_weights):
+    for ask in (lambda: learner.weight_bucket(1, 0), lambda: learner.offer_bucket(1, 0), learner.unchanged_weights):
         with pytest.raises(NoWeightsPlan, match="call plan_weights first"):
             ask()

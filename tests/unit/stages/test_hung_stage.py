@@ -18,12 +18,12 @@ from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.observability.metrics import MetricsWriter
-from rlhf_ray.stages import workplace
-workplace.ray_session = lambda *_: nullcontext()
+from rlhf_ray.stages import runtime
+runtime.ray_session = lambda *_: nullcontext()
 config = SFTConfig(run={"dir": sys.argv[1]}, data={"path": "d"}, model={"path": "m"},
                    logging={"tensorboard": False, "ray_metrics": False}, cluster={"disk_timeout_s": float(sys.argv[2])})
 try:
-    with workplace.owned_directory(config, True) as directory:
+    with runtime.owned_directory(config, True) as directory:
         files, store = directory.files, CheckpointStore(directory.checkpoints, 9, term=directory.term)
 
         def checkpoint():
@@ -39,7 +39,7 @@ try:
                 await files.checkpoints.run(checkpoint)
             return {"stage": "sft", "steps": 1}
 
-        workplace.run_stage(config, directory, True, main)
+        runtime.run_stage(config, directory, True, main)
 except RLHFError as error:
     print(error, flush=True)
     sys.exit(error.exit_code)

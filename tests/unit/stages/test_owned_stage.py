@@ -11,15 +11,15 @@ from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import ConfigError, SupersededError
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.owner import Term, read_owner
-from rlhf_ray.stages import workplace
+from rlhf_ray.stages import runtime
+from rlhf_ray.stages.runtime import owned_directory, run_stage
 from rlhf_ray.stages.supervised import newest_checkpoint
-from rlhf_ray.stages.workplace import owned_directory, run_stage
 from tests.unit.owners import take_over
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(workplace, "ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr(runtime, "ray_session", lambda *_: nullcontext())
     return SFTConfig(run={"dir": str(tmp_path / "run")}, data={"path": "d"}, model={"path": "m"},
                      logging={"tensorboard": False, "ray_metrics": False})
 

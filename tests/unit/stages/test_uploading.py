@@ -10,7 +10,7 @@ from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import RunInterrupted, UploadError
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.stages.workplace import fetch_uploaded, uploading
+from rlhf_ray.stages.runtime import fetch_uploaded, uploading
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ class TestOffers:
     def test_what_was_sent_once_may_be_left_out_by_its_digest(self):
         publisher = Publisher(SPECS, ["a"], 1000, lambda names: None)
         publisher.offer(1, 0, True, lambda names: {name: TENSORS[name] for name in names})
-        assert publisher.lasting().keys() == {"b"}
+        assert publisher.unchanged().keys() == {"b"}
         assert [e.name for e in publisher.offer(2, 0, False, lambda names: TENSORS)[0].entries] == ["a"]
 
 
@@ -127,9 +127,9 @@ class TestTrainers:
     def test_the_client_that_vllm_s_trainers_get_has_all_that_they_call(self):
         from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
-        from rlhf_ray.weights.sender import Told
+        from rlhf_ray.weights.sender import NullSyncClient
 
-        assert isinstance(Told(), VLLMWeightSyncClient)
+        assert isinstance(NullSyncClient(), VLLMWeightSyncClient)
 
     def test_other_ranks_send_nothing_but_handles(self):
         from rlhf_ray.weights.sender import open_sender

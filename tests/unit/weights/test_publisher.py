@@ -5,7 +5,7 @@ import torch
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import PublicationSize
-from rlhf_ray.weights.fused import fused_groups, with_companions
+from rlhf_ray.weights.fused import expand_fused_groups, fused_groups
 from rlhf_ray.weights.publisher import Publisher
 
 SPECS = [("a", (3, 4), "float32"), ("b", (5,), "float32"), ("c", (2, 2), "float32")]
@@ -31,18 +31,19 @@ def test_what_does_not_change_is_neither_gathered_nor_counted():
     publisher = Publisher(SPECS, {"a", "c"}, 1000, gather)
     assert publisher.plan.whole == PublicationSize(1, 84) and publisher.plan.changing == PublicationSize(1, 64)
     with pytest.raises(WeightsError, match="1 tensors were never published"):
-        publisher.lasting()
+        publisher.unchanged()
     whole = publisher.bucket(5, 0)
     asked.clear()
     assert [entry.name for entry in publisher.bucket(6, 0, whole=False).entries] == ["a", "c"] == asked
-    assert publisher.lasting() == {"b": whole.digests[1]}
+    assert publisher.unchanged() == {"b": whole.digests[1]}
 
 
 def test_tensors_of_one_fused_layer_go_together():
     names = [f"{LAYER}.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")]
     groups = fused_groups([*names, "model.norm.weight"], {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
     assert groups == [names[:6], names[6:]]
-    assert with_companions({f"{LAYER}.v_proj.weight", "model.norm.weight"}, groups) == {*names[:6], "model.norm.weight"}
+    assert expand_fused_groups({f"{LAYER}.v_proj.weight", "model.norm.weight"}, groups) == {
+        *names[:6], "model.norm.weight"}
 
 
 def test_experts_of_one_layer_go_together():

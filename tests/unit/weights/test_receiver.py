@@ -196,7 +196,7 @@ def test_a_failure_while_applying_keeps_the_old_version_unready():
 def publish_changing(receiver, publisher, version):
     """A publication without what does not change, confirmed."""
     count = publisher.plan.changing.buckets
-    receiver.begin(version, count, unchanged=publisher.lasting())
+    receiver.begin(version, count, unchanged=publisher.unchanged())
     for index in range(count):
         receiver.load(publisher.bucket(version, index, whole=False))
     receiver.finish(version)
@@ -240,17 +240,17 @@ def test_other_bytes_under_the_same_name_are_not_what_was_left_out():
 def test_after_a_break_nothing_counts_as_held():
     receiver, publisher = make_receiver(), publisher_of(changing={"b"})
     publish_whole(receiver, publisher, 5)
-    receiver.begin(6, 1, unchanged=publisher.lasting())
+    receiver.begin(6, 1, unchanged=publisher.unchanged())
     with pytest.raises(WeightsError, match="without bucket"):
         receiver.finish(6)
     with pytest.raises(WeightsError, match="does not have 2 of 2"):
-        receiver.begin(7, 1, unchanged=publisher.lasting())
+        receiver.begin(7, 1, unchanged=publisher.unchanged())
     assert publish_whole(receiver, publisher, 7) == 7
 
 
 def test_a_tensor_that_was_to_be_left_out_is_refused():
     receiver, publisher = make_receiver(), publisher_of(changing={"b"})
     publish_whole(receiver, publisher, 5)
-    receiver.begin(6, 3, unchanged=publisher.lasting())
+    receiver.begin(6, 3, unchanged=publisher.unchanged())
     with pytest.raises(WeightsError, match="'a' came in bucket 0 and was to be left out"):
         receiver.load(publisher.bucket(6, 0))

@@ -26,7 +26,7 @@ Wire = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
 """Makes the coordinator of a stretch that goes on after a step (NOTHING: begins anew; None: begins)."""
 
 
-class Course:
+class RunAttempts:
     """A run between the moment its workers are ready and the moment its last file is written."""
 
     def __init__(self, config: PPOConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
@@ -55,7 +55,7 @@ class Course:
         again = False
         while True:
             try:
-                return await self._stretch(start, again, resume or again)
+                return await self.run_attempt(start, again, resume or again)
             except WorkerError as error:
                 start = await self._after(error)
                 again = True
@@ -70,7 +70,7 @@ class Course:
             raise ConfigError("the run has not begun its steps yet; ask again when `rlhf-ray status` shows some")
         return await self.coordinator.profiler.requested(arguments)
 
-    async def _stretch(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
+    async def run_attempt(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
         kept = start.step if start else NOTHING if resume else None
         records = self._files.records
         self.evaluations = await records.run(EvaluationLog, self._directory, kept)
@@ -79,7 +79,7 @@ class Course:
         try:
             coordinator = self.coordinator = await records.run(self._wire, metrics, self.evaluations, kept)
             if metrics.dropped:
-                coordinator.team.healing.log.count_again(metrics.dropped)
+                coordinator.roles.healing.log.count_again(metrics.dropped)
             try:
                 await bring_back(coordinator, start, again)
                 await records.run(note_restart, self._directory.faults, coordinator.state.step, self._directory.term)
@@ -113,7 +113,7 @@ class Course:
             await coordinator.weights.forget()
         await self._rebuilding.after(error)
         if coordinator is not None:
-            coordinator.team.healing.log.rebuilt(error, time.perf_counter() - began)
+            coordinator.roles.healing.log.rebuilt(error, time.perf_counter() - began)
         return await self._files.checkpoints.run(self._store.latest)
 
 

@@ -4,32 +4,32 @@ import asyncio
 
 import pytest
 
-from rlhf_ray.coordinator.company import MOST, Companies
+from rlhf_ray.coordinator.scoring_batcher import MAX_BATCH, ScoringBatcher
 from rlhf_ray.errors import WorkerError
 from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 
 class Trip:
-    """A journey of a second, which gives each member its own name and fails for some."""
+    """A scoring call of a second, which gives each item its own name and fails for some."""
 
     def __init__(self, fails=()):
         self.left, self.fails = [], fails
-        self.companies = Companies(self._go)
+        self.batcher = ScoringBatcher(self._go)
 
-    async def _go(self, members):
-        self.left.append((round(asyncio.get_running_loop().time(), 3), list(members)))
+    async def _go(self, items):
+        self.left.append((round(asyncio.get_running_loop().time(), 3), list(items)))
         await asyncio.sleep(1.0)
-        if set(members) & set(self.fails):
+        if set(items) & set(self.fails):
             raise WorkerError("out of memory")
-        return [f"about {member}" for member in members]
+        return [f"about {item}" for item in items]
 
-    async def join(self, member, at=0.0, patience=0.1):
+    async def join(self, item, at=0.0, linger=0.1):
         await asyncio.sleep(at)
-        return await self.companies.join(member, patience)
+        return await self.batcher.submit(item, linger)
 
 
 def join_all(trip, *arrivals):
-    """What each got who joined: a name, a time and a patience each."""
+    """What each got who joined: a name, a time and a linger each."""
 
     async def join():
         return await asyncio.gather(*(trip.join(*arrival) for arrival in arrivals), return_exceptions=True)
@@ -37,31 +37,31 @@ def join_all(trip, *arrivals):
     return run_in_virtual_time(join())
 
 
-def test_those_who_come_within_the_first_ones_patience_go_together_and_get_their_own_results():
+def test_those_who_come_within_the_first_ones_linger_go_together_and_get_their_own_results():
     trip = Trip()
     assert join_all(trip, ("a", 0.0), ("b", 0.09), ("c", 0.11)) == ["about a", "about b", "about c"]
     assert trip.left == [(0.1, ["a", "b"]), (0.21, ["c"])]
 
 
-def test_the_least_patient_says_when_a_company_leaves():
+def test_the_shortest_linger_says_when_a_batch_starts():
     trip = Trip()
     join_all(trip, ("a", 0.0, 1.0), ("b", 0.1, 0.2), ("c", 0.2, 5.0))
     assert trip.left == [(0.3, ["a", "b", "c"])]
 
 
-def test_without_patience_everyone_goes_alone_at_once():
+def test_without_linger_everyone_goes_alone_at_once():
     trip = Trip()
     join_all(trip, *((name, 0.0, 0.0) for name in "abc"))
     assert trip.left == [(0.0, ["a"]), (0.0, ["b"]), (0.0, ["c"])]
 
 
-def test_a_full_company_does_not_wait():
+def test_a_full_batch_does_not_wait():
     trip = Trip()
-    join_all(trip, *((str(i), 0.0) for i in range(MOST + 1)))
-    assert trip.left == [(0.0, [str(i) for i in range(MOST)]), (0.1, [str(MOST)])]
+    join_all(trip, *((str(i), 0.0) for i in range(MAX_BATCH + 1)))
+    assert trip.left == [(0.0, [str(i) for i in range(MAX_BATCH)]), (0.1, [str(MAX_BATCH)])]
 
 
-def test_a_failure_is_told_to_the_whole_company_and_to_no_other():
+def test_a_failure_is_told_to_the_whole_batch_and_to_no_other():
     found = join_all(Trip(fails="b"), ("a", 0.0), ("b", 0.0), ("c", 0.5))
     assert [str(result) for result in found] == ["out of memory", "out of memory", "about c"]
     assert found[0] is found[1]
@@ -90,7 +90,7 @@ def test_nothing_leaves_after_closing():
     async def close():
         waiting = asyncio.ensure_future(trip.join("a"))
         await asyncio.sleep(0.05)
-        trip.companies.close()
+        trip.batcher.close()
         waiting.cancel()
         await asyncio.sleep(1.0)
 

@@ -9,7 +9,7 @@ from rlhf_ray.errors import LedgerError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.stages.ppo import close_books
+from rlhf_ray.stages.ppo import finalize_ledger
 from tests.unit.replay.ledgers import begin
 
 FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=0, source_rows=(4,), seed=0, shuffle=False,
@@ -32,7 +32,7 @@ def ledger(tmp_path):
 
 
 def test_what_was_under_way_is_told_apart_as_unused(ledger):
-    told = close_books(ledger, UNDER_WAY)
+    told = finalize_ledger(ledger, UNDER_WAY)
     assert (told["committed"], told["leased"], told["unused"], told["attempts given up"]) == (4, 0, 2, 0)
 
 
@@ -41,7 +41,7 @@ def test_what_is_open_and_the_run_does_not_know_of_was_lost(ledger, given_up):
     if given_up:
         ledger.give_up(UNDER_WAY, "its worker died")
     with pytest.raises(LedgerError, match=r"when a run has ended.*2 samples break it.*\(epoch 0, row 2, sample 0"):
-        close_books(ledger, [])
+        finalize_ledger(ledger, [])
 
 
 @pytest.mark.parametrize("harm, said", [
@@ -54,6 +54,6 @@ def test_a_run_whose_books_are_wrong_ends_with_an_error(ledger, harm, said):
     with closing(sqlite3.connect(ledger.path)) as db:
         db.execute(harm)
         db.commit()
-    with pytest.raises(LedgerError, match="the ledger does not add up") as caught:
-        close_books(ledger, UNDER_WAY)
+    with pytest.raises(LedgerError, match="the ledger audit failed") as caught:
+        finalize_ledger(ledger, UNDER_WAY)
     assert said in str(caught.value) and caught.value.exit_code == 1

@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Portion:
+class OptimizerShard:
     """A stretch of one flattened parameter."""
 
     name: str
@@ -41,7 +41,9 @@ class Portion:
         return self.start + len(self.weights)
 
 
-def portions(engine: Any, stage: int, parameters: Mapping[str, nn.Parameter], whole: bool = False) -> Iterator[Portion]:
+def optimizer_shards(
+    engine: Any, stage: int, parameters: Mapping[str, nn.Parameter], whole: bool = False
+) -> Iterator[OptimizerShard]:
     """The stretches of this rank.
 
     Args:
@@ -64,26 +66,27 @@ def adamw(engine: Any, stage: int) -> torch.optim.Optimizer:
     return found
 
 
-def _replicated(name: str, parameter: nn.Parameter, whole: bool) -> Iterator[Portion]:
+def _replicated(name: str, parameter: nn.Parameter, whole: bool) -> Iterator[OptimizerShard]:
     flat, ranks = parameter.data.view(-1), dist.get_world_size()
     size = -(-len(flat) // ranks)
     start, stop = (0, len(flat)) if whole else (dist.get_rank() * size, min(len(flat), (dist.get_rank() + 1) * size))
     if start < stop:
-        yield Portion(name, len(flat), start, flat[start:stop], parameter, start)
+        yield OptimizerShard(name, len(flat), start, flat[start:stop], parameter, start)
 
 
-def _partitioned(name: str, parameter: nn.Parameter, optimizer: Any) -> Iterator[Portion]:
+def _partitioned(name: str, parameter: nn.Parameter, optimizer: Any) -> Iterator[OptimizerShard]:
     mapping = parameter._hp_mapping
     if mapping is not None:  # else it lies in other ranks' partitions
         owner = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-        yield Portion(name, parameter.numel(), mapping.lp_fragment_address.start, mapping.hp_fragment.data, owner,
+        yield OptimizerShard(name, parameter.numel(), mapping.lp_fragment_address.start,
+                             mapping.hp_fragment.data, owner,
                       mapping.hp_fragment_address.start)
 
 
-def _sharded(name: str, parameter: Any, optimizer: Any) -> Iterator[Portion]:
+def _sharded(name: str, parameter: Any, optimizer: Any) -> Iterator[OptimizerShard]:
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = dist.get_rank() * size
     length = min(size, parameter.ds_numel - start)  # the last shards may be filled up
     if length > 0:
         owner = optimizer.fp32_partitioned_groups_flat[group]
-        yield Portion(name, parameter.ds_numel, start, owner.data.narrow(0, offset, length), owner, offset)
+        yield OptimizerShard(name, parameter.ds_numel, start, owner.data.narrow(0, offset, length), owner, offset)

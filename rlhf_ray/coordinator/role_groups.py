@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.coordinator.crew import Crew, finished
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.coordinator.healing import Healing, Ready, as_started
 from rlhf_ray.observability.spans import StepClock
 
 
 @dataclass(frozen=True)
-class Team:
+class RoleGroups:
     """Everything the coordinator calls."""
 
     generators: WorkerGroup
@@ -23,7 +23,7 @@ class Team:
     """None for estimators without a critic, and where the policy is its own."""
     clock: StepClock
     """Where every call's working time is noted."""
-    crews: dict[str, Crew] = field(default_factory=dict)
+    dispatchers: dict[str, WorkerDispatcher] = field(default_factory=dict)
     """By role, those that were asked for."""
     healing: Healing = field(default_factory=Healing)
     """Who replaces lost workers of the crews that it was given to look after."""
@@ -44,19 +44,19 @@ class Team:
         return role in {group.role for group in self.learners()}
 
     def everybody(self) -> list[WorkerGroup]:
-        """`groups`, and those that were called through a crew besides."""
+        """`groups`, and those that were called through a dispatcher besides."""
         groups = self.groups()
-        return groups + [crew.group for crew in self.crews.values() if crew.group not in groups]
+        return groups + [dispatcher.group for dispatcher in self.dispatchers.values() if dispatcher.group not in groups]
 
     def workers(self) -> dict[str, int]:
         """Number of workers by role."""
         return {group.role: len(group) for group in self.groups()}
 
-    def crew(self, group: WorkerGroup) -> Crew:
+    def dispatcher(self, group: WorkerGroup) -> WorkerDispatcher:
         """How to call a group whose workers all answer alike."""
-        if group.role not in self.crews:
-            self.crews[group.role] = Crew(group, self.clock)
-        return self.crews[group.role]
+        if group.role not in self.dispatchers:
+            self.dispatchers[group.role] = WorkerDispatcher(group, self.clock)
+        return self.dispatchers[group.role]
 
     def keep_alive(self, catch_up: Ready) -> None:
         """Replace generators, frozen scorers and assemblers from now on when they are lost.
@@ -67,7 +67,7 @@ class Team:
         learners = self.learners()
         for group in self.groups():
             if group not in learners:
-                self.healing.look_after(self.crew(group), catch_up if group is self.generators else as_started)
+                self.healing.look_after(self.dispatcher(group), catch_up if group is self.generators else as_started)
 
     async def done(self, call: Call, phase: str) -> Call:
         """Wait for a call without fetching its result, and note its working time under its role and `phase`."""

@@ -10,8 +10,8 @@ import pytest
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import SupersededError, WorkerError
 from rlhf_ray.observability.ownership import Ownership
-from rlhf_ray.stages.ppo_team import _learner
-from rlhf_ray.stages.workplace import Workplace, run_async, while_owned
+from rlhf_ray.stages.ppo_roles import _learner
+from rlhf_ray.stages.runtime import Runtime, run_async, while_owned
 from tests.unit.owners import Watch, host, take_over
 
 
@@ -58,9 +58,9 @@ async def farewell(hurry):
     """What is ended, and what asyncio has to complain of, when a worker takes its time to say goodbye."""
     ended, complaints = [], []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
-    place = Workplace(config(), None)
+    place = Runtime(config(), None)
     place._groups.append((SimpleNamespace(values=lambda _: asyncio.sleep(60), kill=lambda: ended.append("it")), "bye"))
-    leaving = asyncio.create_task(place.dismiss(0.1))
+    leaving = asyncio.create_task(place.give_up_on(0.1))
     await asyncio.sleep(0.01)
     if hurry:
         leaving.cancel()

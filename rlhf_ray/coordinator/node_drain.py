@@ -18,7 +18,7 @@ LOOK_S = 2.0
 
 
 @asynccontextmanager
-async def heeding_notices(
+async def watch_node_drains(
     stop: StopRequest, warn: Callable[[str], None], learners: Iterable[WorkerGroup],
     others: Iterable[WorkerGroup] = (), on_failure: OnFailure = log_failure,
 ) -> AsyncIterator[None]:

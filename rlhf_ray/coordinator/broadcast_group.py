@@ -5,15 +5,15 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.coordinator.crew import Crew, finished
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.errors import WorkerLost
 
 
-class Audience:
+class BroadcastGroup:
     """The generators that a publication goes to. One that is lost on the way leaves it, and others go on."""
 
-    def __init__(self, crew: Crew, ranks: Iterable[int]) -> None:
-        self._crew, self.ranks = crew, list(ranks)
+    def __init__(self, dispatcher: WorkerDispatcher, ranks: Iterable[int]) -> None:
+        self._dispatcher, self.ranks = dispatcher, list(ranks)
         self.losses: list[WorkerLost] = []
         """How those that left were lost, in that order."""
         self._next_loss: asyncio.Future[None] | None = None
@@ -21,7 +21,7 @@ class Audience:
     def calls(self, method: str, *args: Any, only: Collection[int] | None = None,
               timeout_s: float | None = None) -> list[Call]:
         """The same call to every one of them, or to some."""
-        return [self._crew.group.call(rank, method, *args, timeout_s=timeout_s)
+        return [self._dispatcher.group.call(rank, method, *args, timeout_s=timeout_s)
                 for rank in self.ranks if only is None or rank in only]
 
     async def each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
@@ -57,9 +57,9 @@ class Audience:
             WorkerLost: what the call was given is lost.
         """
         try:
-            await finished(call, "publish", self._crew.clock)
+            await finished(call, "publish", self._dispatcher.clock)
         except WorkerLost as error:
-            if error.kind == "result" or error.role != call.role or self._crew.on_lost is None:
+            if error.kind == "result" or error.role != call.role or self._dispatcher.on_lost is None:
                 raise
             self._leaves(error)
             return False
@@ -70,18 +70,18 @@ class Audience:
         self._next_loss = asyncio.get_running_loop().create_future()
         return self._next_loss
 
-    def dismiss(self, method: str, reason: str) -> None:
+    def give_up_on(self, method: str, reason: str) -> None:
         """Give up all that are left: what they began with `method` will not end."""
-        if self._crew.on_lost is None:
+        if self._dispatcher.on_lost is None:
             return
         for rank in list(self.ranks):
-            group = self._crew.group
+            group = self._dispatcher.group
             self._leaves(WorkerLost(f"{group.role}/{rank} {reason}", group.role, rank, group.incarnation(rank), method,
                                     "hung"))
 
     def _leaves(self, error: WorkerLost) -> None:
-        if self._crew.on_lost is not None:
-            self._crew.on_lost(self._crew, error, 0)
+        if self._dispatcher.on_lost is not None:
+            self._dispatcher.on_lost(self._dispatcher, error, 0)
         self.ranks = [rank for rank in self.ranks if rank != error.rank]
         self.losses.append(error)
         if self._next_loss is not None and not self._next_loss.done():

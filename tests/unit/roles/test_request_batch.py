@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_ray.errors import WorkerError
-from rlhf_ray.roles.engines.together import Together
+from rlhf_ray.roles.engines.request_batch import RequestBatch
 
 
 def output(request_id):
@@ -17,7 +17,7 @@ def name_of(output):
 
 
 def test_a_call_is_woken_when_its_last_request_is_over_and_gets_results_in_its_own_order():
-    together, woken = Together.of(["3", "4", "5"], name_of), []
+    together, woken = RequestBatch.of(["3", "4", "5"], name_of), []
     together.done.add_done_callback(lambda done: woken.append(done.result()))
     for request_id in ("4", "5"):
         together.take(output(request_id))
@@ -27,7 +27,7 @@ def test_a_call_is_woken_when_its_last_request_is_over_and_gets_results_in_its_o
 
 
 def test_a_call_fails_once_whatever_happens_to_its_other_requests():
-    together = Together.of(["3", "4"], name_of)
+    together = RequestBatch.of(["3", "4"], name_of)
     together.fail(WorkerError("vLLM broke"))
     together.fail(WorkerError("it was stopped"))
     together.take(output("3"))
@@ -40,14 +40,14 @@ def test_an_output_that_is_no_result_fails_the_call():
     def refuse(_):
         raise WorkerError("vLLM gave no log-probabilities")
 
-    together = Together.of(["3"], refuse)
+    together = RequestBatch.of(["3"], refuse)
     together.take(output("3"))
     with pytest.raises(WorkerError, match="no log-probabilities"):
         together.done.result(0)
 
 
 def test_nobody_is_told_of_the_end_of_a_cancelled_call():
-    together = Together.of(["3"], name_of)
+    together = RequestBatch.of(["3"], name_of)
     assert together.done.cancel()
     together.take(output("3"))
     together.fail(WorkerError("vLLM broke"))

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.coordinator import notice
-from rlhf_ray.coordinator.notice import heeding_notices
+from rlhf_ray.coordinator import node_drain
+from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
 
 
@@ -30,8 +30,8 @@ class Group:
 @pytest.fixture
 def heed(monkeypatch):
     """heed({node: seconds left}, ...) -> (who asked to stop, warnings), after a look at each in turn."""
-    monkeypatch.setattr(notice, "LOOK_S", 0.0)
-    monkeypatch.setattr(notice, "own_node", lambda: "head")
+    monkeypatch.setattr(node_drain, "LOOK_S", 0.0)
+    monkeypatch.setattr(node_drain, "own_node", lambda: "head")
 
     def run(*looks):
         told, seen, enough = [], iter(looks), asyncio.Event()
@@ -47,12 +47,12 @@ def heed(monkeypatch):
             nonlocal loop
             loop, stop = asyncio.get_running_loop(), StopRequest(lambda _: None)
             groups = [Group("policy_learner", "a", "b")], [Group("generator", "b", "c", None)]
-            async with heeding_notices(stop, told.append, *groups):
+            async with watch_node_drains(stop, told.append, *groups):
                 await asyncio.wait_for(enough.wait(), 10)
             return stop.requested
 
         loop = None
-        monkeypatch.setattr(notice, "draining_nodes", draining)
+        monkeypatch.setattr(node_drain, "draining_nodes", draining)
         return asyncio.run(heeding()), told
 
     return run
@@ -85,10 +85,10 @@ def test_a_learner_that_starts_on_a_node_which_is_being_drained_already_ends_the
         return {"b": None}
 
     told, stop = [], StopRequest(lambda _: None)
-    monkeypatch.setattr(notice, "draining_nodes", drained)
+    monkeypatch.setattr(node_drain, "draining_nodes", drained)
 
     async def run():
-        async with heeding_notices(stop, told.append, [learner], [Group("generator", "b")]):
+        async with watch_node_drains(stop, told.append, [learner], [Group("generator", "b")]):
             while stop.requested is None:
                 await asyncio.sleep(0.01)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_ray.engine.portions import MOMENTS, Portion
+from rlhf_ray.engine.optimizer_shards import MOMENTS, OptimizerShard
 from rlhf_ray.errors import CheckpointError
 
 WEIGHTS = "weights"
@@ -41,7 +41,7 @@ class Snapshot:
         save_file(dict(self.tensors), path, metadata={"notes": json.dumps(self.notes)})
 
 
-def snapshot(portions: Iterable[Portion], states: Mapping[Tensor, Mapping[str, Any]], notes: Mapping[str, Any]
+def snapshot(shards: Iterable[OptimizerShard], states: Mapping[Tensor, Mapping[str, Any]], notes: Mapping[str, Any]
              ) -> Snapshot:
     """Copy what this rank answers for.
 
@@ -50,17 +50,17 @@ def snapshot(portions: Iterable[Portion], states: Mapping[Tensor, Mapping[str, A
         notes: numbers about the engine, the same on all ranks.
     """
     tensors, steps = {}, {}
-    for portion in portions:
-        state = states.get(portion.owner, {})
-        tensors[f"{WEIGHTS}:{portion.start}:{portion.name}"] = portion.weights.to("cpu", copy=True)
+    for shard in shards:
+        state = states.get(shard.owner, {})
+        tensors[f"{WEIGHTS}:{shard.start}:{shard.name}"] = shard.weights.to("cpu", copy=True)
         for moment in MOMENTS:
             if moment in state:
-                tensors[f"{moment}:{portion.start}:{portion.name}"] = portion.of(state[moment]).to("cpu", copy=True)
-                steps[portion.name] = int(state["step"])
+                tensors[f"{moment}:{shard.start}:{shard.name}"] = shard.of(state[moment]).to("cpu", copy=True)
+                steps[shard.name] = int(state["step"])
     return Snapshot(tensors, {**notes, "steps": steps})
 
 
-class Saved:
+class TrainingState:
     """What all ranks wrote to a directory."""
 
     def __init__(self, directory: Path) -> None:
@@ -71,7 +71,7 @@ class Saved:
         from safetensors import SafetensorError, safe_open
 
         self._directory = directory
-        self._stretches: dict[tuple[str, str], list[tuple[int, Any, str]]] = defaultdict(list)
+        self._spans: dict[tuple[str, str], list[tuple[int, Any, str]]] = defaultdict(list)
         self.notes: dict[str, Any] = {"steps": {}}
         files = sorted(directory.glob("rank_*.safetensors"))
         for path in files:
@@ -83,7 +83,7 @@ class Saved:
             self.notes = {**notes, "steps": {**self.notes["steps"], **notes["steps"]}}
             for key in file.keys():  # noqa: SIM118 - no mapping
                 kind, start, name = key.split(":", 2)
-                self._stretches[kind, name].append((int(start), file, key))
+                self._spans[kind, name].append((int(start), file, key))
         if not files or self.notes["world"] != len(files):
             raise CheckpointError(f"{directory} holds no learner state to load: {len(files)} files of "
                                   f"{self.notes.get('world', 'unknown')} ranks. Use another checkpoint (earlier "
@@ -91,7 +91,7 @@ class Saved:
 
     def names(self) -> set[str]:
         """Parameters whose weights there are."""
-        return {name for kind, name in self._stretches if kind == WEIGHTS}
+        return {name for kind, name in self._spans if kind == WEIGHTS}
 
     def whole(self, kind: str, name: str, numel: int) -> Tensor | None:
         """[numel] the flattened tensor of one parameter; None where there was none.
@@ -99,16 +99,16 @@ class Saved:
         Raises:
             CheckpointError: the stretches are not exactly the parameter.
         """
-        stretches = sorted(self._stretches.get((kind, name), ()), key=lambda stretch: stretch[0])
-        if not stretches:
+        spans = sorted(self._spans.get((kind, name), ()), key=lambda span: span[0])
+        if not spans:
             return None
         parts, reached = [], 0
-        for start, file, key in stretches:
+        for start, file, key in spans:
             if start != reached:
                 break
             parts.append(file.get_tensor(key))
             reached += len(parts[-1])
-        if reached != numel or len(parts) < len(stretches):
-            raise CheckpointError(f"{self._directory} holds {kind} of {name} in {len(stretches)} stretches that are "
+        if reached != numel or len(parts) < len(spans):
+            raise CheckpointError(f"{self._directory} holds {kind} of {name} in {len(spans)} stretches that are "
                                   f"not the {numel} numbers of this run's parameter: it is another model's")
         return torch.cat(parts)

@@ -10,7 +10,7 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
@@ -22,44 +22,44 @@ from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.pretraining_text import hand_out_pretraining_text
-from rlhf_ray.stages.workplace import Workplace, probe_note, sizes_note, start_learners
+from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learners
 
 
-def spawn_team(config: PPOConfig, place: Workplace, healing: Healing | None = None) -> Team:
+def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = None) -> RoleGroups:
     """All processes of the run; they start to load in parallel when `start_team` calls them."""
     generation, temperature = config.generator, config.generator.sampling.temperature
-    return Team(
-        generators=place.spawn(
+    return RoleGroups(
+        generators=runtime.spawn(
             "generator", Generator, generation,
             lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
                           "max_context": config.prompts.max_tokens + config.longest_response[0],
                           "name": f"generator/{rank}", "in_flight": config.weights.in_flight,
                           "transport": config.weights.transport},
-            {**generator_environment(generation), **place.scratch}, goodbye="stop",
+            {**generator_environment(generation), **runtime.scratch}, goodbye="stop",
         ),
-        reference=place.spawn(
+        reference=runtime.spawn(
             "reference_scorer", ReferenceScorer, config.reference,
             lambda _: {"model": config.model, "micro_batch_tokens": config.reference.micro_batch_tokens,
                        "temperature": temperature, "longest": _longest_row(config, "reference")},
         ) if config.starts_reference else None,
-        reward=place.spawn(
+        reward=runtime.spawn(
             "reward_scorer", RewardScorer, config.reward,
             lambda _: {"rewards": config.rewards, "policy": config.model,
                        "micro_batch_tokens": config.reward.micro_batch_tokens, "on_failure": config.reward.on_failure,
                        "longest": _longest_row(config, "reward")},
             goodbye="stop",
         ),
-        assembler=place.spawn(
+        assembler=runtime.spawn(
             "assembler", Assembler, config.assembler,
             lambda _: {"algorithm": config.algorithm, "logging": config.logging, "model": config.model,
                        "longest": generation.sampling.max_tokens},
         ),
-        policy=place.spawn(
+        policy=runtime.spawn(
             "policy_learner", ActorCriticLearner if config.shares_backbone else PolicyLearner, config.policy,
             lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
                           "old_logprobs": config.old_logprobs}, goodbye="leave",
         ),
-        critic=place.spawn(
+        critic=runtime.spawn(
             "critic_learner", CriticLearner, config.critic,
             lambda rank: _learner(config, "critic", rank), goodbye="leave",
         ) if config.starts_critic else None,
@@ -84,8 +84,8 @@ def _longest_row(config: PPOConfig, role: str) -> int:
     return max(sample, config.ptx.max_tokens) if config.ptx and role == "policy" else sample
 
 
-async def start_team(
-    config: PPOConfig, place: Workplace, team: Team, progress: StageProgress
+async def start_roles(
+    config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress
 ) -> tuple[PromptSource, PromptSource | None]:
     """Load all models and read the prompts, everything at the same time.
 
@@ -95,47 +95,47 @@ async def start_team(
     Returns:
         training prompts, and evaluation prompts if configured.
     """
-    reader = place.spawn("prompt_reader", PromptReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
+    reader = runtime.spawn("prompt_reader", PromptReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
                          lambda _: {"model": config.model, "directory": Path(config.run.dir).absolute()})
-    workers = sum(map(len, team.groups()))
-    progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in team.groups()))
+    workers = sum(map(len, roles.groups()))
+    progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in roles.groups()))
     limit = config.cluster.start_timeout_s
-    learners = team.learners()
-    frozen = [group for group in team.groups() if group not in learners]
+    learners = roles.learners()
+    frozen = [group for group in roles.groups() if group not in learners]
     if 0 < config.generator.gpus < 1:
-        await team.generators.start(timeout_s=limit)
-        frozen.remove(team.generators)
+        await roles.generators.start(timeout_s=limit)
+        frozen.remove(roles.generators)
     sources, started, of_frozen, _ = await asyncio.gather(
-        _read_prompts(config, reader, team, progress),
+        _read_prompts(config, reader, roles, progress),
         asyncio.gather(*(start_learners(group, limit) for group in learners)),
         asyncio.gather(*(group.start(timeout_s=limit) for group in frozen)),
-        hand_out_pretraining_text(config, place, team, progress),
+        hand_out_pretraining_text(config, runtime, roles, progress),
     )
     for group, sizes in zip(learners, started, strict=True):
         progress.note(sizes_note(group.role, sizes[0]))
     for group, told in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
         if "probe_seconds" in told[0]:
-            team.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in told), 3)
+            roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in told), 3)
             progress.note(probe_note(group.role, told[0]))
     return sources
 
 
-async def restart_learners(config: PPOConfig, place: Workplace, team: Team, progress: StageProgress) -> None:
+async def restart_learners(config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress) -> None:
     """Start learners whose processes are new, and hand them what they get beside their configuration."""
     limit = config.cluster.start_timeout_s
-    await asyncio.gather(*(start_learners(group, limit) for group in team.learners()))
-    await hand_out_pretraining_text(config, place, team, progress)
+    await asyncio.gather(*(start_learners(group, limit) for group in roles.learners()))
+    await hand_out_pretraining_text(config, runtime, roles, progress)
 
 
 async def _read_prompts(
-    config: PPOConfig, group: WorkerGroup, team: Team, progress: StageProgress
+    config: PPOConfig, group: WorkerGroup, roles: RoleGroups, progress: StageProgress
 ) -> tuple[PromptSource, PromptSource | None]:
-    reader = team.crew(group)
+    reader = roles.dispatcher(group)
     await group.start()
     sections = {"training": config.prompts}
     if config.evaluation_prompts is not None:
         sections["evaluation"] = config.evaluation_prompts
-    team.healing.look_after(reader, reopened(group, sections))
+    roles.healing.look_after(reader, reopened(group, sections))
     training = await PromptSource.open(reader, "training", config.prompts)
     for report in training.reports:
         progress.note(report)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass
-class Together:
+class RequestBatch:
     """The requests of one call. It is woken once, when the last of them is over and all results are made: two threads
     that both have something to do pass Python's lock to and fro, which costs them more than the work itself."""
 
@@ -21,7 +21,7 @@ class Together:
     left: int
 
     @classmethod
-    def of(cls, request_ids: Sequence[str], make: Callable[[Any], Any]) -> Together:
+    def of(cls, request_ids: Sequence[str], make: Callable[[Any], Any]) -> RequestBatch:
         """None of them is over."""
         return cls(dict.fromkeys(request_ids), make, Future(), len(request_ids))
 

@@ -14,7 +14,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.stages.ppo_course import Course, check_ledger
+from rlhf_ray.stages.ppo_attempts import RunAttempts, check_ledger
 from tests.unit.replay.ledgers import begin
 
 
@@ -44,9 +44,9 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
         best=SimpleNamespace(resume=lost_learner), files=RunFiles(),
     )
     config = SimpleNamespace(logging=LoggingConfig())
-    course = Course(config, RunDirectory(tmp_path), None, None, None, lambda *_: coordinator)
+    attempts = RunAttempts(config, RunDirectory(tmp_path), None, None, None, lambda *_: coordinator)
     with pytest.raises(WorkerError, match="died in export"):
-        asyncio.run(course._stretch(SimpleNamespace(step=0, path=tmp_path), again=False, resume=False))
+        asyncio.run(attempts.run_attempt(SimpleNamespace(step=0, path=tmp_path), again=False, resume=False))
     assert done == ["began ['a place']", "pipeline closed", "ledger closed"]
 
 
@@ -86,10 +86,10 @@ def test_what_learners_were_doing_for_generators_is_over_before_they_are_replace
     async def after(_):
         done.append("learners are replaced")
 
-    course = Course(SimpleNamespace(), RunDirectory(tmp_path), SimpleNamespace(latest=lambda: None),
+    attempts = RunAttempts(SimpleNamespace(), RunDirectory(tmp_path), SimpleNamespace(latest=lambda: None),
                     SimpleNamespace(requested=None), SimpleNamespace(after=after), None)
-    course.coordinator = SimpleNamespace(
+    attempts.coordinator = SimpleNamespace(
         weights=SimpleNamespace(forget=forget),
-        team=SimpleNamespace(healing=SimpleNamespace(log=SimpleNamespace(rebuilt=lambda *_: None))))
-    assert asyncio.run(course._after(WorkerError("policy_learner/0 died"))) is None
+        roles=SimpleNamespace(healing=SimpleNamespace(log=SimpleNamespace(rebuilt=lambda *_: None))))
+    assert asyncio.run(attempts._after(WorkerError("policy_learner/0 died"))) is None
     assert done == ["no catch-up is under way", "learners are replaced"]

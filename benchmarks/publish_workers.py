@@ -18,13 +18,13 @@ from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.models.loading import new_causal_lm
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.stages.workplace import start_learners
+from rlhf_ray.stages.runtime import start_learners
 
 TIMEOUT_S = 240.0
 HEAD_WIDTH = 64
@@ -56,7 +56,7 @@ def make_models(directory: Path, name: str, sizes: Sizes) -> tuple[ModelConfig, 
 
 
 @asynccontextmanager
-async def publishing_team(learner: ModelConfig, generator: ModelConfig) -> AsyncIterator[Team]:
+async def publishing_roles(learner: ModelConfig, generator: ModelConfig) -> AsyncIterator[RoleGroups]:
     """Both roles started. `WeightSync` asks nothing of the team's other members, who are the generators again."""
     configs = {"default": PoolConfig(bundles=1, cpus=2)}
     with ray_session(ClusterConfig(dashboard=False), configs, "publish"):
@@ -75,7 +75,7 @@ async def publishing_team(learner: ModelConfig, generator: ModelConfig) -> Async
         generators, learners = groups
         try:
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
-            yield Team(generators=generators, reference=None, reward=generators, assembler=generators,
+            yield RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
                        policy=learners, critic=None, clock=StepClock())
             await asyncio.gather(generators.values("stop"), learners.values("leave"))
         finally:

@@ -17,7 +17,7 @@ from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.team import Team
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.reviews import make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
@@ -26,7 +26,7 @@ from rlhf_ray.models.loading import new_causal_lm
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.stages.workplace import start_learners
+from rlhf_ray.stages.runtime import start_learners
 
 TIMEOUT_S = 240.0
 SEED, VOCABULARY, REVIEWS = 0, 1024, 2000
@@ -36,7 +36,7 @@ SEED, VOCABULARY, REVIEWS = 0, 1024, 2000
 class Pair:
     """What one round is made with."""
 
-    team: Team
+    roles: RoleGroups
     sync: WeightSync
 
 
@@ -75,10 +75,10 @@ async def pair(scale: Scale, a_round: Round, models: dict[str, ModelConfig]) -> 
         try:
             await generators.start(timeout_s=TIMEOUT_S)  # first: vLLM measures what is free on a GPU that they share
             await start_learners(learners, TIMEOUT_S)
-            team = Team(generators=generators, reference=None, reward=generators, assembler=generators,
+            roles = RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
                         policy=learners, critic=None, clock=StepClock())
             weights: Any = WeightsConfig().model_copy(update={"transport": a_round.transport})
-            yield Pair(team, WeightSync(weights, team, TIMEOUT_S))
+            yield Pair(roles, WeightSync(weights, roles, TIMEOUT_S))
             await asyncio.gather(generators.values("stop"), learners.values("leave"))
         finally:
             for group in (generators, learners):

@@ -18,7 +18,7 @@ IDLE_LOOK_S = 0.05
 """Between two looks whether a worker that is given no more calls has answered its last."""
 
 
-class Rotation:
+class LeastLoadedScheduler:
     """Which worker of a group to call next: the one with least work under way, the lowest rank among equals."""
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -77,15 +77,15 @@ class Rotation:
         insort(self._order, (self._load[rank], rank))
 
 
-class Crew:
+class WorkerDispatcher:
     """Calls to one group. A call whose worker is lost is made again at another one, with the same arguments: the roles
     here are pure functions of them (samples have seeds of their own), so that it does not matter who answers."""
 
     def __init__(self, group: WorkerGroup, clock: StepClock) -> None:
         self.group, self.clock, self.now = group, clock, clock.now
-        self.rotation = Rotation(group)
-        self.on_lost: Callable[[Crew, WorkerLost, int], None] | None = None
-        """Told of every call that was lost by its worker's fault, and of its work; sees to it that there will be a
+        self.scheduler = LeastLoadedScheduler(group)
+        self.on_lost: Callable[[WorkerDispatcher, WorkerLost, int], None] | None = None
+        """Called with every call that was lost by its worker's fault, and of its work; sees to it that there will be a
         worker again. Where there is nobody to do so, the loss is raised."""
         self.finished: Counter[int] = Counter()
         """Calls that each rank has answered; its restarts are counted between two of them."""
@@ -134,24 +134,24 @@ class Crew:
                 if again is not None:
                     again(error)
             finally:
-                self.rotation.give_back(rank, work)
+                self.scheduler.give_back(rank, work)
 
     def leave_out(self, rank: int) -> None:
         """Give a rank no more calls until it is back."""
-        self.rotation.leave_out(rank)
+        self.scheduler.leave_out(rank)
 
     def take_back(self, rank: int) -> None:
         """A rank that was left out works again."""
-        self.rotation.take_back(rank)
+        self.scheduler.take_back(rank)
         self._wake()
 
     async def idle(self, rank: int, patience_s: float) -> bool:
         """Wait until a rank has answered all its calls, `patience_s` at most; whether it has."""
         loop = asyncio.get_running_loop()
         until = loop.time() + patience_s
-        while self.rotation.load(rank) and loop.time() < until:
+        while self.scheduler.load(rank) and loop.time() < until:
             await asyncio.sleep(IDLE_LOOK_S)
-        return not self.rotation.load(rank)
+        return not self.scheduler.load(rank)
 
     def fail(self, error: RLHFError) -> None:
         """Raise `error` to whoever asks from now on, or waits for a worker."""
@@ -170,8 +170,8 @@ class Crew:
         while True:
             if self._failed is not None:
                 raise self._failed
-            if self.rotation.any_up:
-                return self.rotation.take(work)
+            if self.scheduler.any_up:
+                return self.scheduler.take(work)
             waiting = asyncio.get_running_loop().create_future()
             self._waiting.add(waiting)
             try:

@@ -28,12 +28,12 @@ from rlhf_ray.observability.sinks import require_trackers
 from rlhf_ray.stages.needs import require_shared_files
 
 T = TypeVar("T")
-GOODBYE_S, HASTY_GOODBYE_S = 10.0, 3.0
+SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
 """How long workers get to leave by themselves: after a stage that ended well, and after one that failed (some of them
 may still be loading then, and hear nothing)."""
 
 
-class Workplace:
+class Runtime:
     """Spawns the workers of a stage and remembers them."""
 
     def __init__(self, config: StageConfig, pools: Pools, scratch: Mapping[str, str] | None = None) -> None:
@@ -66,13 +66,13 @@ class Workplace:
         """The section of the configuration that a placement is; none for roles that have none."""
         return next((name for name, known in self._config.placements().items() if known is placement), "")
 
-    async def dismiss(self, patience_s: float) -> None:
+    async def give_up_on(self, grace_s: float) -> None:
         """End all workers: politely where that is possible in time, then for certain."""
-        polite = [group.values(goodbye) for group, goodbye in self._groups if goodbye]
+        stopping = [group.values(goodbye) for group, goodbye in self._groups if goodbye]
         try:
             with suppress(TimeoutError, RLHFError):
-                async with asyncio.timeout(patience_s):
-                    await asyncio.gather(*polite, return_exceptions=True)
+                async with asyncio.timeout(grace_s):
+                    await asyncio.gather(*stopping, return_exceptions=True)
         finally:  # also when a person is in a hurry and cancels the farewell
             for group, _ in self._groups:
                 group.kill()
@@ -80,7 +80,7 @@ class Workplace:
 
 
 @asynccontextmanager
-async def workplace(config: StageConfig, say: Callable[[str], None] | None = None) -> AsyncIterator[Workplace]:
+async def open_runtime(config: StageConfig, say: Callable[[str], None] | None = None) -> AsyncIterator[Runtime]:
     """The stage's pools, opened with a deadline; workers and pools are gone afterwards whatever happens.
 
     Args:
@@ -88,16 +88,16 @@ async def workplace(config: StageConfig, say: Callable[[str], None] | None = Non
     """
     pools = Pools(config.pools, config.placements(), config.cluster)
     await pools.open(config.cluster.start_timeout_s, say)
-    patience_s = HASTY_GOODBYE_S
+    grace_s = FAILURE_SHUTDOWN_GRACE_S
     with scratch(config) as variables:
-        place = Workplace(config, pools, variables)
+        runtime = Runtime(config, pools, variables)
         try:
             await require_shared_files(config, pools)
-            yield place
-            patience_s = GOODBYE_S
+            yield runtime
+            grace_s = SHUTDOWN_GRACE_S
         finally:
             try:
-                await place.dismiss(patience_s)
+                await runtime.give_up_on(grace_s)
             finally:
                 pools.close()
 
