@@ -1,7 +1,7 @@
 """Lost workers are replaced while the others go on: killed for certain, spawned, started, readmitted.
 
-Calls that were under way are no concern of this file: `WorkerDispatcher.ask` makes them again elsewhere at once. Learners are not
-healed one by one: what they know is in all of them together.
+`WorkerDispatcher.ask` repeats the calls that were under way on other workers at once. Learners are not replaced one by
+one: their state is spread over all of them.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Loss:
 
 
 class Healing:
-    """Replaces lost workers of dispatchers. A worker that is lost again and again without completing a call ends the run."""
+    """Replaces lost workers. A worker that is lost repeatedly without completing a call ends the run."""
 
     def __init__(self, config: ClusterConfig | None = None, log: FaultLog | None = None) -> None:
         self._config, self.log = config or ClusterConfig(), log or FaultLog()

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_ray.cluster.pulse import Pulse
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator import live_status, notice
+from rlhf_ray.coordinator import live_status, node_drain
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import BackgroundTaskError
@@ -147,9 +147,9 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
     monkeypatch.setattr(control, "_taken", lambda d: questions(d) if started else [])
     started = []
     drains = Once(dict)
-    monkeypatch.setattr(notice, "own_node", lambda: "here")
-    monkeypatch.setattr(notice, "draining_nodes", lambda: {"node": None})
-    monkeypatch.setattr(notice.Notices, "heed", lambda self, node, left_s: drains())
+    monkeypatch.setattr(node_drain, "own_node", lambda: "here")
+    monkeypatch.setattr(node_drain, "draining_nodes", lambda: {"node": None})
+    monkeypatch.setattr(node_drain.Notices, "heed", lambda self, node, left_s: drains())
     pulse, watch = Once(lambda rank: 1), Once(lambda: None)
 
     async def look():
@@ -165,7 +165,7 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
     return {
         "status": (status, lambda: live_status.live_status(status, directory, on_failure=tell)),
         "control": (questions, lambda: (answering(directory, {}, on_failure=tell), started.append(1))[0]),
-        "drains": (drains, lambda: notice.watch_node_drains(StopRequest(print), print, [], on_failure=tell)),
+        "drains": (drains, lambda: node_drain.watch_node_drains(StopRequest(print), print, [], on_failure=tell)),
         "pulse": (pulse, lambda: Pulse([Looked(pulse)], 300.0, tell).watched()),
         "watch": (watch, healing),
     }
