@@ -40,29 +40,21 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return select(x, mask).sum() / mask.sum().clamp(min=1)
 
 
-def masked_max(x: Tensor, mask: Tensor) -> Tensor:
-    """Largest entry of a non-negative `x` under `mask`; a scalar, 0 when there are none."""
-    chosen = select(x, mask)
-    return chosen.max() if chosen.numel() else chosen.new_zeros(())
-
-
 def masked_variance(x: Tensor, mask: Tensor) -> Tensor:
     """Unbiased variance (n-1) of `x` over the True entries of `mask`; a scalar, 0 for fewer than two."""
     squares = select(wide(x) - masked_mean(x, mask), mask).square()
     return squares.sum() / (mask.sum() - 1).clamp(min=1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Scale `x` to unit variance (unbiased, n-1) and zero mean over the True entries of `mask`; 0 outside the mask.
 
     Args:
         x: any shape.
         mask: bool of the same shape.
-        shift_mean: False adds the mean back after scaling, as for whitened rewards (Ziegler et al. 2019).
     """
-    mean = masked_mean(x, mask)
-    whitened = (select(x, mask) - mean) * torch.rsqrt(masked_variance(x, mask) + WHITEN_EPSILON)
-    return select(whitened if shift_mean else whitened + mean, mask)
+    centred = select(x, mask) - masked_mean(x, mask)
+    return select(centred * torch.rsqrt(masked_variance(x, mask) + WHITEN_EPSILON), mask)
 
 
 def aggregate_mean(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:

@@ -111,17 +111,6 @@ class CheckpointStore:
         self._prune()
         return final
 
-    @contextmanager
-    def writing(self, step: int, extra: Mapping[str, Any] | None = None, needed_bytes: int = 0) -> Iterator[Path]:
-        """`begin`, the caller's writing, `commit`; an error in between removes what was written and rises.
-
-        `extra` is read at the end, so it may be filled while writing. A full disk rises as CheckpointError.
-        """
-        tmp = self.begin(step, needed_bytes)
-        with self.whole_or_nothing(tmp, step):
-            yield tmp
-        self.commit(tmp, step, extra)
-
     def newest_name(self) -> tuple[int, Path] | None:
         """Step and path of what is named as the newest checkpoint, without a look at its bytes; None without any."""
         return next(iter(self._steps()), None)

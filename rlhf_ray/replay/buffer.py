@@ -13,7 +13,6 @@ from rlhf_ray.replay.entries import (
     CommitOutcome,
     Entry,
     Eviction,
-    EvictionReason,
     Lease,
     Reservation,
 )
@@ -27,9 +26,9 @@ class ReplayBuffer:
     The life of an entry:
 
         reserve ──► commit ──► ready ──► lease ──► ack                trained, gone
-           │          │          │ ▲       └─► release, expire        comes back, same place
-           │          │          │ └───────────────┘
-           └► cancel  └► stale   └► evict                             dropped, keys returned
+                      │          │ ▲       └─► release, expire        comes back, same place
+                      │          │ └───────────────┘
+                      └► stale   └► evict                             dropped, keys returned
 
     *Reserve* takes a place before generation starts, so a full buffer stops new work and never finished work. The
     place has an admission number, and batches are formed in the order of these numbers. A straggler is passed over as
@@ -94,15 +93,6 @@ class ReplayBuffer:
             raise BufferError(f"cannot reserve {samples} samples; reserve at least one")
         return None if self._bytes_full() and not again else self._places.open(samples, version)
 
-    def cancel(self, reservation: Reservation) -> None:
-        """Give a place back unused. What is admitted instead gets a later place; a retry should keep its own.
-
-        Raises:
-            BufferError: the reservation is not open.
-        """
-        self._check_open(reservation, "cancel")
-        self._places.close(reservation)
-
     def commit(
         self, reservation: Reservation, ref: Any, keys: Iterable[SampleKey], min_version: int, nbytes: int
     ) -> CommitOutcome:
@@ -121,7 +111,7 @@ class ReplayBuffer:
             BufferError: the reservation is not open (a second commit), the number of keys differs from it, a key is
                 held already or named twice, or a number is negative. The buffer is unchanged then.
         """
-        self._check_open(reservation, "commit")
+        self._check_open(reservation)
         entry = Entry(reservation.order, ref, tuple(keys), min_version, nbytes)
         if entry.samples != reservation.samples:
             raise BufferError(
@@ -191,7 +181,7 @@ class ReplayBuffer:
         dropped = [entry for entry in self._places.ready_entries() if not self._fresh(entry)]
         for entry in dropped:
             self._places.drop(entry)
-        return [self._eviction(entry) for entry in dropped]
+        return [Eviction(entry, staleness(entry.min_version, version)) for entry in dropped]
 
     def trim(self, batch: int) -> list[Entry | Reservation]:
         """Drop what batches of `batch` samples, formed in admission order from the present version on, would not train
@@ -216,19 +206,13 @@ class ReplayBuffer:
         return dropped
 
     def stats(self) -> BufferStats:
-        """Counts, bytes and staleness now. Staleness refers to the version the buffer was told of last."""
-        entries = self._places.ready_entries()
-        ages = [staleness(entry.min_version, self._version) for entry in entries]
+        """Counts and bytes now."""
         ready = self._places.samples_ready
-        weighted = sum(age * entry.samples for age, entry in zip(ages, entries, strict=True))
         return BufferStats(
             samples_ready=ready,
             samples_reserved=self.running,
             samples_leased=len(self._places.held) - ready,
             bytes=self.bytes,
-            oldest_version=min((entry.min_version for entry in entries), default=None),
-            staleness_mean=weighted / ready if ready else 0.0,
-            staleness_max=max(ages, default=0),
         )
 
     def ready_entries(self) -> list[Entry]:
@@ -255,7 +239,7 @@ class ReplayBuffer:
             refs: a reference per ready entry, by its order number.
 
         Returns:
-            The reservations that were open: start their samples again under them, or cancel them.
+            The reservations that were open: start their samples again under them.
 
         Raises:
             BufferError: this buffer is in use, or a reference is missing.
@@ -319,11 +303,10 @@ class ReplayBuffer:
                 f"fewer than the {samples} of an update; raise buffer.capacity_mb"
             )
 
-    def _check_open(self, reservation: Reservation, action: str) -> None:
+    def _check_open(self, reservation: Reservation) -> None:
         if self._places.reserved.get(reservation.order) != reservation:
             raise BufferError(
-                f"{action} of place {reservation.order}: no such open reservation (committed twice, cancelled, or of "
-                "another buffer)"
+                f"commit of place {reservation.order}: no such open reservation (committed twice, or of another buffer)"
             )
 
     def _check_out(self, lease: Lease, action: str) -> None:
@@ -338,7 +321,3 @@ class ReplayBuffer:
 
     def _bytes_full(self) -> bool:
         return self.capacity_bytes is not None and self.bytes >= self.capacity_bytes
-
-    def _eviction(self, entry: Entry) -> Eviction:
-        age = staleness(entry.min_version, self._version)
-        return Eviction(entry, EvictionReason.AHEAD if age < 0 else EvictionReason.STALE, age)

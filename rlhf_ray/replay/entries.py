@@ -76,19 +76,11 @@ class CommitOutcome(StrEnum):
     """Refused: made by a version newer than the policy, which was rebuilt from an earlier checkpoint meanwhile."""
 
 
-class EvictionReason(StrEnum):
-    """Why ready entries were dropped."""
-
-    STALE = "stale"
-    AHEAD = "ahead"
-
-
 @dataclass(frozen=True)
 class Eviction:
-    """An entry that was dropped unseen, and why. Its keys belong in the ledger, its prompts back in the queue."""
+    """An entry that was dropped without being trained. Its keys belong in the ledger, its prompts back in the queue."""
 
     entry: Entry
-    reason: EvictionReason
     staleness: int
     """Versions behind the policy when it was dropped; negative when ahead of it."""
 
@@ -102,8 +94,3 @@ class BufferStats:
     samples_leased: int
     bytes: int
     """Bytes of the ready and leased entries."""
-    oldest_version: int | None
-    """Oldest version among the ready samples; None without any."""
-    staleness_mean: float
-    """Mean over the ready samples; 0 without any."""
-    staleness_max: int

@@ -121,7 +121,6 @@ class PolicyLearner(Learner):
             new, old, micro.grid("advantages"), micro.mask, a.clip_low, a.clip_high, a.dual_clip,
             aggregate=a.aggregate, ratio=a.ratio, **weighed,
         )
-        stats.pop("ratio_max")  # a largest value has no mean over micro-batches
         if self.old_logprobs != "policy" and self._untouched:
             stats["logprob_gap"] = masked_mean((new.detach() - micro.grid("behaviour_logprobs")).abs(), micro.mask)
         if a.kl_in_loss:

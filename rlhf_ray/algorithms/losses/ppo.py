@@ -15,7 +15,7 @@ from rlhf_ray.algorithms.losses.ratios import (
     importance_weights,
     policy_ratios,
 )
-from rlhf_ray.algorithms.masking import Aggregate, aggregate_mean, masked_max, masked_mean, masked_variance, select
+from rlhf_ray.algorithms.masking import Aggregate, aggregate_mean, masked_mean, masked_variance, select
 from rlhf_ray.errors import ConfigError
 
 Stats = dict[str, Tensor]
@@ -58,7 +58,7 @@ def policy_loss(
 
     Returns:
         (loss, stats): clip_fraction (tokens whose loss the clip changed), approx_kl (k3 of old against new, nats a
-        token), ratio_mean, ratio_max and, with behaviour_logprobs, is_weight_mean (weights as used) and
+        token), ratio_mean and, with behaviour_logprobs, is_weight_mean (weights as used) and
         is_capped_fraction (tokens whose weight was above is_cap); all over True tokens.
 
     Raises:
@@ -151,7 +151,6 @@ def _policy_stats(new: Tensor, old: Tensor, ratio: Tensor, clipped: Tensor, mask
         "clip_fraction": masked_mean(clipped, mask),
         "approx_kl": masked_mean(approx_kl(old, new, "k3"), mask),
         "ratio_mean": masked_mean(ratio, mask),
-        "ratio_max": masked_max(ratio, mask),
     }
 
 

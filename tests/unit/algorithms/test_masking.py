@@ -32,11 +32,6 @@ def test_whiten_by_hand():
     torch.testing.assert_close(masked_whiten(X, MASK), expected)
 
 
-def test_whiten_without_shift_adds_the_mean_back_inside_the_mask_only():
-    expected = torch.tensor([[2.0, 3.0, 0.0], [4.0, 0.0, 0.0]])  # the above plus 3
-    torch.testing.assert_close(masked_whiten(X, MASK, shift_mean=False), expected)
-
-
 def test_whiten_of_constants_and_of_one_token_is_zero():
     assert masked_whiten(torch.full((2, 3), 0.5), MASK).abs().max() == 0
     one = torch.tensor([[False, True, False]])

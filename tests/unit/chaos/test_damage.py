@@ -5,6 +5,7 @@ import pytest
 from chaos.damage import damage
 from chaos.plan import Fault
 from rlhf_ray.checkpoint.directory import CheckpointStore
+from tests.checkpoints import new_checkpoint
 
 
 @pytest.fixture
@@ -12,7 +13,7 @@ def store(tmp_path):
     """Two checkpoints of two files."""
     store = CheckpointStore(tmp_path, keep=2, warn=lambda _: None)
     for step in (8, 12):
-        with store.writing(step) as place:
+        with new_checkpoint(store, step) as place:
             (place / "a").write_bytes(bytes(range(50)))
             (place / "b").write_bytes(b"b" * 7)
     return store

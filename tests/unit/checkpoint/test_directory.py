@@ -7,6 +7,7 @@ import pytest
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, SCHEMA, NewerSchemaError, verify_manifest
 from rlhf_ray.errors import CheckpointError
+from tests.checkpoints import new_checkpoint
 
 
 @pytest.fixture
@@ -183,13 +184,10 @@ def test_damaged_checkpoints_do_not_push_out_intact_ones(store):
     assert names(store) == ["step_3", "step_4"]
 
 
-def test_writing_commits_and_an_error_leaves_nothing(store):
-    extra = {}
-    with store.writing(1, extra) as tmp:
+def test_an_error_while_a_checkpoint_is_written_leaves_nothing_of_it(store):
+    with new_checkpoint(store, 1) as tmp:
         (tmp / "file").write_bytes(b"x")
-        extra["late"] = True
-    assert store.latest()[2].extra == {"late": True}
-    with pytest.raises(KeyError), store.writing(2) as tmp:
+    with pytest.raises(KeyError), new_checkpoint(store, 2) as tmp:
         (tmp / "file").write_bytes(b"x")
         raise KeyError("a worker failed")
     assert names(store) == ["step_1"]

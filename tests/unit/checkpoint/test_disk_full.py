@@ -12,6 +12,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.disk import is_disk_full
 from rlhf_ray.checkpoint.state import save_state
 from rlhf_ray.errors import CheckpointError
+from tests.checkpoints import new_checkpoint
 
 
 @pytest.fixture
@@ -49,10 +50,10 @@ def write_json(tmp):
 @pytest.mark.parametrize("write", [write_file, write_torch, write_safetensors, write_json])
 def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(small_disk, write):
     store = CheckpointStore(small_disk / "checkpoints", keep=2)
-    with store.writing(1) as tmp:
+    with new_checkpoint(store, 1) as tmp:
         (tmp / "file").write_bytes(b"x" * 1000)
     message = r"ran full: checkpoint of step 2 needs more than .*step_1 is intact"
-    with pytest.raises(CheckpointError, match=message), store.writing(2) as tmp:
+    with pytest.raises(CheckpointError, match=message), new_checkpoint(store, 2) as tmp:
         write(tmp)
     assert [path.name for path in store.root.iterdir()] == ["step_1"]
     assert store.latest()[0] == 1
@@ -71,7 +72,7 @@ def test_a_full_disk_at_commit_says_so(small_disk):
 
 def test_an_ordinary_error_with_space_left_is_not_called_a_full_disk(small_disk):
     store = CheckpointStore(small_disk / "checkpoints", keep=2)
-    with pytest.raises(RuntimeError, match="a worker died"), store.writing(1):
+    with pytest.raises(RuntimeError, match="a worker died"), new_checkpoint(store, 1):
         raise RuntimeError("a worker died")
 
 

@@ -12,6 +12,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.uploader import Uploader, bring_back
 from rlhf_ray.errors import CheckpointError, ConfigError, UploadError
+from tests.checkpoints import new_checkpoint
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def quick(monkeypatch):
 
 
 def save(run, step, keep=2):
-    with CheckpointStore(run / "checkpoints", keep).writing(step) as place:
+    with new_checkpoint(CheckpointStore(run / "checkpoints", keep), step) as place:
         (place / "policy").mkdir()
         (place / "policy/rank_0.bin").write_bytes(bytes([step % 256]) * 100_000)
         (place / "coordinator.json").write_text(str(step))

@@ -18,6 +18,7 @@ from rlhf_ray.cli.auto_resume import Child, Outage, run_and_resume
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.observability.faults import in_one_line, read_faults
+from tests.checkpoints import new_checkpoint
 
 KILLED, LOST_ITS_CLUSTER, LOST_A_WORKER, STOPPED, SUPERSEDED = -signal.SIGKILL, 68, 69, 75, 77
 
@@ -48,7 +49,7 @@ class Runs:
         commits, code = self.lives.pop(0)
         for _ in range(commits):
             self.step += 1
-            with self.store.writing(self.step) as directory:
+            with new_checkpoint(self.store, self.step) as directory:
                 (directory / "x").write_text("x")
         return Child(code, False, 7)
 

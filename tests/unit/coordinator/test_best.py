@@ -10,6 +10,7 @@ from rlhf_ray.config.loop import CheckpointConfig
 from rlhf_ray.coordinator.best import BestKeeper, BestSoFar
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
+from tests.checkpoints import new_checkpoint
 
 NAN = float("nan")
 
@@ -31,7 +32,7 @@ class Run:
         (place / "model").write_text(str(self.step))
 
     def save(self):
-        with self.store.writing(self.step) as place:
+        with new_checkpoint(self.store, self.step) as place:
             (place / "state").write_text("x")
 
     def evaluate(self, step, keep=True, **metrics):

@@ -9,6 +9,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.errors import WorkerError, WorkerLost
+from tests.checkpoints import new_checkpoint
 
 
 class Group:
@@ -83,7 +84,7 @@ def test_a_result_that_others_miss_is_a_learner_s_loss_if_one_is_gone(tmp_path, 
 
 
 def commit(store, step):
-    with store.writing(step) as directory:
+    with new_checkpoint(store, step) as directory:
         (directory / "file").write_text("x")
 
 

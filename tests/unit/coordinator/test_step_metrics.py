@@ -9,8 +9,7 @@ from rlhf_ray.observability.spans import StepClock, Task
 from rlhf_ray.records import SampleKey, UpdateStats
 from rlhf_ray.replay.entries import BufferStats
 
-BUFFER = BufferStats(samples_ready=6, samples_reserved=0, samples_leased=0, bytes=3 * 2**20, oldest_version=4,
-                     staleness_mean=0.0, staleness_max=0)
+BUFFER = BufferStats(samples_ready=6, samples_reserved=0, samples_leased=0, bytes=3 * 2**20)
 PUBLISHED = Published(seconds=0.4, pause_seconds=0.1, nbytes=5 * 2**19)
 WORKERS = {"generator": 2, "critic_learner": 1}
 

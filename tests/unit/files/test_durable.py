@@ -18,10 +18,11 @@ from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.saving import Saving
+from tests.checkpoints import new_checkpoint
 
 
 def checkpoint(place):
-    with CheckpointStore(place, 1).writing(1) as directory:
+    with new_checkpoint(CheckpointStore(place, 1), 1) as directory:
         (directory / "state.json").write_text("{}")
 
 

@@ -46,13 +46,6 @@ class BufferMachine(RuleBasedStateMachine):
         else:
             self.admitted.remove(order)
 
-    @precondition(lambda self: self.open)
-    @rule(pick=st.integers(0, 99))
-    def cancel(self, pick):
-        order = sorted(self.open)[pick % len(self.open)]
-        self.buffer.cancel(self.open.pop(order))
-        self.admitted.remove(order)
-
     @rule()
     def lease(self):
         lease = self.buffer.lease(2 * CHUNK, self.version) if not self.stuck() else None

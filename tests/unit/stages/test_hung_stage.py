@@ -19,6 +19,7 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.stages import runtime
+from tests.checkpoints import new_checkpoint
 runtime.ray_session = lambda *_: nullcontext()
 config = SFTConfig(run={"dir": sys.argv[1]}, data={"path": "d"}, model={"path": "m"},
                    logging={"tensorboard": False, "ray_metrics": False}, cluster={"disk_timeout_s": float(sys.argv[2])})
@@ -27,7 +28,7 @@ try:
         files, store = directory.files, CheckpointStore(directory.checkpoints, 9, term=directory.term)
 
         def checkpoint():
-            with store.writing(1) as place:
+            with new_checkpoint(store, 1) as place:
                 (place / "weights").write_text("1")
 
         async def main(_):

@@ -14,6 +14,7 @@ from rlhf_ray.observability.owner import Term, read_owner
 from rlhf_ray.stages import runtime
 from rlhf_ray.stages.runtime import owned_directory, run_stage
 from rlhf_ray.stages.supervised import newest_checkpoint
+from tests.checkpoints import new_checkpoint
 from tests.unit.owners import take_over
 
 
@@ -34,7 +35,7 @@ def run(config, resume=False, steps=(1,), during=lambda directory: None):
             metrics = MetricsWriter(directory.path, config.logging, start.step if start else -1, directory.term)
             for step in steps:
                 metrics.write(step, {"loss": 1.0})
-                with store.writing(step) as place:
+                with new_checkpoint(store, step) as place:
                     (place / "weights").write_text(str(step))
                 during(directory)
             return {"stage": "sft", "steps": step, "from": start.step if start else None}

@@ -11,6 +11,7 @@ from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import RunInterrupted, UploadError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.runtime import fetch_uploaded, uploading
+from tests.checkpoints import new_checkpoint
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_why_a_run_ended_is_more_to_the_point_than_copies_that_fail(config, monk
 def test_an_interrupted_run_is_copied_with_its_last_checkpoint(config):
     directory = directory_of(config)
     with pytest.raises(RunInterrupted), uploading(config, directory, resume=False):
-        with CheckpointStore(directory.checkpoints, keep=1).writing(5) as place:
+        with new_checkpoint(CheckpointStore(directory.checkpoints, keep=1), 5) as place:
             (place / "x").write_text("5")
         raise RunInterrupted("stopped by SIGTERM")
     assert RemoteDirectory(config.run.upload).steps() == [5]
