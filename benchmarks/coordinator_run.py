@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coordinator_clock import JumpingLoop
 from benchmarks.coordinator_groups import HostedGroup, LocalGroup, StubGroup
 from benchmarks.coordinator_stubs import CHUNK, StubRoles
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.cluster.session import ray_session
@@ -193,8 +193,7 @@ def measure(generators: int, samples: int, batch: int, over: str, directory: Pat
     """One run, over "ray" or "local" roles."""
     config = configuration(directory / "run", generators, samples, batch, over == "local")
     if over == "local":
-        with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-            found = runner.run(over_local(config))
+        found = run_in_virtual_time(over_local(config), computing_counts=True)
     else:
         with ray_session(config.cluster, config.pools, "coordinator"):
             found = asyncio.run(over_ray(config))

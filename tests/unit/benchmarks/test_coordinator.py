@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from benchmarks import coordinator_run
-from benchmarks.coordinator_clock import JumpingLoop
 from benchmarks.coordinator_groups import LocalGroup
 from benchmarks.coordinator_scale import cut, efficiency, memory_growth, of_samples, windows
 from benchmarks.coordinator_stubs import CHUNK
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.coordinator.weight_sync import WeightSync
 
 BATCH, STEPS = 800, 5
@@ -61,13 +61,12 @@ def run(directory: Path, generators: int) -> dict[str, Any]:
     """A whole run; also the calls that it made by method, and the operations that each chunk took."""
     config = coordinator_run.configuration(directory / str(generators), generators, STEPS * BATCH, BATCH, local=True)
     operations = Operations()
-    with (pytest.MonkeyPatch.context() as patch,
-          asyncio.Runner(loop_factory=lambda: JumpingLoop(computing_counts=False)) as runner):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordinator_run, "LocalGroup", operations.group())
         patch.setattr(WeightSync, "publish", operations.publish(WeightSync.publish))
         sys.setprofile(operations.note)
         try:
-            found = runner.run(coordinator_run.over_local(config))
+            found = run_in_virtual_time(coordinator_run.over_local(config))
         finally:
             sys.setprofile(None)
     return {"generators": generators, "calls": operations.calls, "operations_a_chunk": operations.count / CHUNKS,
@@ -129,8 +128,7 @@ def test_waiting_takes_no_time_and_computing_does():
         assert time.monotonic() - real < 60
         return waited, loop.time() - began
 
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        waited, computed = runner.run(wait_and_compute())
+    waited, computed = run_in_virtual_time(wait_and_compute(), computing_counts=True)
     assert waited == pytest.approx(3 * 3600, abs=1)
     assert 0.05 <= computed < 5
 

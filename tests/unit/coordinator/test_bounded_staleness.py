@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
@@ -26,7 +27,6 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
 from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, role_groups_of
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 ROWS = 1000
 

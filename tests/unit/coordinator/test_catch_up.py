@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.scaling import Scaling
 from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
 from rlhf_ray.records import PublicationSize, WeightsPlan
 from tests.unit.coordinator.stand_ins import StandInGroup
 from tests.unit.coordinator.test_healing import Publishing, lost
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 BUCKETS = 40
 """Of a publication, each 0.1 s under way: a catch-up takes some seconds."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.dispatcher import kept
@@ -18,7 +19,6 @@ from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.spans import Task
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 
 def lost(group, rank, method="generate", kind="died"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.config.loop import LoggingConfig
 from rlhf_ray.coordinator import live_status
@@ -20,7 +21,6 @@ from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.roles.saving import Saved
 from tests.unit.coordinator.stand_ins import ledger_of
 from tests.unit.coordinator.test_loop import Run
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 TIMEOUT_S = 600.0
 

@@ -5,12 +5,12 @@ from itertools import permutations
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.test_pipeline import ROWS
 from tests.unit.coordinator.test_quarantine import FIRST, PickyWorld
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 BAD = {FIRST[place] for place in (1, 4, 5, 8)}
 """One of the first chunk's prompts, both of the third's, and the first one that takes a place."""

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.test_bounded_staleness import DelayedRun
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 BATCH, STEPS = 8, 7
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.scaling import Scaling
 from rlhf_ray.errors import ClusterError, ConfigError, ModelError
 from tests.unit.coordinator.test_healing import Mortals, Publishing, lost
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 
 class Growing(Mortals):

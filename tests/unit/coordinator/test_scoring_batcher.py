@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.coordinator.scoring_batcher import MAX_BATCH, ScoringBatcher
 from rlhf_ray.errors import WorkerError
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 
 class Trip:

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray import failpoints
 from rlhf_ray.errors import DiskStalled
 from rlhf_ray.failpoints import VARIABLE
 from rlhf_ray.files.durable import fsync_path, moved, operation
 from rlhf_ray.files.thread import FileThread
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 
 @pytest.fixture
@@ -43,9 +43,6 @@ def test_time_in_which_the_process_itself_was_stopped_does_not_count(tmp_path, h
     (tmp_path / "a").touch()
     hanging()
 
-    def stop_and_go_on(loop):
-        loop._jumping.now += 1000.0
-
     def answer():
         monkeypatch.delenv(VARIABLE)
         while failpoints.hanging():
@@ -53,7 +50,7 @@ def test_time_in_which_the_process_itself_was_stopped_does_not_count(tmp_path, h
 
     async def run():
         loop = asyncio.get_running_loop()
-        loop.call_later(100.0, stop_and_go_on, loop)
+        loop.call_later(100.0, loop.jump, 1000.0)
         loop.call_later(1150.0, answer)
         await FileThread("test", 600.0).run(fsync_path, tmp_path / "a")
         return loop.time()

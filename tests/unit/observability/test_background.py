@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.cluster.pulse import Pulse
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator import live_status, node_drain
@@ -16,7 +17,6 @@ from rlhf_ray.observability.background import AGAIN_S, background_task
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog, read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
-from tests.unit.coordinator.virtual_time import run_in_virtual_time
 
 
 def failing(times, done=None):
