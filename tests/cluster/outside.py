@@ -59,6 +59,26 @@ def wait_for(what: Callable[[], T], run: subprocess.Popen[str], timeout_s: float
     return found
 
 
+def start(file, log, *more):
+    """A `rlhf-ray ppo` process whose output goes to the file `log`."""
+    with log.open("a") as out:
+        return subprocess.Popen([sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more], stdout=out,
+                                stderr=out)
+
+
+def wait_for_step(directory, step, run, log):
+    """Wait until the run has written the row of a training step."""
+    until = time.monotonic() + 300
+    while not any(row["step"] >= step and "reward/mean" in row for row in rows_of(directory)):
+        assert run.poll() is None, log.read_text()
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+
+
+def rows_of(directory):
+    return read_metrics(directory) if directory.is_dir() else []
+
+
 def free_port() -> int:
     """One that nobody listens at."""
     with socket.socket() as probe:

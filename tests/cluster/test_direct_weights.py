@@ -35,7 +35,7 @@ from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import start_learners
 from rlhf_ray.weights.manifest import checksum
-from tests.cluster.test_generator import KEYS, LONG, PROMPTS, SHORT, VOCAB
+from tests.cluster.generators import KEYS, LONG, PROMPTS, SHORT, VOCAB
 from tests.models import make_tiny_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

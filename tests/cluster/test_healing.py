@@ -3,9 +3,7 @@
 Moments are told by the run itself: its clock knows who is at work on what. Signals go to the pids that workers named.
 """
 
-import asyncio
 import io
-import os
 import signal
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from rlhf_ray.errors import WorkerError
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import open_for_reading
+from tests.cluster.faults import WorkerFault, worker_faults
 from tests.cluster.processes import abandoned, descendants, shared_memory
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
@@ -29,58 +28,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LEASE_S = 6.0
 
 
-@dataclass(eq=False)
-class Fault:
-    """One signal for one process of a worker, while it works on `phase` after `step` updates."""
-
-    worker: str
-    phase: str
-    step: int
-    signal: int
-    process: int = 0
-    """Which of the worker's processes; 0 is its own, others are those that it has started."""
-    pids: tuple[int, ...] = ()
-    """The worker's processes, once it was struck."""
-
-    def strike(self, coordinator: Coordinator) -> None:
-        """Send the signal if this is the moment."""
-        role, rank = self.worker.split("/")
-        busy = {(task.role, task.worker, task.phase) for task in coordinator.roles.clock.under_way}
-        if coordinator.state.step == self.step and (role, int(rank), self.phase) in busy:
-            (group,) = [group for group in coordinator.roles.groups() if group.role == role]
-            self.pids = tuple(pid for pid, _ in group.processes(int(rank)).members)
-            os.kill(self.pids[self.process], self.signal)
-
-
-@contextmanager
-def struck(*faults: Fault):
-    """Runs inside meet these faults."""
-    run = Coordinator.run
-
-    async def watch(coordinator: Coordinator) -> None:
-        while left := [fault for fault in faults if not fault.pids]:
-            for fault in left:
-                fault.strike(coordinator)
-            await asyncio.sleep(0.002)
-
-    async def run_and_strike(self: Coordinator) -> None:
-        watching = asyncio.create_task(watch(self))
-        try:
-            await run(self)
-        finally:
-            watching.cancel()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordinator, "run", run_and_strike)
-        yield
-
-
 @dataclass(frozen=True)
 class StruckRun:
     """A run that met faults."""
 
     directory: Path
-    met: tuple[Fault, ...]
+    met: tuple[WorkerFault, ...]
     events: list[dict[str, Any]]
     """Of faults.jsonl."""
     output: str
@@ -98,13 +51,13 @@ class StruckRun:
         return event
 
 
-def struck_run(configure, directory: Path, *faults: Fault, **sections: Any) -> StruckRun:
+def struck_run(configure, directory: Path, *faults: WorkerFault, **sections: Any) -> StruckRun:
     """A whole run in which every fault is met."""
     from rlhf_ray.stages import ppo
 
     segments, output = shared_memory(), io.StringIO()
     sections["cluster"] = {"heartbeat_timeout_s": LEASE_S, **sections.get("cluster", {})}
-    with struck(*faults), redirect_stdout(output):
+    with worker_faults(*faults), redirect_stdout(output):
         ppo.run(load(PPOConfig, configure(directory, **sections), []))
     assert all(fault.pids for fault in faults), "a fault was never injected"
     return StruckRun(directory, faults, read_faults(directory / "faults.jsonl"), output.getvalue(), descendants(),
@@ -142,10 +95,11 @@ def healed(configure, tmp_path_factory):
     """The run of `finished` with faults: at each step another, and at one step both generators are away."""
     return struck_run(
         configure, tmp_path_factory.mktemp("healed") / "run",
-        Fault("generator/0", "generate", 1, signal.SIGKILL), Fault("generator/1", "generate", 2, signal.SIGSTOP),
-        Fault("reward_scorer/0", "reward", 1, signal.SIGKILL),
-        Fault("reference_scorer/0", "reference", 2, signal.SIGSTOP),
-        Fault("assembler/0", "assemble", 3, signal.SIGKILL))
+        WorkerFault("generator/0", "generate", 1, signal.SIGKILL),
+        WorkerFault("generator/1", "generate", 2, signal.SIGSTOP),
+        WorkerFault("reward_scorer/0", "reward", 1, signal.SIGKILL),
+        WorkerFault("reference_scorer/0", "reference", 2, signal.SIGSTOP),
+        WorkerFault("assembler/0", "assemble", 3, signal.SIGKILL))
 
 
 def test_faults_change_no_bit_of_the_result(healed, finished):
@@ -196,7 +150,7 @@ def test_metrics_count_the_lost_workers(healed):
 @pytest.mark.parametrize("signal_number, kind", [(signal.SIGKILL, "broke"), (signal.SIGSTOP, "hung")])
 def test_vllm_s_own_process_may_die_or_hang(configure, tmp_path, finished, signal_number, kind):
     """The worker lives on, and would say that all is well; nothing of either is left behind."""
-    run = struck_run(configure, tmp_path / "run", Fault("generator/0", "generate", 1, signal_number, process=1),
+    run = struck_run(configure, tmp_path / "run", WorkerFault("generator/0", "generate", 1, signal_number, process=1),
                      generator={"engine": "async", "workers": 1})
     assert_the_same(run, finished.directory)
     assert_accounted_for(run)
@@ -210,7 +164,7 @@ def test_a_generator_that_dies_at_every_call_ends_the_run_with_a_checkpoint_to_g
     from rlhf_ray.stages import ppo
 
     config = load(PPOConfig, configure(tmp_path / "run", generator={"workers": 1}, cluster={"max_restarts": 1}), [])
-    faults = [Fault("generator/0", "generate", 1, signal.SIGKILL) for _ in range(2)]
+    faults = [WorkerFault("generator/0", "generate", 1, signal.SIGKILL) for _ in range(2)]
     with struck_one_after_the_other(*faults), pytest.raises(WorkerError, match="once more after 1 restarts") as caught:
         ppo.run(config)
     assert "generator/0 was lost" in str(caught.value) and faults[0].pids != faults[1].pids
@@ -220,16 +174,16 @@ def test_a_generator_that_dies_at_every_call_ends_the_run_with_a_checkpoint_to_g
 
 
 @contextmanager
-def struck_one_after_the_other(*faults: Fault):
+def struck_one_after_the_other(*faults: WorkerFault):
     """`struck`, where one worker meets several faults: each its own incarnation."""
-    strike = Fault.strike
+    inject = WorkerFault.inject
 
-    def in_turn(fault: Fault, coordinator: Coordinator) -> None:
+    def in_turn(fault: WorkerFault, coordinator: Coordinator) -> None:
         role, rank = fault.worker.split("/")
         (group,) = [group for group in coordinator.roles.groups() if group.role == role]
         if group.incarnation(int(rank)) == 1 + faults.index(fault):
-            strike(fault, coordinator)
+            inject(fault, coordinator)
 
-    with pytest.MonkeyPatch.context() as patch, struck(*faults):
-        patch.setattr(Fault, "strike", in_turn)
+    with pytest.MonkeyPatch.context() as patch, worker_faults(*faults):
+        patch.setattr(WorkerFault, "inject", in_turn)
         yield

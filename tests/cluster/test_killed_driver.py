@@ -4,7 +4,6 @@ undisturbed one, bit for bit, with one worker of each role and with two."""
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -15,34 +14,13 @@ import pytest
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.observability.faults import read_faults
-from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.conftest import SMALL
-from tests.cluster.outside import free_port
-from tests.cluster.test_lost_learners import assert_equal_runs
+from tests.cluster.outside import free_port, rows_of, start, wait_for_step
+from tests.cluster.resumed import assert_equal_runs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-
-
-def start(file, log, *more):
-    """A `rlhf-ray ppo` process whose output goes to the file `log`."""
-    with log.open("a") as out:
-        return subprocess.Popen([sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more], stdout=out,
-                                stderr=out)
-
-
-def wait_for_step(directory, step, run, log):
-    """Wait until the run has written the row of a training step."""
-    until = time.monotonic() + 300
-    while not any(row["step"] >= step and "reward/mean" in row for row in rows_of(directory)):
-        assert run.poll() is None, log.read_text()
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.05)
-
-
-def rows_of(directory):
-    return read_metrics(directory) if directory.is_dir() else []
+pytestmark = pytest.mark.cluster
 
 
 def killed(configure, directory, after, **sections):
@@ -64,7 +42,7 @@ def killed(configure, directory, after, **sections):
     return driver.pid
 
 
-@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_path, after):
     """Killed when it is about to save, or has saved, the checkpoint of step 2; and in the next but one update."""
     directory = tmp_path / "run"
@@ -76,6 +54,7 @@ def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_pa
     assert_equal_runs(finished.directory, directory)
 
 
+@pytest.mark.slow
 def test_so_is_one_with_a_single_worker_of_each_role(configure, tmp_path):
     from rlhf_ray.stages import ppo
 
@@ -84,6 +63,7 @@ def test_so_is_one_with_a_single_worker_of_each_role(configure, tmp_path):
     assert_equal_runs(tmp_path / "undisturbed", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_killed_run_whose_rollouts_run_ahead_accounts_for_every_sample(configure, tmp_path):
     directory = tmp_path / "run"
     killed(configure, directory, 3, coordinator={"max_staleness": 2, "concurrency": 24})
@@ -95,6 +75,7 @@ def test_a_killed_run_whose_rollouts_run_ahead_accounts_for_every_sample(configu
     assert [row["step"] for row in trained] == [1, 2, 3, 4] and max(row["staleness/max"] for row in trained) <= 2
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_when_resumed(finished, configure, tmp_path):
     directory, log = tmp_path / "run", tmp_path / "log"
     file = configure(directory)
@@ -108,6 +89,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_when_resumed(finis
     assert_equal_runs(finished.directory, directory)
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_parent_and_run(configure, tmp_path):
     directory, log = tmp_path / "run", tmp_path / "log"
     parent = start(configure(directory, run={"steps": 100, "auto_resume": True, "dir": str(directory)}), log)
@@ -147,6 +129,7 @@ def driver_of(directory):
     return None
 
 
+@pytest.mark.slow
 def test_a_job_on_a_cluster_whose_driver_is_killed_goes_on_by_itself(finished, configure, tmp_path, cluster):
     address, jobs = cluster
     directory = tmp_path / "run"

@@ -114,7 +114,7 @@ def test_a_generator_is_replaced_on_another_node_and_no_bit_changes(finished, co
     assert_undisturbed(tmp_path / "run", finished)
 
 
-@pytest.mark.parametrize("lease_s, kind", [(60, "died"), (5, "hung")])
+@pytest.mark.parametrize("heartbeat_timeout_s, kind", [(60, "died"), (5, "hung")])
 def test_what_a_node_says_that_was_cut_off_counts_no_more_when_it_is_back(
         finished, configure, tmp_path, nodes, heartbeat_timeout_s, kind):
     """Its processes are stopped in the middle of a chunk, and go on when another generator has their place. They are

@@ -8,7 +8,7 @@ import torch
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.roles.generator import Generator
-from tests.cluster.test_generator import CONTEXT, KEYS, PROMPTS, SHORT, VOCAB, assert_same, gap, load_model, publish
+from tests.cluster.generators import CONTEXT, KEYS, PROMPTS, SHORT, VOCAB, assert_same, gap, load_model, publish
 from tests.models import make_tiny_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -15,9 +15,8 @@ import pytest
 from rlhf_ray.errors import SupersededError
 from rlhf_ray.observability.owner import read_owner
 from rlhf_ray.replay.ledger import open_for_reading
-from tests.cluster.outside import wait_for
-from tests.cluster.test_killed_driver import wait_for_step
-from tests.cluster.test_lost_learners import assert_equal_runs
+from tests.cluster.outside import wait_for, wait_for_step
+from tests.cluster.resumed import assert_equal_runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,6 +11,7 @@ from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.stages.runtime import open_runtime, start_learners
 from tests.cluster.learners.learner_bench import LearnerBench
+from tests.cluster.learners.plain_torch import make_experiences
 
 
 @pytest.fixture(scope="package")
@@ -93,3 +94,8 @@ def fresh_ranks(floor):
     group = floor.spawn(2, "fresh_bench")
     floor.loop.run_until_complete(start_learners(group, 300))
     return Ranks(floor, {2: group})
+
+
+@pytest.fixture(scope="package")
+def experiences(files):
+    return make_experiences(files)

@@ -14,7 +14,7 @@ from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
 from rlhf_ray.roles.updates import training_batch
 from rlhf_ray.weights.manifest import unpack, verified
-from tests.cluster.learners.test_learner_update import (
+from tests.cluster.learners.plain_torch import (
     LARGE,
     OPTIMIZER,
     SEED,

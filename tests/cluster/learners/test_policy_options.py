@@ -16,7 +16,7 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
 from rlhf_ray.roles.updates import mini_batches, training_batch
-from tests.cluster.learners.test_learner_update import (  # noqa: F401 (fixtures)
+from tests.cluster.learners.plain_torch import (
     LARGE,
     OPTIMIZER,
     SEED,
@@ -24,7 +24,6 @@ from tests.cluster.learners.test_learner_update import (  # noqa: F401 (fixtures
     algorithm,
     assert_same_update,
     critic_terms,
-    experiences,
     load_policy,
     make_rollout,
     make_sequences,
@@ -40,7 +39,6 @@ from tests.cluster.learners.test_learner_update import (  # noqa: F401 (fixtures
 
 pytestmark = pytest.mark.cluster
 DECAY = 0.7
-# ruff: noqa: F811 (fixtures are imported under the names that tests ask for)
 
 
 def averaged(files, zero=1, budget=SMALL, **algorithm):
