@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.__main__ import RESULTS
 from rlhf_ray.planning.hardware import GPUS
-from rlhf_ray.planning.workload import Workload
+from rlhf_ray.planning.roofline import Workload
 
 
 def arguments() -> argparse.Namespace:

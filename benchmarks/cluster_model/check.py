@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import median
 
+from benchmarks.cluster_model.gpu_split import publication
 from benchmarks.growth.cells import Cell
 from benchmarks.growth.settings import PROMPT, SEQUENCES, SIZES, VOCABULARY, Size
-from rlhf_ray.planning.generation import Engine
 from rlhf_ray.planning.hardware import Hardware
-from rlhf_ray.planning.learning import KEPT, Group
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.step import publication
-from rlhf_ray.planning.workload import Workload
+from rlhf_ray.planning.roofline import KEPT, Engine, Group, Workload
 
 SMALLEST, FITTED, LENGTH = "1M", ("25M", "5M"), 128
 """Sizes and length of the cells from which constants come: those of the first size in `FITTED` that was measured

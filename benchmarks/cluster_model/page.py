@@ -10,7 +10,7 @@ from benchmarks.cluster_model.plots import page_charts
 from benchmarks.cluster_model.study import Answer
 from rlhf_ray.observability import report_page as html
 from rlhf_ray.planning.hardware import Hardware
-from rlhf_ray.planning.workload import Workload
+from rlhf_ray.planning.roofline import Workload
 
 PAGE = "cluster_model.html"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster_model.check import Prediction
+from benchmarks.cluster_model.gpu_split import STALENESS, Step
 from benchmarks.cluster_model.study import Answer
 from benchmarks.svg import Chart as Drawn
 from benchmarks.svg import Line, drawing
 from rlhf_ray.observability.report_charts import Chart
-from rlhf_ray.planning.step import STALENESS, Step
 
 SVG = "cluster_model.svg"
 COLOURS = {0: "#4477aa", 1: "#ee6677", 2: "#228833", 3: "#aa3377", 4: "#ccbb44"}

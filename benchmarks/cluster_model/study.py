@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.cluster_model.gpu_split import STALENESS, TENSOR_PARALLEL, Step, best, smallest_good, taking_turns
 from rlhf_ray.planning.hardware import Hardware
 from rlhf_ray.planning.model_shape import LLAMA_70B, ModelShape
-from rlhf_ray.planning.step import STALENESS, TENSOR_PARALLEL, Step, best, smallest_good, taking_turns
-from rlhf_ray.planning.workload import Workload
+from rlhf_ray.planning.roofline import Workload
 
 GPU_COUNTS = (64, 128, 256, 512, 1024)
 

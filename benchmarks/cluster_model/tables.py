@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from benchmarks.cluster_model.check import Prediction, typical_error
+from benchmarks.cluster_model.gpu_split import Step
 from benchmarks.cluster_model.study import Answer
 from benchmarks.growth.settings import LENGTHS, SIZES
 from benchmarks.growth.table import table
 from rlhf_ray.planning.hardware import Hardware
-from rlhf_ray.planning.step import Step
 
 STEP_HEADS = ("GPUs", "staleness", "generators : learners", "tensor parallel", "step, s", "generation", "scoring",
               "training", "publishing", "samples/s", "bound by")

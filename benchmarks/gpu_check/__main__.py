@@ -46,7 +46,7 @@ def main() -> None:
     """Check, print, and say by the exit code how it went."""
     asked = arguments()
     from rlhf_ray.cli.quiet import quiet_libraries
-    from rlhf_ray.planning.nvidia_smi import gpus_here
+    from rlhf_ray.planning.local_machine import gpus_here
 
     gpus = [] if asked.cpu else [gpu.name for gpu in gpus_here()]
     if not gpus and not asked.cpu:

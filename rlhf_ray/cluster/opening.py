@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.errors import ClusterError
-from rlhf_ray.planning.arrangement import arrange
-from rlhf_ray.planning.nodes_table import nodes_table
-from rlhf_ray.planning.shortage import asked_for, why_not
+from rlhf_ray.planning.bundle_packing import arrange
+from rlhf_ray.planning.placement_errors import asked_for, nodes_table, why_not
 
 SAY_AFTER_S = 5.0
 """A wait for pools as long as that is told of."""

@@ -16,9 +16,8 @@ from rlhf_ray.cluster.opening import not_in_time, placed, require_feasible
 from rlhf_ray.config.bundles import Bundles, assigned, spread
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
-from rlhf_ray.planning.arrangement import arrange
-from rlhf_ray.planning.feasible import what_is_free
-from rlhf_ray.planning.nodes_table import nodes_table
+from rlhf_ray.planning.bundle_packing import arrange, what_is_free
+from rlhf_ray.planning.placement_errors import nodes_table
 
 
 class Seat(NamedTuple):

@@ -63,6 +63,12 @@ class GenerationConfig(PlacementConfig):
         """`kv_cache_mb`, with what empty means on a CPU; None leaves the size to vLLM."""
         return self.kv_cache_mb or (None if self.gpus else CACHE_ON_CPU_MB)
 
+    @property
+    def samples_in_flight(self) -> int:
+        """Samples sent to one worker at a time by default: twice what it decodes side by side, and at least two
+        chunks, so that it never waits for the next one."""
+        return 2 * max(self.max_sequences, self.chunk)
+
     def prefill_tokens(self, context: int) -> int:
         """Tokens of one pass of vLLM: room for one of every sequence, and no more than all sequences have when each is
         `context` tokens long."""

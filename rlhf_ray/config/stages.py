@@ -257,8 +257,7 @@ class PPOConfig(StageConfig):
 
     def concurrency_of(self, generators: int) -> int:
         """Most samples with that many generators at a time; their number may change while a run goes on."""
-        generator = self.generator
-        return self.coordinator.concurrency or 2 * generators * max(generator.max_sequences, generator.chunk)
+        return self.coordinator.concurrency or generators * self.generator.samples_in_flight
 
     @property
     def buffer_capacity_mb(self) -> int | None:

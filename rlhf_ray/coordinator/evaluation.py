@@ -64,7 +64,7 @@ class Evaluator:
     def _room_now(self) -> asyncio.Semaphore:
         """For as many chunks as keep the present generators busy."""
         generator, workers = self._pipeline.config.generator, len(self._pipeline.roles.generators)
-        return asyncio.Semaphore(workers * max(2, 2 * generator.max_sequences // generator.chunk))
+        return asyncio.Semaphore(workers * (generator.samples_in_flight // generator.chunk))
 
     async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call], int]:
         """Every chunk, measured, and the number of prompts that are in none of them any more. A chunk with a prompt

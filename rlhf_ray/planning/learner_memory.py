@@ -12,27 +12,25 @@ from rlhf_ray.planning.activations import (
     scoring_bytes,
     training_bytes,
 )
-from rlhf_ray.planning.memory import (
+from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.worker_memory import (
     ACTIVATIONS,
+    ADAPTERS,
     BUFFERS,
     COPIES,
-    GRADIENTS,
-    LOGITS,
-    OPTIMIZER,
-    RUNTIME,
-    WEIGHTS,
-    Memory,
-    at_the_peak,
-)
-from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.runtime import (
-    ADAPTERS,
     COPIES_ON_CPU,
     GATHERED,
     GPU_CONTEXT,
     GPU_HOST,
+    GRADIENTS,
     LEARNER,
+    LOGITS,
+    OPTIMIZER,
     REDUCE_BUCKET,
+    RUNTIME,
+    WEIGHTS,
+    Memory,
+    at_the_peak,
 )
 
 MOMENTS = 2
@@ -155,7 +153,7 @@ def _copied(config: LearnerConfig, shape: ModelShape) -> float:
 def _communication_bytes(config: LearnerConfig, shape: ModelShape) -> float:
     """DeepSpeed's buffer for gradients on their way to other ranks: at stage 3 as they were collected, laid out by
     rank, and on CPUs in gloo's hands; there, too, the weights that it leaves gathered. Below stage 3 on CPUs what there
-    are of copies in all (`runtime.COPIES_ON_CPU`)."""
+    are of copies in all (`worker_memory.COPIES_ON_CPU`)."""
     stage, number = stage_of(config), trained(config, shape)
     if stage == 3:
         each = shape.bytes_per_value if config.lora else FLOAT

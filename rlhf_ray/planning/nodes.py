@@ -7,7 +7,7 @@ from math import inf, nan
 
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.planning.hardware import CORE, GPUS, Hardware, gpu_of
-from rlhf_ray.planning.memory import GIB
+from rlhf_ray.planning.worker_memory import GIB
 
 CPUS_PER_GPU, GIB_PER_GPU = 12, 240
 """Of a node that is named by its GPUs alone, about as NVIDIA's DGX H100 has them (112 cores and 2 TiB for eight)."""

@@ -6,17 +6,18 @@ Nothing is started and no weight is loaded: a configuration, the shapes of its m
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_ray.config.stages import StageConfig
-from rlhf_ray.planning.disk import disk_of
-from rlhf_ray.planning.geometry import geometry_of
-from rlhf_ray.planning.loads import Load, loads_of, memories
-from rlhf_ray.planning.memory import Memory
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.planning.batch_layout import counted, geometry_of
+from rlhf_ray.planning.config_suggestions import remedy
+from rlhf_ray.planning.device_memory import Load, loads_of, memories
+from rlhf_ray.planning.findings import Finding, gib, verdicts
+from rlhf_ray.planning.learner_memory import MOMENTS, trained
 from rlhf_ray.planning.nodes import Node
-from rlhf_ray.planning.pace import Pace, pace_of
-from rlhf_ray.planning.placement import Placement, place
-from rlhf_ray.planning.remedies import remedy
 from rlhf_ray.planning.roles import Role, Shapes, roles_of
-from rlhf_ray.planning.verdict import Finding, gib, verdicts
+from rlhf_ray.planning.step_time import Pace, pace_of
+from rlhf_ray.planning.worker_memory import Memory
+from rlhf_ray.planning.worker_placement import Placement, place
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,40 @@ def _too_full(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, loads:
             f"{change}. Together the roles there would hold {gib(worst.bytes)} of {gib(worst.capacity)}; {role}'s part "
             f"is {gib(sum(parts.values()))}, {gib(parts[part])} of it {part}")))
     return found
+
+
+FLOAT = 4
+LOGS = 50 * 2**20
+"""Metrics, samples, ledger, report: some dozen MiB of a usual run."""
+
+
+def checkpoint_bytes(config: StageConfig, roles: Sequence[Role]) -> float:
+    """One checkpoint: weights and AdamW's moments in float32 of what is trained, and the average where there is one;
+    and the experience that may wait in the buffer."""
+    learners = [role for role in roles if isinstance(role.placement, LearnerConfig)]
+    whole = 0.0
+    for role in learners:
+        assert isinstance(role.placement, LearnerConfig)
+        average = getattr(role.placement, "ema_decay", None) is not None
+        whole += FLOAT * (1 + MOMENTS + average) * trained(role.placement, role.models[0])
+    if isinstance(config, PPOConfig) and config.coordinator.max_staleness:
+        longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+        whole += 29.0 * config.coordinator.max_staleness * config.samples_per_step * longest
+    return whole
+
+
+def disk_of(config: StageConfig, roles: Sequence[Role]) -> dict[str, float]:
+    """Bytes by what they are; nothing for a stage that keeps no checkpoints."""
+    checkpoint = getattr(config, "checkpoint", None)
+    models = [role for role in roles if role.name in ("policy", "learner")]
+    if checkpoint is None or not models:
+        return {"outputs": float(LOGS)}
+    one, model = checkpoint_bytes(config, roles), float(models[0].models[0].weight_bytes)
+    kept = checkpoint.keep + bool(checkpoint.best_metric)
+    copies = 1 + bool(checkpoint.best_metric) + (getattr(models[0].placement, "ema_decay", None) is not None)
+    return {
+        f"{counted(kept, 'checkpoint')} kept": kept * one,
+        "one being written": one,
+        f"{counted(copies, 'model')} in Hugging Face format": copies * model,
+        "metrics, samples, ledger": float(LOGS),
+    }

@@ -18,13 +18,12 @@ from rlhf_ray.config.stages import (
 )
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.learner_memory import Training, learner_memory
-from rlhf_ray.planning.memory import ACTIVATIONS, LOGITS, MIB, RUNTIME, Memory
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.runtime import READER, SMALL
 from rlhf_ray.planning.serving_memory import generator_memory, scorer_memory
+from rlhf_ray.planning.worker_memory import ACTIVATIONS, LOGITS, MIB, READER, RUNTIME, SMALL, Memory
 
 Shapes = Callable[[ModelConfig | NewModelConfig, str], ModelShape]
-"""The shape of a model that a section names; errors as `shapes.shape_of`."""
+"""The shape of a model that a section names; errors as `model_lookup.shape_of`."""
 
 
 @dataclass(frozen=True)

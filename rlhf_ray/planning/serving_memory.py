@@ -5,9 +5,22 @@ from math import isfinite
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.planning.activations import Pass, logits_bytes, scoring_bytes
 from rlhf_ray.planning.hardware import Hardware
-from rlhf_ray.planning.memory import ACTIVATIONS, BUFFERS, CACHE, LOGITS, MIB, RUNTIME, WEIGHTS, Memory
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.runtime import ENGINE_CORE, GENERATOR, GPU_CONTEXT, GPU_HOST, SCORER
+from rlhf_ray.planning.worker_memory import (
+    ACTIVATIONS,
+    BUFFERS,
+    CACHE,
+    ENGINE_CORE,
+    GENERATOR,
+    GPU_CONTEXT,
+    GPU_HOST,
+    LOGITS,
+    MIB,
+    RUNTIME,
+    SCORER,
+    WEIGHTS,
+    Memory,
+)
 
 
 def is_async(config: GenerationConfig) -> bool:

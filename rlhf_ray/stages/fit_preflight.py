@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError
-from rlhf_ray.planning.machine import this_machine
+from rlhf_ray.planning.local_machine import this_machine
+from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.nodes import Node
 from rlhf_ray.planning.plan import make_plan
-from rlhf_ray.planning.shapes import shape_of
 
 MARGIN = 1.15
 """Estimates are this far off (docs/plan.md), and what lies within is tried."""

@@ -105,8 +105,8 @@ class _Sampler:
         per_chunk = max(1, self._config.generator.chunk // 2)
         count = self.prompts.rows
         chunks = [range(i, min(i + per_chunk, count)) for i in range(0, count, per_chunk)]
-        room = asyncio.Semaphore(len(self._generators) * max(2, 2 * self._config.generator.max_sequences
-                                                             // self._config.generator.chunk))
+        generator = self._config.generator
+        room = asyncio.Semaphore(len(self._generators) * (generator.samples_in_flight // generator.chunk))
         finished = 0
 
         async def one(rows: range) -> list[dict[str, Any] | None]:

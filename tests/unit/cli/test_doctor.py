@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_ray.cli import gpus, machine, network
 from rlhf_ray.cli.finding import Finding
-from rlhf_ray.planning.nvidia_smi import GPU, gpus_here
+from rlhf_ray.planning.local_machine import GPU, gpus_here
 
 
 @pytest.mark.parametrize(

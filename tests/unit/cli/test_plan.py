@@ -35,7 +35,7 @@ def test_what_cannot_fit_ends_with_2_and_overrides_count():
 
 
 def test_who_plans_for_gpus_on_a_machine_without_is_told_how(monkeypatch):
-    monkeypatch.setattr("rlhf_ray.planning.machine.gpus_here", list)
+    monkeypatch.setattr("rlhf_ray.planning.local_machine.gpus_here", list)
     assert "this machine has no GPU; plan for one that has with, say, --nodes" in plan(RECIPE).output
     assert "this machine has no GPU" not in plan(RECIPE, "--nodes=1x1xL40S").output
 

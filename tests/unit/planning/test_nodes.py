@@ -8,7 +8,7 @@ from rlhf_ray.config.run import PlacementConfig, PoolConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.planning.hardware import A100, A100_40, H100, H200, L40S, gpu_of
 from rlhf_ray.planning.nodes import GIB, Node, parse_nodes
-from rlhf_ray.planning.placement import place
+from rlhf_ray.planning.worker_placement import place
 
 
 class TestSpec:

@@ -10,7 +10,7 @@ from rlhf_ray.cluster import reach
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ClusterError
-from rlhf_ray.planning.feasible import Node
+from rlhf_ray.planning.bundle_packing import Node
 from rlhf_ray.stages import needs
 
 NODES = {"gen": {"g1", "g2"}, "learn": {"l"}, "score": {"s", "l"}}

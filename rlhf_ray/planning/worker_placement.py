@@ -1,6 +1,6 @@
 """Workers on the devices of nodes: what Ray would do with the pools, worked out without it.
 
-`config.flow.seats` says which bundle a worker lives in, `arrangement` on which node the bundle lies.
+`config.flow.seats` gives the bundle of a worker, `bundle_packing` the node of the bundle.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rlhf_ray.config.flow import seats
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
-from rlhf_ray.planning.arrangement import Arrangement, arrange
+from rlhf_ray.planning.bundle_packing import Arrangement, arrange
 from rlhf_ray.planning.nodes import Node
-from rlhf_ray.planning.shortage import why_not
+from rlhf_ray.planning.placement_errors import why_not
 
 CLOSE = 1e-6
 

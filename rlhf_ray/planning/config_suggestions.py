@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_ray.config.generation import CACHE_ON_CPU_MB, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import ScorerConfig, StageConfig
-from rlhf_ray.planning.loads import Load
+from rlhf_ray.planning.device_memory import Load
 
 Change = tuple[str, str, Any]
 """A section, a field in it, and a value."""

@@ -7,10 +7,10 @@ from typing import Literal
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
-from rlhf_ray.planning.loads import Load
-from rlhf_ray.planning.memory import GIB, MIB, Memory
+from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.roles import Role
 from rlhf_ray.planning.serving_memory import cache_sequences
+from rlhf_ray.planning.worker_memory import GIB, MIB, Memory
 
 TIGHT = 0.9
 """Share of a device from which on a plan is tight: figures are estimates, and blocks are lost between tensors."""
@@ -28,7 +28,7 @@ def verdicts(
     config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory], loads: Sequence[Load],
     disk_bytes: float, free_disk: float | None,
 ) -> Iterator[Finding]:
-    """Everything but places in the cluster and how to fix memory (`remedies.py`), the refusals first."""
+    """Everything but places in the cluster and how to fix memory (`config_suggestions.py`), the refusals first."""
     yield from _caches(config, roles, memory)
     seen: set[tuple[object, ...]] = set()
     for load in sorted(loads, key=lambda one: -one.share):

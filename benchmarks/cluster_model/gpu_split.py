@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from rlhf_ray.planning.generation import Engine
 from rlhf_ray.planning.hardware import Hardware
-from rlhf_ray.planning.learning import STATE_BYTES, Duration, Group, longer
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.workload import Workload
+from rlhf_ray.planning.roofline import STATE_BYTES, Duration, Engine, Group, Workload, longer
 
 STALENESS = (0, 1, 2, 3, 4)
 TENSOR_PARALLEL = (2, 4, 8)

@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ray.config.run import PoolConfig
-from rlhf_ray.planning.arrangement import arrange
-from rlhf_ray.planning.feasible import capacity, carries, everything, room_for, what_is_free
+from rlhf_ray.planning.bundle_packing import arrange, capacity, carries, everything, room_for, what_is_free
 from rlhf_ray.planning.nodes import Node
-from rlhf_ray.planning.nodes_table import nodes_table
-from rlhf_ray.planning.shortage import why_not
+from rlhf_ray.planning.placement_errors import nodes_table, why_not
 
 
 def node(name="n", labels=None, free=None, **resources):

@@ -1,16 +1,65 @@
-"""All pools on these nodes at once: which bundle lies where, or that they can never lie there together.
+"""Bundles of pools on nodes: how many fit by labels, resources and strategy, and which bundle lies on which node.
 
-Ray itself never says that a bundle cannot be placed: it waits for a node that may join. A label that nobody carries,
-or a bundle larger than any node, would let a run wait until its deadline for what can be known at once. Ray may choose
-other nodes of the same kind than are chosen here.
+Ray does not report that a bundle can never be placed: it waits for a node that may join. A label that no node carries,
+or a bundle larger than any node, would make a run wait until its deadline, although the answer is known at once. Ray
+may choose other nodes of the same kind than this module does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_ray.config.run import PoolConfig
-from rlhf_ray.planning.feasible import Amounts, carries, everything, holds, room_for
 from rlhf_ray.planning.nodes import Node
+
+ROUNDING = 1e-6
+
+Amounts = Callable[[Node], Mapping[str, float]]
+"""Which amounts of a node count: all, or the free ones."""
+
+
+def everything(node: Node) -> Mapping[str, float]:
+    """All that a node has, whoever uses it now."""
+    return node.resources
+
+
+def what_is_free(node: Node) -> Mapping[str, float]:
+    """What nobody has reserved."""
+    return node.free
+
+
+def carries(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node with these labels is one that a selector means. By Ray's rules: "v" and "in(v, w)" ask for a label
+    with such a value, "!v" and "!in(v, w)" for none with it."""
+    return all(_agrees(labels.get(key), wanted) for key, wanted in selector.items())
+
+
+def _agrees(value: str | None, wanted: str) -> bool:
+    negated, listed = re.fullmatch(r"(!?)(.*)", wanted.strip(), re.S).groups()  # type: ignore[union-attr]
+    inside = re.fullmatch(r"(?:in)?\((.*)\)", listed)
+    values = [v.strip() for v in inside[1].split(",")] if inside else [listed]
+    return (value in values) is not bool(negated)
+
+
+def capacity(pool: PoolConfig, node: Node, amounts: Amounts = everything) -> int:
+    """Bundles of a pool that a node holds by itself; 0 where its labels are others."""
+    return holds(pool, node.labels, amounts(node))
+
+
+def holds(pool: PoolConfig, labels: Mapping[str, str], has: Mapping[str, float]) -> int:
+    """Bundles of a pool that a node with these labels has room for in these amounts."""
+    if not carries(labels, pool.labels):
+        return 0
+    return min(int(has.get(kind, 0.0) / amount + ROUNDING) for kind, amount in pool.bundle.items())
+
+
+def room_for(pool: PoolConfig, nodes: Sequence[Node], amounts: Amounts = everything) -> int:
+    """Bundles of a pool that all nodes hold together by its strategy, were it alone there."""
+    held = [capacity(pool, node, amounts) for node in nodes]
+    if pool.strategy == "STRICT_PACK":
+        return max(held, default=0)
+    return sum(min(h, 1) for h in held) if pool.strategy == "STRICT_SPREAD" else sum(held)
+
 
 EFFORT = 20_000
 """Arrangements that are tried before it counts as unknown whether there is one."""

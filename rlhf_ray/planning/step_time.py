@@ -1,6 +1,6 @@
 """An estimate of a step's time, role by role: which of them is the bottleneck, rather than how many seconds exactly.
 
-Rates are those of data sheets and the shares of them in `hardware.py`; lengths as `geometry.workload_of` supposes.
+Rates are those of data sheets and the shares of them in `hardware.py`; lengths as `workload_of` supposes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
-from rlhf_ray.planning.generation import Engine
-from rlhf_ray.planning.geometry import passes, workload_of
+from rlhf_ray.planning.batch_layout import passes
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.learner_memory import stage_of, trained
-from rlhf_ray.planning.learning import KEPT, RECOMPUTED, STATE_BYTES, Group
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.nodes import Node
-from rlhf_ray.planning.placement import Placement
 from rlhf_ray.planning.roles import Role
-from rlhf_ray.planning.workload import Workload
+from rlhf_ray.planning.roofline import KEPT, RECOMPUTED, STATE_BYTES, Engine, Group, Workload
+from rlhf_ray.planning.worker_placement import Placement
 
 FULL_PRECISION = 1 / 15
 """Rate of matrix products in float32 over those in bfloat16, on a GPU (H100: 67 of 989 TFLOP/s, by its data sheet)."""
@@ -82,6 +80,16 @@ def _ppo(config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Har
     longer = rollouts if drawn >= learned else {name: took[name] for name in learning}
     seconds, bound = _on_cores(took, roles, nodes, whole, max(longer, key=lambda name: longer[name]))
     return Pace(took, seconds, bound, config.samples_per_step)
+
+
+def workload_of(config: PPOConfig) -> Workload:
+    """What the estimate of time supposes of lengths, which nobody knows before: prompts of half their longest, and
+    responses spread evenly up to theirs, so half of it on average."""
+    return Workload(
+        samples=config.samples_per_step, prompt=max(1, config.prompts.max_tokens // 2),
+        response=max(1, config.generator.sampling.max_tokens // 2), tail=2.0,
+        mini_batches=config.algorithm.mini_batches, epochs=config.algorithm.epochs,
+    )
 
 
 def generation_s(role: Role, device: Hardware, work: Workload) -> float:

@@ -11,7 +11,6 @@ from rlhf_ray.config.stages import (
     SFTConfig,
     StageConfig,
 )
-from rlhf_ray.planning.workload import Workload
 
 
 def geometry_of(config: StageConfig) -> dict[str, str]:
@@ -67,13 +66,3 @@ def passes(learner: LearnerConfig, rows: float, tokens: float) -> int:
     """Micro-batches of a rank for so many rows of so many tokens."""
     fitting = max(1, int(learner.micro_batch_tokens // max(1.0, tokens)))
     return max(1, ceil(ceil(rows / learner.workers) / fitting))
-
-
-def workload_of(config: PPOConfig) -> Workload:
-    """What the estimate of time supposes of lengths, which nobody knows before: prompts of half their longest, and
-    responses spread evenly up to theirs, so half of it on average."""
-    return Workload(
-        samples=config.samples_per_step, prompt=max(1, config.prompts.max_tokens // 2),
-        response=max(1, config.generator.sampling.max_tokens // 2), tail=2.0,
-        mini_batches=config.algorithm.mini_batches, epochs=config.algorithm.epochs,
-    )

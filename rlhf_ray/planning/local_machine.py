@@ -1,0 +1,68 @@
+"""This machine as a node to plan for, and its NVIDIA GPUs as nvidia-smi lists them. Imports nothing heavy."""
+
+import os
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlhf_ray.config.run import PoolConfig
+from rlhf_ray.planning.hardware import H100, Hardware, gpu_of
+from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.worker_memory import GIB
+
+QUERY_S = 20.0
+"""Longest wait for an answer; a driver that is broken may give none."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What nvidia-smi says of one."""
+
+    name: str
+    gib: float
+    """Memory."""
+    driver: str
+
+
+def gpus_here() -> list[GPU]:
+    """All of them; none without nvidia-smi, or with a driver that does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [gpu for line in answer.stdout.splitlines() if (gpu := read_gpu(line)) is not None]
+
+
+def read_gpu(line: str) -> GPU | None:
+    """One line of the answer: "NVIDIA H100 80GB HBM3, 81559, 580.95.05" (MiB); None where it tells no memory: "[N/A]"
+    of GPUs that share the processor's, and other messages."""
+    row = [part.strip() for part in line.split(",")]
+    return GPU(row[0], float(row[1]) / 1024, row[2]) if len(row) == 3 and row[1].isdecimal() else None
+
+
+def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:
+    """This machine, on which a local Ray counts as many logical CPUs, and custom resources, as the pools ask for.
+
+    Args:
+        memory_bytes: of main memory, that the run may have.
+    """
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    gpus = [as_hardware(gpu) for gpu in gpus_here()] if any(pool.gpus for pool in pools) else []
+    pooled = sum(pool.cpus * pool.bundles for pool in pools)
+    custom: Counter[str] = Counter()
+    for pool in pools:
+        custom.update({kind: amount * pool.bundles for kind, amount in pool.resources.items()})
+    resources = {"CPU": max(pooled, cores), "GPU": float(len(gpus)), **custom}
+    return Node("this machine", resources, memory_bytes, gpus[0] if gpus else None, real_cores=cores)
+
+
+def as_hardware(gpu: GPU) -> Hardware:
+    """A GPU's figures with the memory that it tells; a kind that is not known has an H100's."""
+    known = gpu_of(gpu.name) or replace(H100, name=gpu.name)
+    return replace(known, memory_bytes=gpu.gib * GIB)
