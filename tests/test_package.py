@@ -59,7 +59,7 @@ def test_it_installs_into_a_fresh_environment_and_says_what_it_can(built, tmp_pa
     command = python.with_name("rlhf-ray")
     answer = subprocess.run([command, "--help"], env=BARE, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (0, "") and "quickstart" in answer.stdout
-    where = subprocess.run([python, "-c", "from rlhf_ray.stages import recipes; print(recipes.__file__)"], env=BARE,
-                           cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    where = subprocess.run([python, "-c", "from rlhf_ray.stages import bundled_recipes as m; print(m.__file__)"],
+                           env=BARE, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert where.stdout.startswith(str(site))
     assert not [path for path in CONFIGS if not (tmp_path / "fresh" / "share" / "rlhf-ray" / path).is_file()]

@@ -8,8 +8,8 @@ from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages import preferences, reward_model, sft
+from rlhf_ray.stages.bundled_recipes import run_once
 from rlhf_ray.stages.quickstart import RECIPE, make_data
-from rlhf_ray.stages.recipes import run_once
 
 QUICKSTART = Path("runs/quickstart")
 LESSONS = {

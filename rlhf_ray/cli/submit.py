@@ -46,7 +46,7 @@ def submit(
     from rlhf_ray.cli.following import follow_job
     from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, look_into
     from rlhf_ray.cluster.jobs.server import connect
-    from rlhf_ray.stages.submission import about_run, check_before_submission, check_plan, new_job_id, variables_of
+    from rlhf_ray.stages.submit import about_run, check_before_submission, check_plan, new_job_id, variables_of
 
     package = look_into(Path())
     check_paths(config, package)

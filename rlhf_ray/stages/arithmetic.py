@@ -16,7 +16,7 @@ from rlhf_ray.data.arithmetic_steps import sums_in, write_steps
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, sft
-from rlhf_ray.stages.recipes import Recipe, refuse_other_seed, run_once, timed
+from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_seed, run_once, timed
 
 RECIPE = Recipe("examples/arithmetic", home="runs/arithmetic")
 SHOWN = ("reward", "kl", "length", "finished", "distinct")

@@ -20,8 +20,7 @@ from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.questions import Question, read_questions
 from rlhf_ray.roles.responder import Responder
-from rlhf_ray.stages.models_at_hand import model_at
-from rlhf_ray.stages.output_file import check_output
+from rlhf_ray.stages.command_arguments import check_output, model_at
 from rlhf_ray.stages.scorers import check_labels, check_scorer, scorer_of, told_by_option
 
 SEQUENCES = 64

@@ -1,25 +1,31 @@
 """`rlhf-ray generate`: ask a model something, without Ray, configuration or run."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.models.families import Use, check_family
-from rlhf_ray.observability.answers import print_answer
+from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.observability.run_directory import write_atomically
+from rlhf_ray.observability.tables import visible
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.questions import Question, questions_of_lines, read_questions
 from rlhf_ray.roles.responder import Responder
-from rlhf_ray.stages.models_at_hand import model_at
-from rlhf_ray.stages.output_file import check_output
+from rlhf_ray.stages.command_arguments import check_output, model_at
 from rlhf_ray.stages.scorers import Scorer, check_scorer, scorer_of
 
 TALK_ROOM = 1024
@@ -154,3 +160,29 @@ def _row(answer: RewardRequest, score: float | None, seed: int) -> dict[str, Any
         "finish_reason": answer.finish_reason, "sample": answer.key.sample, "seed": sample_seed(seed, answer.key),
     }
     return row if score is None else {**row, "score": score}
+
+
+ENDINGS = {"stop": "ended by itself", "length": "cut at --max-tokens", "abort": "aborted"}
+
+
+def print_answer(row: Mapping[str, Any], stream: TextIO | None = None, prompt: bool = True) -> None:
+    """Print one answer.
+
+    Args:
+        row: prompt, response, tokens, finish_reason and, where there is one, score.
+        prompt: say the prompt too.
+    """
+    stream = stream or sys.stdout
+    about = f"{row['tokens']} tokens, {ENDINGS.get(row['finish_reason'], row['finish_reason'])}"
+    if row.get("score") is not None:
+        about += f", score {row['score']:.4g}"
+    asked, answered = visible(row["prompt"]).strip(), visible(row["response"]).strip()
+    if not is_terminal(stream):
+        stream.write((f"prompt: {asked}\n" if prompt else "") + f"response: {answered}\n({about})\n\n")
+        stream.flush()
+        return
+    console = Console(file=stream, highlight=False)
+    if prompt:
+        console.print(Text(asked, style="dim"))
+    console.print(Padding(Text(answered or "(nothing)", style="bold" if answered else "dim"), (0, 0, 0, 2)))
+    console.print(Padding(Text(about, style="dim italic"), (0, 0, 1, 2)))

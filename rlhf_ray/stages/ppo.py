@@ -50,24 +50,29 @@ from rlhf_ray.replay.ledger import Ledger, discard, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.engines.settings import refuse_open_serialization
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.fit_preflight import check_fit
+from rlhf_ray.stages.export import export_policy
 from rlhf_ray.stages.ppo_attempts import RunAttempts
-from rlhf_ray.stages.ppo_export import export_policy
-from rlhf_ray.stages.ppo_roles import restart_learners, spawn_roles, start_roles
+from rlhf_ray.stages.ppo_roles import (
+    check_pretraining_text,
+    load_generator_count,
+    restart_learners,
+    save_generator_count,
+    spawn_roles,
+    start_roles,
+    with_generators,
+)
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
     check_data,
     check_data_file,
     check_first_rows,
+    check_fit,
     check_model,
+    check_resume,
 )
-from rlhf_ray.stages.pretraining_text import check_pretraining_text
-from rlhf_ray.stages.resume_preflight import check_resume
 from rlhf_ray.stages.reward_preflight import check_rewards
-from rlhf_ray.stages.runtime import fetch_uploaded, open_runtime, owned_directory, run_stage
-from rlhf_ray.stages.scaled import remember, remembered, with_generators
-from rlhf_ray.stages.supervised import newest_checkpoint
+from rlhf_ray.stages.runtime import fetch_uploaded, newest_checkpoint, open_runtime, owned_directory, run_stage
 
 
 def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     with owned_directory(config, resume) as directory:
         if resume:
             fetch_uploaded(config, directory)  # first: how many generators there were may be told there alone
-            config = with_generators(config, remembered(directory, configured))
+            config = with_generators(config, load_generator_count(directory, configured))
             check_resume(config, config.run.steps, _geometry(config))
         return run_stage(config, directory, resume,
                          lambda session: _run(config, directory, session, resume, configured))
@@ -147,7 +152,7 @@ async def _run(
                         resume_at),
                 )
                 scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
-                                  partial(remember, directory, configured), progress.note, files)
+                                  partial(save_generator_count, directory, configured), progress.note, files)
                 watch = Watch(roles, config.cluster.heartbeat_timeout_s)
                 frozen = [group for group in roles.groups() if not roles.trains(group.role)]
                 async with (live_status(lambda: attempts.coordinator, directory, show_live(config, directory),

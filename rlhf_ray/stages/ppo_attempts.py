@@ -20,7 +20,7 @@ from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.ppo_export import export_run
+from rlhf_ray.stages.export import export_run
 
 Wire = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
 """Makes the coordinator of a stretch that goes on after a step (NOTHING: begins anew; None: begins)."""
@@ -31,7 +31,6 @@ class RunAttempts:
 
     def __init__(self, config: PPOConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
                  rebuilding: Rebuilding, wire: Wire) -> None:
-        self._files = directory.files
         self._config, self._directory, self._store = config, directory, store
         self._stop, self._rebuilding, self._wire = stop, rebuilding, wire
         self.coordinator: Coordinator | None = None
@@ -72,7 +71,7 @@ class RunAttempts:
 
     async def run_attempt(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
         kept = start.step if start else NOTHING if resume else None
-        records = self._files.records
+        records = self._directory.files.records
         self.evaluations = await records.run(EvaluationLog, self._directory, kept)
         metrics = await records.run(MetricsWriter, self._directory.path, self._config.logging, kept,
                                     self._directory.term)
@@ -114,7 +113,7 @@ class RunAttempts:
         await self._rebuilding.after(error)
         if coordinator is not None:
             coordinator.roles.healing.log.rebuilt(error, time.perf_counter() - began)
-        return await self._files.checkpoints.run(self._store.latest)
+        return await self._directory.files.checkpoints.run(self._store.latest)
 
 
 def check_ledger(coordinator: Coordinator, place: Path) -> None:

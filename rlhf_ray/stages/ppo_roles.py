@@ -1,27 +1,34 @@
 """The workers of a PPO run: spawned together, started together."""
 
 import asyncio
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.config.bundles import Bundles, assigned
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.role_groups import RoleGroups
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from rlhf_ray.stages.pretraining_text import hand_out_pretraining_text
+from rlhf_ray.stages.preflight import check_data_file, check_row_length
 from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learners
 
 
@@ -144,3 +151,65 @@ async def _read_prompts(
     held_out = await PromptSource.open(reader, "evaluation", config.evaluation_prompts)
     progress.note(held_out.reports[0])
     return training, held_out
+
+
+def check_pretraining_text(config: PPOConfig) -> None:
+    """Refuse text that is not there, or rows longer than the model can read, or than packed passes of it may be.
+
+    Raises:
+        DataError, ModelError: naming the field, the value and the fix.
+    """
+    if config.ptx is None:
+        return
+    check_data_file(config.ptx.path, "ptx.path")
+    check_row_length(config.model, config.ptx.max_tokens, "ptx.max_tokens")
+    check_family(config.model, "model", {Use.LANGUAGE}, (config.ptx.max_tokens, "ptx.max_tokens"))
+
+
+async def hand_out_pretraining_text(
+    config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress
+) -> None:
+    """Let the policy's ranks have the text, which lies in the object store; they hold it without a copy."""
+    if config.ptx is None:
+        return
+    reader = runtime.spawn("text_reader", DataReader, PlacementConfig(pool=config.policy.pool, cpus=0),
+                         lambda _: {"model": config.model})
+    await reader.start()
+    call = reader.call(0, "pretraining_text", config.ptx, outputs=2)
+    progress.note(await call.value(1))
+    await asyncio.gather(*(c.done() for c in roles.policy.call_all("take_pretraining_text", config.ptx, call.ref)))
+    reader.kill()
+
+
+def save_generator_count(directory: RunDirectory, configured: int, generators: int) -> None:
+    """Note the present number; `configured`: what the configuration said when the run was started."""
+    directory.write_json(directory.generators.name, {"generators": generators, "configured": configured})
+
+
+def load_generator_count(directory: RunDirectory, configured: int) -> int:
+    """The number that a resumed run begins with: what it was scaled to, unless the configuration was changed since."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        noted = json.loads(directory.generators.read_text())
+        if noted["configured"] == configured:
+            return int(noted["generators"])
+    return configured
+
+
+def with_generators(config: PPOConfig, count: int) -> PPOConfig:
+    """The configuration with another number of generators, and as many bundles more in their pool as these need.
+
+    Raises:
+        ConfigError: by `weights.transport`, weights would not reach generators in other bundles.
+    """
+    name = config.generator.pool
+    scaled = config.model_copy(update={"generator": config.generator.model_copy(update={"workers": count})})
+    users = {role: place for role, place in scaled.placements().items() if place.pool == name}
+    pool = config.pools[name]
+    while not isinstance(assigned(pool, users), Bundles):
+        pool = pool.model_copy(update={"bundles": pool.bundles + 1})
+    if config.weights.transport == "ipc" and pool.bundles > config.pools[name].bundles:
+        raise ConfigError(
+            f"{count} generators of {config.generator.gpus:g} gpus need {pool.bundles} bundles of pools.{name}, and "
+            "weights.transport=ipc hands weights over within the one GPU of its one bundle; ask for fewer, or --resume "
+            "the run with --weights.transport=object_store, which reaches generators everywhere")
+    return scaled.model_copy(update={"pools": {**config.pools, name: pool}})

@@ -1,20 +1,32 @@
 """What can be known to be wrong before Ray starts: files that are not there, models that do not fit together."""
 
 import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.state import load_state
 from rlhf_ray.config.data_source import DataSection
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.coordinator.recovery import check_geometry
 from rlhf_ray.data.formats import check_rows, check_some_are_left
 from rlhf_ray.data.reading import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
-from rlhf_ray.errors import ConfigError, DataError, ModelError
+from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.planning.local_machine import this_machine
+from rlhf_ray.planning.model_lookup import shape_of
+from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.plan import make_plan
 
 FIRST_ROWS = 1000
 """Rows of each file that are looked at before anything starts: a moment's work."""
@@ -156,3 +168,70 @@ def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int,
         raise ModelError(f"{fields[0]}={prompt_tokens} + {fields[1]}={response_tokens} = "
                          f"{prompt_tokens + response_tokens} tokens is over the context of {config.path!r}, {longest}; "
                          "lower one of them")
+
+
+MARGIN = 1.15
+"""Estimates are this far off (docs/plan.md), and what lies within is tried."""
+
+
+def check_fit(config: StageConfig) -> None:
+    """Refuse a run of which this machine could not hold the memory; nothing on a cluster that is joined, whose nodes
+    are not known yet, nor where the shape of a model is not.
+
+    Raises:
+        ConfigError: what would not fit, and the fields to change.
+    """
+    if config.cluster.address is not None:
+        return
+    import psutil
+
+    node = this_machine(list(config.pools.values()), psutil.virtual_memory().total)
+    if any(pool.gpus for pool in config.pools.values()) and node.gpu is None:
+        return  # that there is no GPU is told where pools are placed
+    try:
+        require_fit(config, [node])
+    except ModelError:  # a model on the Hub, or of a form that planning does not know: it may well fit
+        return
+
+
+def require_fit(config: StageConfig, nodes: Sequence[Node]) -> None:
+    """Refuse a run that cannot work on these nodes.
+
+    Raises:
+        ConfigError: what would not fit, and the fields to change.
+        ModelError: the shape of a model is not known.
+    """
+    refused = make_plan(config, [_with_margin(node) for node in nodes], shape_of).refused
+    if refused:
+        raise ConfigError("the run does not fit the machines it is for:\n" + "\n".join(f"  {text}" for text in refused)
+                          + f"\n  (their memory is counted {MARGIN - 1:.0%} larger than it is, because estimates err; "
+                          "`rlhf-ray plan` shows all of it)")
+
+
+def _with_margin(node: Node) -> Node:
+    gpu = replace(node.gpu, memory_bytes=MARGIN * node.gpu.memory_bytes) if node.gpu else None
+    return replace(node, memory_bytes=MARGIN * node.memory_bytes, gpu=gpu)
+
+
+def check_resume(config: StageConfig, steps: int, geometry: Mapping[str, int | str] | None = None) -> None:
+    """Refuse a resume that asks for less than was done, or for another geometry than the run has.
+
+    Args:
+        steps: all steps that the run is to make.
+        geometry: as for `Recovery`.
+
+    Raises:
+        ConfigError: more steps were made than are asked for, or the checkpoint is of another geometry.
+    """
+    newest = CheckpointStore(RunDirectory(config.run.dir).checkpoints, keep=1).newest_name()
+    if newest is None:
+        return
+    step, path = newest
+    if step > steps:
+        raise ConfigError(f"run.steps={steps}: the run in {config.run.dir} has made {step} steps already; set "
+                          f"run.steps to {step} or more, or begin a new run in another run.dir")
+    saved = None
+    with suppress(CheckpointError):  # one that is damaged is told of when its bytes are verified
+        saved = load_state(path / "coordinator.json").get("geometry")
+    if geometry and saved:
+        check_geometry(path, geometry, saved)

@@ -18,7 +18,7 @@ from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, preferences, reward_model, sft
-from rlhf_ray.stages.recipes import Recipe, refuse_other_seed, run_once, timed
+from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_seed, run_once, timed
 
 VOCABULARY = 1024
 RECIPE = Recipe("quickstart", home="runs/quickstart")

@@ -6,8 +6,7 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.stages import RewardModelConfig
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import RewardModelLearner
-from rlhf_ray.stages.supervised_preflight import check_supervised
-from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
+from rlhf_ray.stages.supervised_stage import SupervisedStage, check_supervised, run_supervised
 
 
 def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:

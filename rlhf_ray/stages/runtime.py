@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlhf_ray.checkpoint.atomic import clear_leftovers
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.directory import Checkpoint, CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, bring_back
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session
+from rlhf_ray.cluster.shared_files import require_shared_files
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
@@ -25,7 +26,6 @@ from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sinks import require_trackers
-from rlhf_ray.stages.needs import require_shared_files
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
@@ -195,6 +195,15 @@ def fetch_uploaded(config: StageConfig, directory: RunDirectory) -> None:
     """
     if config.run.upload:
         bring_back(config.run.upload, directory.path, logging.getLogger(__name__).warning, directory.term)
+
+
+def newest_checkpoint(store: CheckpointStore, resume: bool, directory: RunDirectory) -> Checkpoint | None:
+    """What a resumed run goes on from, noted in the owner's record; None for a new run. Errors as in
+    `CheckpointStore.latest`."""
+    start = store.latest() if resume else None
+    if directory.ownership is not None:
+        directory.ownership.go_on_from(start.step if start else None)
+    return start
 
 
 @contextmanager

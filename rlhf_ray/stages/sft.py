@@ -7,8 +7,7 @@ from rlhf_ray.config.model import NewModelConfig
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.roles.data_reader import DataReader
 from rlhf_ray.roles.supervised_learner import SFTLearner
-from rlhf_ray.stages.supervised_preflight import check_supervised
-from rlhf_ray.stages.supervised_stage import SupervisedStage, run_supervised
+from rlhf_ray.stages.supervised_stage import SupervisedStage, check_supervised, run_supervised
 
 
 def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:

@@ -12,19 +12,32 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import DiskStalled
+from rlhf_ray.data.step_format import StepTokens
+from rlhf_ray.errors import ConfigError, DiskStalled
+from rlhf_ray.models.families import Use, check_family
+from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.faults import FaultLog, note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_reader import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
-from rlhf_ray.stages.resume_preflight import check_resume
+from rlhf_ray.stages.preflight import (
+    check_adapters,
+    check_data,
+    check_first_rows,
+    check_fit,
+    check_model,
+    check_resume,
+    check_row_length,
+)
 from rlhf_ray.stages.runtime import (
     Runtime,
     fetch_uploaded,
+    newest_checkpoint,
     open_runtime,
     owned_directory,
     probe_note,
@@ -32,7 +45,7 @@ from rlhf_ray.stages.runtime import (
     sizes_note,
     start_learners,
 )
-from rlhf_ray.stages.supervised import SupervisedConfig, SupervisedRun, newest_checkpoint
+from rlhf_ray.stages.supervised_run import SupervisedConfig, SupervisedRun
 
 
 @dataclass(frozen=True)
@@ -132,3 +145,37 @@ async def _prepare(
                                                                  summary.weights)))
     reader.kill()
     return learners, summary.rows, started[0]["probe_seconds"]
+
+
+def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: StepsConfig | None = None) -> None:
+    """Refuse data, a model and numbers that do not fit together.
+
+    Args:
+        pairs: rows come in pairs, which a scalar head compares.
+        steps: how steps are written, for process-labelled rows.
+
+    Raises:
+        DataError, ModelError, ConfigError: naming the field, the value and the fix.
+    """
+    check_data(config.data, "data")
+    check_model(config.model, "model")
+    check_row_length(config.model, config.data.max_tokens, "data.max_tokens")
+    check_family(config.model, "model", {Use.SCALAR if pairs else Use.LANGUAGE},
+                 (config.data.max_tokens, "data.max_tokens"))
+    check_adapters(config.learner, config.model, "learner", scalar=pairs)
+    if steps is not None:
+        StepTokens.of(steps, load_tokenizer(config.model))
+    _check_budget(config, pairs)
+    check_fit(config)
+    check_first_rows(config.data, config.model, steps)
+
+
+def _check_budget(config: SupervisedConfig, pairs: bool) -> None:
+    """A micro-batch holds the longest row, or pair of rows."""
+    budget, longest = config.learner.micro_batch_tokens, config.data.max_tokens
+    if pairs and budget < 2 * longest:
+        raise ConfigError(f"learner.micro_batch_tokens={budget} cannot hold a pair of two rows of "
+                          f"data.max_tokens={longest}; raise it to at least twice that")
+    if budget < longest:
+        raise ConfigError(f"learner.micro_batch_tokens={budget} is less than data.max_tokens={longest}; raise it to at "
+                          "least that")

@@ -9,7 +9,7 @@ import pytest
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.planning.local_machine import as_hardware, read_gpu
-from rlhf_ray.stages.fit_preflight import check_fit
+from rlhf_ray.stages.preflight import check_fit
 
 
 def config(path, **more):

@@ -12,8 +12,7 @@ from rlhf_ray.errors import ConfigError, SupersededError
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.owner import Term, read_owner
 from rlhf_ray.stages import runtime
-from rlhf_ray.stages.runtime import owned_directory, run_stage
-from rlhf_ray.stages.supervised import newest_checkpoint
+from rlhf_ray.stages.runtime import newest_checkpoint, owned_directory, run_stage
 from tests.checkpoints import new_checkpoint
 from tests.unit.owners import take_over
 

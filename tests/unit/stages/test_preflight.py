@@ -14,6 +14,7 @@ from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.stages import compare, generate, ppo, preferences, process_reward, reward_model, sft
+from rlhf_ray.stages.ppo_roles import check_pretraining_text
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
@@ -23,7 +24,6 @@ from rlhf_ray.stages.preflight import (
     check_same_tokens,
     context_length,
 )
-from rlhf_ray.stages.pretraining_text import check_pretraining_text
 from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
 from tests.tiny_families import GROUPED, config_of
 

@@ -5,7 +5,7 @@ import pytest
 from rlhf_ray.checkpoint.state import save_state
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.stages.resume_preflight import check_resume
+from rlhf_ray.stages.preflight import check_resume
 
 GEOMETRY = {"coordinator.prompts_per_step": 16, "policy.workers": 1}
 

@@ -11,8 +11,8 @@ from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.questions import Question
+from rlhf_ray.stages.command_arguments import model_at
 from rlhf_ray.stages.compare import CompareOptions, run
-from rlhf_ray.stages.models_at_hand import model_at
 from rlhf_ray.stages.scorers import check_labels, check_scorer, rewards_called, scorer_of
 from tests.models import make_tiny_llama, make_tiny_reward_model
 

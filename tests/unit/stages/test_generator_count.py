@@ -6,7 +6,7 @@ from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.stages.scaled import remember, remembered, with_generators
+from rlhf_ray.stages.ppo_roles import load_generator_count, save_generator_count, with_generators
 
 
 def config(generator=None, **pools):
@@ -19,21 +19,21 @@ def config(generator=None, **pools):
 
 def test_a_run_remembers_what_it_was_scaled_to(tmp_path):
     directory = RunDirectory(tmp_path)
-    assert remembered(directory, 2) == 2
-    remember(directory, 2, 5)
-    assert remembered(directory, 2) == 5
+    assert load_generator_count(directory, 2) == 2
+    save_generator_count(directory, 2, 5)
+    assert load_generator_count(directory, 2) == 5
 
 
 def test_a_configuration_that_was_changed_since_wins(tmp_path):
     directory = RunDirectory(tmp_path)
-    remember(directory, 2, 5)
-    assert remembered(directory, 3) == 3
+    save_generator_count(directory, 2, 5)
+    assert load_generator_count(directory, 3) == 3
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{\"generators\": 3}", "{\"generators\": null, \"configured\": 2}"])
 def test_a_note_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "generators.json").write_text(text)
-    assert remembered(RunDirectory(tmp_path), 2) == 2
+    assert load_generator_count(RunDirectory(tmp_path), 2) == 2
 
 
 def test_a_pool_has_as_many_bundles_more_as_the_generators_need():

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.cluster import reach
+from rlhf_ray.cluster import shared_files
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ClusterError
 from rlhf_ray.planning.bundle_packing import Node
-from rlhf_ray.stages import needs
 
 NODES = {"gen": {"g1", "g2"}, "learn": {"l"}, "score": {"s", "l"}}
 
@@ -37,8 +36,8 @@ def test_each_node_is_asked_for_what_its_roles_read_and_write(config, tmp_path, 
         (mark,) = [path for path in wanted["l"] if "seen-from" in path]
         assert Path(mark).parent == tmp_path / "run" and Path(mark).exists()
 
-    monkeypatch.setattr(needs, "require_files", require)
-    asyncio.run(needs.require_shared_files(config, SimpleNamespace(nodes_of=NODES.__getitem__)))
+    monkeypatch.setattr(shared_files, "require_files", require)
+    asyncio.run(shared_files.require_shared_files(config, SimpleNamespace(nodes_of=NODES.__getitem__)))
     named = {node: {Path(path).name.split("-")[0] for path in paths} for node, paths in asked.items()}
     assert named == {"g1": {"policy"}, "g2": {"policy"}, "s": {"policy", "reward"}, "l": {"policy", "reward", ".seen"}}
     assert list((tmp_path / "run").iterdir()) == [], "the mark is gone"
@@ -48,15 +47,16 @@ def test_a_node_that_does_not_see_a_file_is_named_with_it(monkeypatch):
     async def asked(node, paths):
         return [path for path in paths if node == "far" and path != "/shared/run"]
 
-    monkeypatch.setattr(reach, "_asked", asked)
-    monkeypatch.setattr(reach, "present_nodes", lambda: [Node("10.0.0.7 (far)", {}, id="far")])
-    monkeypatch.setattr(reach.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    monkeypatch.setattr(shared_files, "_asked", asked)
+    monkeypatch.setattr(shared_files, "present_nodes", lambda: [Node("10.0.0.7 (far)", {}, id="far")])
+    monkeypatch.setattr(shared_files.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     with pytest.raises(ClusterError) as refused:
-        asyncio.run(reach.require_files({"here": ["/a"], "near": ["/a"], "far": ["/a", "/shared/run"], "idle": []}))
+        asyncio.run(shared_files.require_files(
+            {"here": ["/a"], "near": ["/a"], "far": ["/a", "/shared/run"], "idle": []}))
     assert "  10.0.0.7 (far): /a\n" in str(refused.value) and "/shared/run" not in str(refused.value)
-    asyncio.run(reach.require_files({"here": ["/a"], "near": ["/a"]}))
+    asyncio.run(shared_files.require_files({"here": ["/a"], "near": ["/a"]}))
 
 
 def test_what_is_absent_is_told(tmp_path):
     (tmp_path / "here").touch()
-    assert reach._absent([str(tmp_path / "here"), str(tmp_path / "there")]) == [str(tmp_path / "there")]
+    assert shared_files._absent([str(tmp_path / "here"), str(tmp_path / "there")]) == [str(tmp_path / "there")]

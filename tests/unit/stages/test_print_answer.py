@@ -2,7 +2,7 @@
 
 import io
 
-from rlhf_ray.observability.answers import print_answer
+from rlhf_ray.stages.generate import print_answer
 
 ROW = {"prompt": "Why?", "response": " Because.\x1b[31m", "tokens": 3, "finish_reason": "stop"}
 

@@ -7,7 +7,7 @@ import pytest
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.stages import compare, generate
-from rlhf_ray.stages.output_file import check_output
+from rlhf_ray.stages.command_arguments import check_output
 
 
 def test_a_folder_is_made_and_nothing_is_left_in_it(tmp_path):

@@ -18,7 +18,7 @@ from rlhf_ray.config.load import plain
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
 from rlhf_ray.planning.nodes import Node
-from rlhf_ray.stages.fit_preflight import require_fit
+from rlhf_ray.stages.preflight import require_fit
 
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Ray's variable for how long a job that is to stop gets before it is killed; Ray's own 3 s save no checkpoint."""

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.stages import quickstart, recipes
-from rlhf_ray.stages.recipes import run_once
+from rlhf_ray.stages import bundled_recipes, quickstart
+from rlhf_ray.stages.bundled_recipes import run_once
 
 
 def test_the_quickstarts_recipes_are_found():
@@ -15,8 +15,8 @@ def test_the_quickstarts_recipes_are_found():
 
 
 def test_missing_recipes_are_told_with_where_was_looked(monkeypatch, tmp_path):
-    monkeypatch.setattr(recipes, "__file__", str(tmp_path / "a" / "b" / "recipes.py"))
-    monkeypatch.setattr(recipes.sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(bundled_recipes, "__file__", str(tmp_path / "a" / "b" / "bundled_recipes.py"))
+    monkeypatch.setattr(bundled_recipes.sys, "prefix", str(tmp_path / "prefix"))
     with pytest.raises(ConfigError, match=rf"missing; looked in {tmp_path}.* and {tmp_path}/prefix/share"):
         quickstart.RECIPE.folder()
     installed = tmp_path / "prefix" / "share" / "rlhf-ray" / "configs" / "quickstart"
@@ -25,12 +25,12 @@ def test_missing_recipes_are_told_with_where_was_looked(monkeypatch, tmp_path):
 
 
 def test_another_seed_than_the_one_begun_with_is_refused(tmp_path):
-    recipes.refuse_other_seed(tmp_path, 1)
+    bundled_recipes.refuse_other_seed(tmp_path, 1)
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "config.yaml").write_text("run: {seed: 1}\n")
-    recipes.refuse_other_seed(tmp_path, 1)
+    bundled_recipes.refuse_other_seed(tmp_path, 1)
     with pytest.raises(ConfigError, match="begun with --seed 1, not 2; pass --seed 1"):
-        recipes.refuse_other_seed(tmp_path, 2)
+        bundled_recipes.refuse_other_seed(tmp_path, 2)
 
 
 def test_a_finished_stage_is_not_run_again(tmp_path, capsys):

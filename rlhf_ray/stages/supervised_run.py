@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from rlhf_ray.checkpoint.directory import Checkpoint, CheckpointStore
+from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
 from rlhf_ray.cluster.calls import Call
@@ -148,12 +148,3 @@ class SupervisedRun:
 
     def _due(self, every: int) -> bool:
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
-
-
-def newest_checkpoint(store: CheckpointStore, resume: bool, directory: RunDirectory) -> Checkpoint | None:
-    """What a resumed run goes on from, noted in the owner's record; None for a new run. Errors as in
-    `CheckpointStore.latest`."""
-    start = store.latest() if resume else None
-    if directory.ownership is not None:
-        directory.ownership.go_on_from(start.step if start else None)
-    return start

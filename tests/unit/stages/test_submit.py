@@ -8,7 +8,7 @@ import pytest
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.planning.nodes import Node
-from rlhf_ray.stages.submission import (
+from rlhf_ray.stages.submit import (
     about_run,
     check_before_submission,
     check_plan,
