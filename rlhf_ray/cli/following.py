@@ -5,8 +5,8 @@ import shlex
 
 import typer
 
-from rlhf_ray.cluster.jobs.following import follow
 from rlhf_ray.cluster.jobs.job import KILLED, Job
+from rlhf_ray.cluster.jobs.log_stream import follow
 from rlhf_ray.cluster.jobs.server import JobServer
 from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.observability.followed import FollowedProgress

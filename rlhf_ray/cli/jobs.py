@@ -97,7 +97,7 @@ def _kill(server: "JobServer", job: "Job", node: str) -> None:
     """Kill a job's driver by another job on its node, which is forgotten afterwards. The driver is not asked to stop
     before: it would begin to save what nobody waits for."""
     typer.echo(f"killing {job.id}")
-    helper = server.run_on(node, f"python -m rlhf_ray.cluster.jobs.ending {shlex.quote(job.id)}", job.environment)
+    helper = server.run_on(node, f"python -m rlhf_ray.cluster.jobs.kill_driver {shlex.quote(job.id)}", job.environment)
     until = time.monotonic() + KILL_S
     while not (state := server.job(helper)).over:
         if time.monotonic() > until:

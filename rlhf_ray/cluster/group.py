@@ -1,23 +1,20 @@
 """Plain classes made remote: the workers of one role, spawned into their pool, called one by one or together."""
 
 import asyncio
-import gc
-import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_ray.cluster.beat import count_at, forget, introduce, place_of
+from rlhf_ray.cluster.actor_class import CallSpec, actor_class, is_async, worker_environment
+from rlhf_ray.cluster.beat import count_at, forget, place_of
 from rlhf_ray.cluster.calls import Call, Fence
-from rlhf_ray.cluster.memory import GIVE_BACK_LARGE, KEEP_MEMORY
 from rlhf_ray.cluster.pools import Pools, Seat
-from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node, own_processes
-from rlhf_ray.cluster.segments import removed_after
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
+from rlhf_ray.cluster.shared_memory import removed_after
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
 
@@ -57,10 +54,10 @@ class WorkerGroup:
         """
         self.role, self._section = role, section or role
         self.call_timeout_s = call_timeout_s
-        self._class, self._placement, self._pools = _actor_class(cls), placement, pools
-        self._concurrency = 1000 if _is_async(cls) else 1
+        self._class, self._placement, self._pools = actor_class(cls), placement, pools
+        self._concurrency = 1000 if is_async(cls) else 1
         self._task_events = task_events
-        self._arguments, self._environment = arguments, _environment(placement, environment)
+        self._arguments, self._environment = arguments, worker_environment(placement, environment)
         self._workers = {rank: self._spawned(rank, 1) for rank in range(placement.workers)}
         self._former: dict[int, _Worker] = {}
         """Those that were removed; a rank is never used again, so that nobody mistakes a new worker for an old one."""
@@ -161,9 +158,9 @@ class WorkerGroup:
             outputs: how many values the method returns as a tuple, each to become an object of its own.
             timeout_s: deadline, where it is another than the group's.
         """
-        worker, order = self._worker(rank), Order.of(method, outputs, args)
+        worker, spec = self._worker(rank), CallSpec.of(method, outputs, args)
         *refs, timing = worker.timed_call(outputs + 1).remote(
-            order, *(arg for arg in args if isinstance(arg, ray.ObjectRef)))
+            spec, *(arg for arg in args if isinstance(arg, ray.ObjectRef)))
         if timeout_s is None:
             return Call(self.role, rank, method, tuple(refs), timing, self.call_timeout_s, time.monotonic(),
                         worker.fence)
@@ -209,31 +206,6 @@ class WorkerGroup:
         return _Worker(options.remote(**self._arguments(rank)), Fence(incarnation))
 
 
-class Order(NamedTuple):
-    """What a worker is to do. All but the values that come by reference travels as one argument, since Ray takes its
-    time for each."""
-
-    method: str
-    outputs: int
-    plain: list[Any]
-    """Arguments that are no references."""
-    places: list[int]
-    """Of those that are, among all."""
-
-    @classmethod
-    def of(cls, method: str, outputs: int, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The order, as a plain tuple, which is written down faster."""
-        places = [i for i, arg in enumerate(args) if isinstance(arg, ray.ObjectRef)]
-        return tuple(cls(method, outputs, [arg for arg in args if not isinstance(arg, ray.ObjectRef)], places))
-
-    def arguments(self, values: Sequence[Any]) -> list[Any]:
-        """All arguments in their order; `values` are those that the references stood for."""
-        arguments = list(self.plain)
-        for place, value in zip(self.places, values, strict=True):
-            arguments.insert(place, value)
-        return arguments
-
-
 class _Worker:
     """One process of a rank."""
 
@@ -255,72 +227,3 @@ async def _ended(worker: _Worker, reason: str) -> None:
     if worker.processes is not None:  # before Ray does: it would kill what cleans up after them, too
         await kill_on_their_node(worker.processes)
     ray.kill(worker.handle)
-
-
-def _is_async(cls: type) -> bool:
-    return any(inspect.iscoroutinefunction(f) for _, f in inspect.getmembers(cls, inspect.isfunction))
-
-
-def _actor_class(cls: type) -> Any:
-    """The role's class as a Ray actor class of the same name, with one method that times the role's own."""
-
-    def outcome(result: Any, outputs: int, began: float) -> tuple[Any, ...]:
-        seconds = time.perf_counter() - began
-        return (*result, seconds) if outputs > 1 else (result, seconds)
-
-    if _is_async(cls):
-
-        async def timed_call(self: Any, order: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
-            began, asked = time.perf_counter(), Order(*order)
-            with imports_spared(asked.method):
-                result = getattr(self, asked.method)(*asked.arguments(values))
-                return outcome(await result if inspect.isawaitable(result) else result, asked.outputs, began)
-    else:
-
-        def timed_call(self: Any, order: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:  # type: ignore[misc]
-            began, asked = time.perf_counter(), Order(*order)
-            with imports_spared(asked.method):
-                return outcome(getattr(self, asked.method)(*asked.arguments(values)), asked.outputs, began)
-
-    members = {"timed_call": timed_call, "node_host": _node_host, "introduce": introduce,
-               "own_processes": lambda _: own_processes(), "__doc__": cls.__doc__}
-    return ray.remote(type(cls.__name__, (cls,), members))
-
-
-@contextmanager
-def imports_spared(method: str) -> Iterator[None]:
-    """While a role starts, keep the garbage collector from the libraries that it imports (a sixth of the time), and for
-    good from what they leave behind, which is no garbage. Other methods run as they are."""
-    if method != "start":
-        yield
-        return
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if collecting:
-            gc.enable()
-
-
-def _node_host(_: Any) -> str:
-    """Address by which other nodes of the cluster reach the worker's node."""
-    return ray.util.get_node_ip_address()
-
-
-def _environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(placement.threads),
-        "OMP_WAIT_POLICY": "passive",  # a thread that spins for work takes the core from the worker that has some
-        "TOKENIZERS_PARALLELISM": "false",
-        **_memory(placement),
-        "PYTHONDONTWRITEBYTECODE": "",  # without bytecode every start of a worker compiles torch and vLLM anew
-        **more,
-    }
-
-
-def _memory(placement: PlacementConfig) -> dict[str, str]:
-    if placement.gpus:
-        return {}
-    return GIVE_BACK_LARGE if isinstance(placement, LearnerConfig) and placement.zero_stage == 3 else KEEP_MEMORY

@@ -1,5 +1,6 @@
 """The nodes of a running cluster, as planning knows them."""
 
+import time
 from collections.abc import Mapping
 
 import ray
@@ -48,3 +49,14 @@ def as_node(node_id: str, host: str, address: str, resources: Mapping[str, float
     memory = float(resources.get("memory", 0)) + float(resources.get("object_store_memory", 0))
     return Node(f"{host} ({address}, {node_id[:8]})", resources, memory, gpu_of(kind) if kind else None, labels,
                 free or {}, node_id)
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """Ray's id of every node that is being drained, and how many seconds it has left (None: nobody said)."""
+    found = state.state.get_draining_nodes()
+    return {node: deadline_ms / 1000 - time.time() if deadline_ms else None for node, deadline_ms in found.items()}
+
+
+def own_node() -> str:
+    """Ray's id of this process's node."""
+    return str(ray.get_runtime_context().get_node_id())

@@ -1,23 +1,22 @@
 """Pools as placement groups: opened all or none, with one deadline, and every worker's place in them.
 
 Which bundle of its pool a worker lives in is chosen here (`config.bundles`), and not left to Ray, which looks at one
-worker at a time. What can be placed at all is `cluster.opening`'s question.
+worker at a time. What can be placed at all is `cluster.pools`'s question.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from rlhf_ray.cluster.nodes import present_nodes
-from rlhf_ray.cluster.opening import not_in_time, placed, require_feasible
 from rlhf_ray.config.bundles import Bundles, assigned, spread
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
 from rlhf_ray.planning.bundle_packing import arrange, what_is_free
-from rlhf_ray.planning.placement_errors import nodes_table
+from rlhf_ray.planning.placement_errors import asked_for, nodes_table, why_not
 
 
 class Seat(NamedTuple):
@@ -177,3 +176,48 @@ async def _ready(group: PlacementGroup) -> None:
 
 def _is_well(task: "asyncio.Future[None]") -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+SAY_AFTER_S = 5.0
+"""A wait for pools as long as that is told of."""
+
+
+def require_feasible(pools: Mapping[str, PoolConfig]) -> None:
+    """Refuse pools that the present nodes could not hold even if nobody else used them.
+
+    Raises:
+        ClusterError: with a line for each pool that is at fault, and a table of the nodes.
+    """
+    nodes = present_nodes()
+    found = arrange(pools, nodes)
+    if found.never:
+        raise ClusterError("\n".join([*why_not(pools, nodes, found), nodes_table(pools, nodes),
+                                      "(if such nodes are about to join, cluster.nodes_may_join=true waits for them)"]))
+
+
+async def placed(waiting: Mapping[str, "asyncio.Future[None]"], timeout_s: float, say: Callable[[str], None]) -> None:
+    """Wait for all pools within one deadline; what is waited for is told once, when it takes long."""
+    _, late = await asyncio.wait(waiting.values(), timeout=min(SAY_AFTER_S, timeout_s))
+    if late:
+        say(f"waiting for room for {_listed(name for name, task in waiting.items() if task in late)} until others give "
+            f"it back, {timeout_s:g} s at most (cluster.start_timeout_s)")
+        _, late = await asyncio.wait(late, timeout=max(0.0, timeout_s - SAY_AFTER_S))
+    if late:
+        raise TimeoutError
+    for task in waiting.values():
+        task.result()
+
+
+def not_in_time(pools: Mapping[str, PoolConfig], late: list[str], timeout_s: float) -> str:
+    """What to say of pools that were late: what they ask for, and what the nodes have."""
+    nodes = present_nodes()
+    return "\n".join([
+        f"{_listed(late)} found no place within {timeout_s:g} s (cluster.start_timeout_s); what was reserved is given "
+        "back. Others may be using the nodes (`ray status` tells):",
+        *(asked_for(name, pools[name]) for name in late),
+        nodes_table({name: pools[name] for name in late}, nodes),
+    ])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f"pool {name!r}" for name in names)

@@ -14,7 +14,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_ray.cluster.segments import made_by, remove_unused
+from rlhf_ray.cluster.shared_memory import made_by, remove_unused
 
 GONE_S = 5.0
 """How long the system gets to take away a killed process; one in the middle of a write to a disk needs a moment."""

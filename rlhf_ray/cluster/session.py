@@ -6,14 +6,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+import grpc
 import ray
+from ray._private import services, worker
 from ray.job_config import JobConfig
 
-from rlhf_ray.cluster.authentication import require_token
 from rlhf_ray.cluster.head import answers, head_watched, raise_for_lost_head, require_listener
-from rlhf_ray.cluster.shield import deaths_told_once, process_group_of_their_own
+from rlhf_ray.config.hosts import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable
 
@@ -121,3 +125,81 @@ def _quieten_ray() -> None:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Our workers all have environments of their own, so processes started ahead of need would never be used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
+
+@contextmanager
+def process_group_of_their_own() -> Iterator[None]:
+    """Processes that Ray starts meanwhile begin a process group each. They still end when this process does."""
+    start = services.ConsolePopen
+    services.ConsolePopen = partial(start, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = start
+
+
+DEATH = "A worker died or was killed while executing a task by an unexpected system error"
+
+
+@contextmanager
+def deaths_told_once() -> Iterator[None]:
+    """Ray's paragraph about each worker that died stays unprinted meanwhile: the run says it in a line, with what it
+    does about it. Ray's other messages are printed as ever, and the logs hold them all."""
+    printed = worker.print_to_stdstream
+
+    def others(data: dict[str, Any], *args: Any, **keywords: Any) -> None:
+        if not any(line.startswith(DEATH) for line in data["lines"]):
+            printed(data, *args, **keywords)
+
+    worker.print_to_stdstream = others
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printed
+
+
+ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""The control service's smallest question."""
+TIMEOUT_S = 10.0
+PROTECTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
+"""What one says that wants a token, or TLS."""
+
+
+def require_token(address: str) -> None:
+    """Refuse a cluster that others can reach and that has no authentication.
+
+    Args:
+        address: host:port of the cluster's control service.
+
+    Raises:
+        ClusterError: it does not listen on loopback, and answers without a token.
+    """
+    if is_loopback(address.rsplit(":", 1)[0]) or not answers_anybody(address):
+        return
+    raise ClusterError(
+        f"the Ray cluster at {address} has no authentication: whoever can reach it can run code there, in your run "
+        "too. Start its nodes with RAY_AUTH_MODE=token and one token for all (`ray get-auth-token --generate` makes "
+        "one). Where its network is closed to others, cluster.allow_open=true joins it as it is")
+
+
+def answers_anybody(address: str) -> bool:
+    """Whether the control service answers a caller that shows no token. One behind TLS does not.
+
+    Raises:
+        ClusterError: it did not answer in time, so nothing is known.
+    """
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary(ALIVE, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            ask(b"", timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ClusterError(f"the Ray cluster at {address} did not say within {TIMEOUT_S:g} s whether it asks "
+                                   "for a token; try again when it is less busy") from error
+            return error.code() not in PROTECTED
+    return True
+
+
+def write_timeline(path: Path) -> None:
+    """Write the calls of all workers that Ray remembers as a Chrome trace; it blocks while Ray collects them."""
+    ray.timeline(str(path))

@@ -76,7 +76,8 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
     if not on_gpu:
         process = {RUNTIME: float(LEARNER + (ADAPTERS if config.lora else 0))}
         learning = [{**moment, **buffers, **process} for moment in _update(config, model, state)]
-        # Stage 3 gives its buffers back, but for those of gradients; below, what was freed is kept (cluster/memory.py).
+        # Stage 3 gives its buffers back, but for those of gradients; below, what was freed is kept
+        # (cluster/actor_class.py).
         between = {BUFFERS: average + _bucket_bytes(config, model.shape)} if sharded else {**buffers, GRADIENTS: 0.0}
         return Memory(host=at_the_peak(*learning, {**state, **copies, **between, **process}))
     moved: dict[str, float] = {}

@@ -74,8 +74,8 @@ GPU_HOST = 2.5 * GIB
 COPIES_ON_CPU = {0: 1, 1: 3, 2: 3}
 """Copies of the trained weights, in float32, that a rank of several holds beside its shares on CPUs, by ZeRO stage: the
 bucket of gradients under way, gloo's buffers of what it reduces and gathers, DeepSpeed's flattened tensors. The C
-library keeps what is freed (cluster/memory.py), so they add up. Found on 33 million weights and two ranks; stage 2 was
-measured, 1 is taken as 2. At stage 3 they are counted one by one (`learner_memory`)."""
+library keeps what is freed (cluster/actor_class.py), so they add up. Found on 33 million weights and two ranks; stage
+2 was measured, 1 is taken as 2. At stage 3 they are counted one by one (`learner_memory`)."""
 GATHERED = 1e9
 """Weights that DeepSpeed leaves gathered at ZeRO stage 3 before it lets go of some (`stage3_max_live_parameters`, its
 default)."""

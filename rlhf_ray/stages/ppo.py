@@ -8,8 +8,7 @@ from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.cluster.pulse import Pulse
-from rlhf_ray.cluster.session import Session
-from rlhf_ray.cluster.timeline import write_timeline
+from rlhf_ray.cluster.session import Session, write_timeline
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best import BestKeeper

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-from rlhf_ray.cluster.segments import PLACE, mapped_by
+from rlhf_ray.cluster.shared_memory import PLACE, mapped_by
 
 spared: set[str] = set()
 """Marks in the command lines of processes that are nobody's fault while a cluster is open on purpose."""

@@ -102,9 +102,9 @@ def test_what_no_node_could_ever_hold_is_refused_at_once(three, pools, words):
 
 
 def test_what_is_only_busy_is_waited_for_and_told_of_and_nothing_is_kept_when_time_is_over(three, monkeypatch):
-    from rlhf_ray.cluster import opening
+    from rlhf_ray.cluster import pools as module
 
-    monkeypatch.setattr(opening, "SAY_AFTER_S", 0.3)
+    monkeypatch.setattr(module, "SAY_AFTER_S", 0.3)
     said = []
 
     async def work():

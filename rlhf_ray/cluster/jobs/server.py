@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +17,6 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from rlhf_ray.cluster.jobs.job import Job
-from rlhf_ray.cluster.jobs.token import HOW, find_token
 from rlhf_ray.cluster.nodes import as_node, head_first
 from rlhf_ray.config.hosts import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
@@ -204,3 +204,25 @@ def job_of(details: JobDetails) -> Job:
     return Job(details.submission_id or "", str(details.status), details.metadata or {}, details.message or "",
                seconds(details.start_time), seconds(details.end_time), details.driver_exit_code,
                details.driver_node_id, details.runtime_env or {})
+
+
+VARIABLE, FILE_VARIABLE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+HOW = ("Copy the cluster's token to ~/.ray/auth_token (on its head node `ray get-auth-token` prints it), name its "
+       f"file in {FILE_VARIABLE}, or put it into {VARIABLE}")
+
+
+def find_token() -> str | None:
+    """The token from the environment, or from the file where Ray keeps it; in Ray's own order.
+
+    Raises:
+        ClusterError: the file that the environment names cannot be read.
+    """
+    if token := os.environ.get(VARIABLE, "").strip():
+        return token
+    if named := os.environ.get(FILE_VARIABLE):
+        try:
+            return Path(named).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ClusterError(f"{FILE_VARIABLE}={named}: the token cannot be read: {error}") from error
+    usual = Path.home() / ".ray" / "auth_token"
+    return usual.read_text(encoding="utf-8").strip() or None if usual.is_file() else None

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from rlhf_ray.cluster.memory import GIVE_BACK_LARGE
+from rlhf_ray.cluster.actor_class import GIVE_BACK_LARGE
 from rlhf_ray.engine.distributed import accelerator_environment, free_address
 from tests.models import make_tiny_llama
 

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.cluster.processes import kill
-from rlhf_ray.cluster.segments import removed_after
+from rlhf_ray.cluster.shared_memory import removed_after
 from rlhf_ray.errors import WorkerLost
 
 

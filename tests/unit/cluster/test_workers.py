@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import ray
 
-from rlhf_ray.cluster.group import Order, WorkerGroup, _actor_class, _environment, _is_async
-from rlhf_ray.cluster.memory import KEEP_MEMORY
+from rlhf_ray.cluster.actor_class import KEEP_MEMORY, CallSpec, actor_class, is_async, worker_environment
+from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 
@@ -34,11 +34,11 @@ class Asynchronous:
 
 def inner(cls):
     """The class that Ray would run, as an ordinary one."""
-    return _actor_class(cls).__ray_metadata__.modified_class
+    return actor_class(cls).__ray_metadata__.modified_class
 
 
 def test_roles_with_coroutines_are_told_apart():
-    assert _is_async(Asynchronous) and not _is_async(Plain)
+    assert is_async(Asynchronous) and not is_async(Plain)
 
 
 def test_a_remote_class_keeps_its_name():
@@ -47,18 +47,18 @@ def test_a_remote_class_keeps_its_name():
 
 def test_a_call_answers_with_its_result_and_its_time():
     worker = inner(Plain)()
-    result, seconds = worker.timed_call(Order.of("double", 1, [4]))
+    result, seconds = worker.timed_call(CallSpec.of("double", 1, [4]))
     assert result == 8 and seconds >= 0
-    first, second, _ = worker.timed_call(Order.of("both", 2, [4]))
+    first, second, _ = worker.timed_call(CallSpec.of("both", 2, [4]))
     assert (first, second) == (4, -4)
-    pair, _ = worker.timed_call(Order.of("both", 1, [4]))
+    pair, _ = worker.timed_call(CallSpec.of("both", 1, [4]))
     assert pair == (4, -4)
 
 
 def test_arguments_arrive_in_their_order_whether_by_value_or_by_reference():
     a, b = ray.ObjectRef(b"a" * 28), ray.ObjectRef(b"b" * 28)
     for args in ([a, 1, 2, b], [None, a, b, [3]], [1, 2], [a], []):
-        order = Order(*Order.of("m", 1, args))
+        order = CallSpec(*CallSpec.of("m", 1, args))
         assert not any(isinstance(arg, ray.ObjectRef) for arg in order.plain)
         values = {a: "value of a", b: "value of b"}
         found = order.arguments([values[arg] for arg in args if isinstance(arg, ray.ObjectRef)])
@@ -75,15 +75,15 @@ def test_the_rank_of_one_that_was_removed_is_never_given_again():
 
 def test_coroutines_and_plain_methods_of_one_role_both_answer():
     worker = inner(Asynchronous)()
-    assert asyncio.run(worker.timed_call(Order.of("double", 1, [4])))[0] == 8
-    assert asyncio.run(worker.timed_call(Order.of("plain", 1, [4])))[0] == 5
+    assert asyncio.run(worker.timed_call(CallSpec.of("double", 1, [4])))[0] == 8
+    assert asyncio.run(worker.timed_call(CallSpec.of("plain", 1, [4])))[0] == 5
 
 
 def test_the_environment_limits_threads_and_the_roles_own_settings_win():
-    given = _environment(PlacementConfig(threads=3), {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "active"})
+    given = worker_environment(PlacementConfig(threads=3), {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "active"})
     assert given["OMP_NUM_THREADS"] == "3"
     assert given["OMP_WAIT_POLICY"] == "active" and given["DS_ACCELERATOR"] == "cpu"
-    assert _environment(PlacementConfig(), {})["OMP_WAIT_POLICY"] == "passive"
+    assert worker_environment(PlacementConfig(), {})["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_a_bundle_asks_for_what_it_has_some_of():
@@ -93,10 +93,10 @@ def test_a_bundle_asks_for_what_it_has_some_of():
 
 
 def test_workers_without_gpus_keep_their_memory():
-    assert KEEP_MEMORY.items() <= _environment(PlacementConfig(), {}).items()
-    assert not KEEP_MEMORY.keys() & _environment(PlacementConfig(gpus=1), {}).keys()
+    assert KEEP_MEMORY.items() <= worker_environment(PlacementConfig(), {}).items()
+    assert not KEEP_MEMORY.keys() & worker_environment(PlacementConfig(gpus=1), {}).keys()
 
 
 def test_learners_that_gather_whole_weights_give_large_blocks_back():
-    given = [_environment(LearnerConfig(zero_stage=stage), {})["MALLOC_MMAP_MAX_"] for stage in (2, 3)]
+    given = [worker_environment(LearnerConfig(zero_stage=stage), {})["MALLOC_MMAP_MAX_"] for stage in (2, 3)]
     assert given[0] == KEEP_MEMORY["MALLOC_MMAP_MAX_"] == "0" and int(given[1]) > 0

@@ -6,8 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from rlhf_ray.cluster.jobs import server as module
-from rlhf_ray.cluster.jobs.server import connect, url_of
-from rlhf_ray.cluster.jobs.token import find_token
+from rlhf_ray.cluster.jobs.server import connect, find_token, url_of
 from rlhf_ray.errors import ClusterError
 
 

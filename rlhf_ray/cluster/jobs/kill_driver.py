@@ -1,4 +1,4 @@
-"""`python -m rlhf_ray.cluster.jobs.ending JOB`: kill all processes of a job's driver on this node.
+"""`python -m rlhf_ray.cluster.jobs.kill_driver JOB`: kill all processes of a job's driver on this node.
 
 Ray's own way to stop a job waits as long as was agreed when it was submitted, and cannot be told to hurry. So another
 job, on the driver's node, does this.

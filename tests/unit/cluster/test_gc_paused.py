@@ -4,13 +4,13 @@ import gc
 
 import pytest
 
-from rlhf_ray.cluster.group import imports_spared
+from rlhf_ray.cluster.actor_class import gc_paused_for_start
 
 
 def test_nothing_is_collected_while_a_role_starts_and_what_it_left_is_frozen():
     frozen = gc.get_freeze_count()
     try:
-        with imports_spared("start"):
+        with gc_paused_for_start("start"):
             assert not gc.isenabled()
             left = [[] for _ in range(1000)]
         assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(left)
@@ -20,7 +20,7 @@ def test_nothing_is_collected_while_a_role_starts_and_what_it_left_is_frozen():
 
 def test_the_collector_works_again_after_a_start_that_failed():
     try:
-        with pytest.raises(RuntimeError), imports_spared("start"):
+        with pytest.raises(RuntimeError), gc_paused_for_start("start"):
             raise RuntimeError
         assert gc.isenabled()
     finally:
@@ -28,5 +28,5 @@ def test_the_collector_works_again_after_a_start_that_failed():
 
 
 def test_calls_after_the_start_are_left_alone():
-    with imports_spared("update"):
+    with gc_paused_for_start("update"):
         assert gc.isenabled()

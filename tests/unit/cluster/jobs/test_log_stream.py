@@ -9,10 +9,10 @@ import sys
 import psutil
 import pytest
 
-from rlhf_ray.cluster.jobs import following
-from rlhf_ray.cluster.jobs.ending import kill
-from rlhf_ray.cluster.jobs.following import follow
+from rlhf_ray.cluster.jobs import log_stream
 from rlhf_ray.cluster.jobs.job import Job
+from rlhf_ray.cluster.jobs.kill_driver import kill
+from rlhf_ray.cluster.jobs.log_stream import follow
 from rlhf_ray.errors import ClusterError
 
 
@@ -36,7 +36,7 @@ class Breaking:
 
 
 def test_nothing_is_shown_twice_and_nothing_is_missed(monkeypatch):
-    monkeypatch.setattr(following, "PAUSE_S", 0.0)
+    monkeypatch.setattr(log_stream, "PAUSE_S", 0.0)
     shown = []
     job = asyncio.run(follow(Breaking("abcdefghijklmnop", [4, 1, 9, None]), "it", shown.append))
     assert "".join(shown) == "abcdefghijklmnop" and job.over
@@ -49,8 +49,8 @@ def test_what_was_seen_before_is_skipped(monkeypatch):
 
 
 def test_a_server_that_stays_away_ends_the_following_and_not_the_job(monkeypatch):
-    monkeypatch.setattr(following, "PAUSE_S", 0.0)
-    monkeypatch.setattr(following, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(log_stream, "PAUSE_S", 0.0)
+    monkeypatch.setattr(log_stream, "PATIENCE_S", 0.05)
     with pytest.raises(ClusterError, match=r"has been away.*may well go on"):
         asyncio.run(follow(Breaking("abc", [0] * 100_000), "it", lambda _: None))
 
