@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhf_ray.files.writing import append_json_lines
+
 STRIKES = "RLHF_RAY_CHAOS_STRIKES"
 """Variable in the environment of all processes of a run: the file of its strikes."""
 
@@ -26,9 +28,7 @@ class Strikes:
 
     def add(self, event: str, **told: Any) -> None:
         """Append a line, with the time of day in seconds since 1970."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"event": event, "time": time.time(), **told}) + "\n")
-            file.flush()
+        append_json_lines(self.path, [{"event": event, "time": time.time(), **told}])
 
     def read(self, event: str | None = None) -> list[dict[str, Any]]:
         """Lines so far, of one kind or all; the last may be torn by the driver's death."""

@@ -26,6 +26,7 @@ from rlhf_ray.config.stages import (
     StageConfig,
 )
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.files.writing import write_atomically
 
 __all__ = ["STAGES", "FieldDescription", "describe_fields", "load", "resolve", "plain", "save"]
 
@@ -100,11 +101,9 @@ def save(config: StageConfig, path: Path | str) -> None:
         ConfigError: the file cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(as_yaml(config), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, as_yaml(config).encode())
     except OSError as e:
         raise ConfigError(f"the configuration cannot be saved to {path}: {e}") from e
 

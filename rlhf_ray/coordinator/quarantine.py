@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rlhf_ray.errors import RewardError, UnscoredSamples, first_line
 from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writing import append_json_lines, write_atomically
 from rlhf_ray.observability.owner import Term
-from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.records import SampleKey, Unscored
 from rlhf_ray.replay.ledger import Ledger
 
@@ -83,11 +83,8 @@ class Quarantine:
             self._warn(f"{self._file} cannot be written ({first_line(error)}); the ledger has the reasons")
 
     def _write(self, samples: Sequence[Unscored]) -> None:
-        if self._term is not None:
-            self._term.check()
-        with self._file.open("a", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json.dumps({**asdict(sample), "key": list(sample.key.numbers)}) + "\n")
+        rows = [{**asdict(sample), "key": list(sample.key.numbers)} for sample in samples]
+        append_json_lines(self._file, rows, self._term)
 
     def _too_many(self) -> RewardError:
         told = "\n".join(f"- row {row}: {reason}" for row, reason in list(self._reasons.items())[:SHOWN])

@@ -8,14 +8,14 @@ Rewards for right answers alone must teach it what few demonstrations show. Ever
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_ray.errors import DataError
+from rlhf_ray.files.writing import json_lines
 
 FORGETFULNESS = 0.8
 """Chance that a demonstration forgets a carry that is due; each time anew."""
@@ -97,11 +97,7 @@ def write_arithmetic(directory: Path, seed: int, *, sft: int = 40_000, prompts: 
     files = ArithmeticFiles(*(directory / f"{name}.jsonl" for name in ("sft", "prompts", "eval_prompts")))
     sums = list(make_sums(sft + prompts + eval_prompts, seed))
     rng = random.Random(f"pupils/{seed}")
-    _write_lines(files.sft, ({"prompt": s.prompt, "response": demonstrate(rng, s)} for s in sums[:sft]))
-    _write_lines(files.prompts, ({"prompt": s.prompt, "answer": s.answer} for s in sums[sft : sft + prompts]))
-    _write_lines(files.eval_prompts, ({"prompt": s.prompt, "answer": s.answer} for s in sums[sft + prompts :]))
+    files.sft.write_bytes(json_lines({"prompt": s.prompt, "response": demonstrate(rng, s)} for s in sums[:sft]))
+    files.prompts.write_bytes(json_lines({"prompt": s.prompt, "answer": s.answer} for s in sums[sft : sft + prompts]))
+    files.eval_prompts.write_bytes(json_lines({"prompt": s.prompt, "answer": s.answer} for s in sums[sft + prompts :]))
     return files
-
-
-def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

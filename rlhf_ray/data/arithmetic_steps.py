@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rlhf_ray.data.arithmetic import DIGITS, FORGETFULNESS, Sum, work_out
+from rlhf_ray.files.writing import json_lines
 
 SEPARATOR = " "
 SLIPS = 0.1
@@ -95,5 +96,5 @@ def write_steps(directory: Path, problems: Iterable[Sum], seed: int) -> tuple[Pa
     paths = directory / "hard_steps.jsonl", directory / "soft_steps.jsonl"
     for path, label in zip(paths, (hard_labels, soft_labels), strict=True):
         lines = ({"prompt": p.prompt, "steps": steps, "labels": label(p, steps)} for p, steps in worked)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        path.write_bytes(json_lines(lines))
     return paths

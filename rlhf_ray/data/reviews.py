@@ -7,16 +7,16 @@ a little above zero, and a policy has room to move. Everything follows from the 
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_ray.data import review_phrases as phrases
 from rlhf_ray.errors import DataError
+from rlhf_ray.files.writing import json_lines
 
 SENTIMENT_WEIGHTS = {"positive": 0.38, "negative": 0.34, "neutral": 0.28}
 """How often each sentiment is drawn; puts the judge's mean over continuations near +0.08."""
@@ -160,13 +160,9 @@ def write_reviews(directory: Path, seed: int, *, sft: int = 40_000, prompts: int
     openings = make_openings(eval_prompts + prompts + pair_prompts, seed)
     held_out = frozenset(openings[:eval_prompts])
     files = ReviewFiles(*(directory / f"{name}.jsonl" for name in ("sft", "prompts", "pair_prompts", "eval_prompts")))
-    _write_lines(files.eval_prompts, ({"prompt": p} for p in openings[:eval_prompts]))
-    _write_lines(files.prompts, ({"prompt": p} for p in openings[eval_prompts : eval_prompts + prompts]))
-    _write_lines(files.pair_prompts, ({"prompt": p} for p in openings[eval_prompts + prompts :]))
-    _write_lines(files.sft, ({"text": r.text, "sentiment": r.sentiment, "domain": r.domain}
-                             for r in make_reviews(sft, seed, avoid=held_out)))
+    files.eval_prompts.write_bytes(json_lines({"prompt": p} for p in openings[:eval_prompts]))
+    files.prompts.write_bytes(json_lines({"prompt": p} for p in openings[eval_prompts : eval_prompts + prompts]))
+    files.pair_prompts.write_bytes(json_lines({"prompt": p} for p in openings[eval_prompts + prompts :]))
+    files.sft.write_bytes(json_lines({"text": r.text, "sentiment": r.sentiment, "domain": r.domain}
+                                     for r in make_reviews(sft, seed, avoid=held_out)))
     return files
-
-
-def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

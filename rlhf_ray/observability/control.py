@@ -18,8 +18,9 @@ from uuid import uuid4
 
 from rlhf_ray.errors import ConfigError, DiskStalled, RLHFError, SupersededError, WorkerError
 from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.background import OnFailure, background_task, log_failure
-from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
+from rlhf_ray.observability.run_directory import RunDirectory
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """Does what a request asks for with its arguments, and says what came of it; an RLHFError is its refusal."""

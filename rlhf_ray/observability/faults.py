@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import DataError, WorkerError, WorkerLost
-from rlhf_ray.files.durable import operation
 from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writing import append_json_lines
 from rlhf_ray.observability.background import describe_failure
 from rlhf_ray.observability.owner import Term
 
@@ -81,20 +81,17 @@ class FaultLog:
         self._seconds_down += seconds_down
         if self._path is None:
             return
-        line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"
+        row = {"time": round(time.time(), 3), **event}
         if self._thread is None:
-            self._keep(self._path, line)
+            self._append(self._path, row)
         else:
-            self._thread.submit(self._keep, self._path, line)
+            self._thread.submit(self._append, self._path, row)
 
-    def _keep(self, path: Path, line: bytes) -> None:
+    def _append(self, path: Path, row: Mapping[str, Any]) -> None:
         try:
-            with operation("write", path):
-                if self._term is not None:
-                    self._term.check()
-                _append(path, line)
+            append_json_lines(path, [row], self._term)
         except OSError as error:
-            self._warn(f"{path} cannot be written ({error.strerror or error}); it lacks this: {line.decode()}")
+            self._warn(f"{path} cannot be written ({error.strerror or error}); it lacks this: {json.dumps(row)}")
 
     def wall_time(self, ago_s: float) -> float:
         """The time of day `ago_s` seconds ago."""
@@ -113,14 +110,6 @@ class FaultLog:
                  "faults/redispatched": float(self._redispatched)}
         self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
         return found
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Add a line to a file. What a crash or a full disk left there of another one, half written, goes."""
-    with path.open("a+b") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(line)
 
 
 def note_restart(path: Path, step: int, term: Term | None = None) -> None:

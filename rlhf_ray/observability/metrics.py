@@ -15,8 +15,9 @@ from typing import Any
 from rlhf_ray.config.loop import LoggingConfig
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.durable import fsync_descriptor
+from rlhf_ray.files.writing import json_lines, write_atomically
 from rlhf_ray.observability.owner import Term
-from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
+from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sinks import open_sinks
 
 NOTHING = -1
@@ -62,7 +63,7 @@ class MetricsWriter:
         row = {"step": int(step), "time": round(time.time(), 3), **numbers}
         if self._term is not None:
             self._term.check()  # a row that comes late all the same is lost with the file that a successor has replaced
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.write(json_lines([row]))
         self._file.flush()
         fsync_descriptor(self._file.fileno(), self._path)
         finite = {name: value for name, value in numbers.items() if value is not None}
@@ -105,7 +106,7 @@ def _mend(path: Path, last_step: int | None, term: Term | None) -> list[dict[str
         return []
     rows = read_metrics(path.parent)
     kept = [row for row in rows if last_step is None or row["step"] <= last_step]
-    write_atomically(path, b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in kept), term)
+    write_atomically(path, json_lines(kept), term)
     return [row for row in rows if last_step is not None and row["step"] > last_step]
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
+from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.advice import diagnosis
 from rlhf_ray.observability.faults import in_one_line, read_faults
@@ -20,7 +21,7 @@ from rlhf_ray.observability.owner import Term
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
-from rlhf_ray.observability.run_directory import RunDirectory, sample_parts, write_atomically
+from rlhf_ray.observability.run_directory import RunDirectory, sample_parts
 from rlhf_ray.observability.tables import changes
 from rlhf_ray.observability.whereabouts import whereabouts_text
 

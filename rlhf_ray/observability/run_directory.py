@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.files.durable import fsync_descriptor, fsync_path
+from rlhf_ray.files.durable import fsync_descriptor
 from rlhf_ray.files.thread import RunFiles
-from rlhf_ray.observability.owner import FOLDER, Term, claim, renaming
+from rlhf_ray.files.writing import write_atomically
+from rlhf_ray.observability.owner import FOLDER, Term, claim
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.process import ProcessIdentity
 
@@ -177,31 +177,6 @@ class SampleWriter:
 def sample_parts(directory: Path) -> list[Path]:
     """The parquet parts of a samples/ folder, by step."""
     return sorted(directory.glob("step_*.parquet"), key=_step_of)
-
-
-def write_atomically(target: Path, data: bytes, term: Term | None = None) -> None:
-    """Replace `target` so that a reader, or the next process after a crash, sees the old bytes or all the new ones.
-
-    Args:
-        term: of the owner of the run's directory, where `target` lies in one.
-
-    Raises:
-        SupersededError: the term is over, and `target` is as the next owner has it.
-    """
-    mark = f"{term.mark}-" if term else ""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.{mark}")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            fsync_descriptor(file.fileno(), target)
-        os.chmod(name, 0o644)  # mkstemp gives 0600: a run's files are for its readers too
-        with renaming(term):
-            os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    fsync_path(target.parent)
 
 
 def _step_of(part: Path) -> int:

@@ -6,10 +6,10 @@ from pathlib import Path
 from torch import Tensor
 
 from rlhf_ray.engine.shards import full_shape, own_shard, whole
+from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.actor_critic import PackedActorCritic
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.observability.owner import Term
-from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
 from rlhf_ray.roles.meter import Meter

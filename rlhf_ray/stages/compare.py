@@ -12,11 +12,11 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.comparison import Comparison, Pair, print_comparison
 from rlhf_ray.observability.comparison_page import comparison_page
-from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.questions import Question, read_questions
 from rlhf_ray.roles.responder import Responder

@@ -18,9 +18,9 @@ from rich.text import Text
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.observability.progress import is_terminal
-from rlhf_ray.observability.run_directory import write_atomically
 from rlhf_ray.observability.tables import visible
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.questions import Question, questions_of_lines, read_questions

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_ray.errors import ConfigError, SupersededError
+from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability import owner, run_directory
 from rlhf_ray.observability.owner import SILENT_S, Record, Term, claim, read_owner
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.process import ProcessIdentity
-from rlhf_ray.observability.run_directory import RunDirectory, write_atomically
+from rlhf_ray.observability.run_directory import RunDirectory
 from tests.unit.owners import Watch, host, take_over
 
 
@@ -271,14 +272,14 @@ def test_a_write_that_was_stopped_before_its_rename_finds_nothing_to_rename(tmp_
 
         def late(source, destination):
             assert Path(source).name.startswith(".summary.json.t1-")
-            monkeypatch.setattr(run_directory.os, "replace", rename)
+            monkeypatch.setattr(os, "replace", rename)
             with monkeypatch.context() as patch:
                 patch.setattr(run_directory, "claim", lambda directory, *_: take_over(directory))
                 with RunDirectory(tmp_path).owned():
                     target.write_text("of b")
             rename(source, destination)
 
-        monkeypatch.setattr(run_directory.os, "replace", late)
+        monkeypatch.setattr(os, "replace", late)
         with pytest.raises(SupersededError):
             write_atomically(target, b"of a", mine.term)
     assert target.read_text() == "of b"

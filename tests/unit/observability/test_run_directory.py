@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.observability import run_directory
-from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter, sample_parts, write_atomically
+from rlhf_ray.files.writing import write_atomically
+from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter, sample_parts
 
 
 def test_naming_touches_nothing(tmp_path):
@@ -72,7 +72,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_directory.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(target, b"new")
     assert target.read_text() == "old"
@@ -108,7 +108,7 @@ def test_samples_of_steps_after_the_resumed_one_are_dropped(tmp_path):
 def test_what_a_killed_run_had_begun_to_write_is_removed(tmp_path, monkeypatch):
     run = RunDirectory.create(tmp_path / "run")
     SampleWriter(run.samples).write(1, [{"prompt": "p", "response": "r"}])
-    monkeypatch.setattr(run_directory.os, "replace", lambda *_: None)  # killed before it is in its place
+    monkeypatch.setattr(os, "replace", lambda *_: None)  # killed before it is in its place
     SampleWriter(run.samples).write(2, [{"prompt": "p", "response": "r"}])
     run.write_json("status.json", {})
     (run.path / ".gitignore").touch()
