@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 def one_thread_on_cpu() -> None:
     """Environment of all sides, which inherit it: the project's own for a generator, and no accelerator."""
-    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.generation import GenerationConfig
     from rlhf_ray.engine.distributed import accelerator_environment
     from rlhf_ray.roles.engines.settings import generator_environment

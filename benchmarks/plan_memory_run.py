@@ -104,7 +104,7 @@ def main() -> None:
     """Make models and rows, run the stage, write what was seen."""
     case, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent
     in_a_child(make_models, case["shape"], directory)
-    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.load import STAGES
 
     quiet_libraries()

@@ -69,7 +69,7 @@ def _run(asked: argparse.Namespace, place: Path) -> bool:
     from chaos.picture import write_picture
     from chaos.report import print_report
     from chaos.summary import Chaos
-    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.engine.distributed import accelerator_environment
 
     quiet_libraries()

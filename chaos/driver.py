@@ -16,8 +16,8 @@ def main() -> None:
 
     Arguments: the run's configuration, a file with the faults to inject, and the file to note them in.
     """
+    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.cli.main import main as command_line
-    from rlhf_ray.cli.quiet import quiet_libraries
 
     quiet_libraries()
     from chaos.injector import Injector

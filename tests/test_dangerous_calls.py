@@ -21,8 +21,7 @@ ALLOWED = {
     ("rewards/function_process.py", "pickle.loads"): "of requests, from the process that started it",
     ("rewards/function_process.py", "importlib.import_module"): "of the user's reward function, in its own process",
     ("cli/stage.py", "importlib.import_module"): "of one of our own stages",
-    ("cli/example.py", "importlib.import_module"): "of one of our own stages",
-    ("cli/quickstart.py", "importlib.import_module"): "of one of our own stages",
+    ("cli/examples.py", "importlib.import_module"): "of one of our own stages",
     ("stages/submit.py", "importlib.import_module"): "of one of our own stages",
 }
 SAFE = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rlhf_ray.cli.arguments import split_arguments
 from rlhf_ray.cli.main import app
+from rlhf_ray.cli.stage import split_arguments
 from rlhf_ray.config.load import STAGES, load
 
 ROOT = Path(__file__).parents[1]

@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Run what was asked for and report on all of it."""
     asked = arguments()
-    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.cli.library_logging import quiet_libraries
 
     quiet_libraries()
     from benchmarks.estimators.plot import write_plots

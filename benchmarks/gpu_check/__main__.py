@@ -45,7 +45,7 @@ async def check(scale: Scale, gpus: list[str], directory: Path) -> list[Row]:
 def main() -> None:
     """Check, print, and say by the exit code how it went."""
     asked = arguments()
-    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.planning.local_machine import gpus_here
 
     gpus = [] if asked.cpu else [gpu.name for gpu in gpus_here()]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.trl.pacing import Pacing
-from rlhf_ray.cli.quiet import quiet_libraries
+from rlhf_ray.cli.library_logging import quiet_libraries
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.observability.metrics import MetricsWriter

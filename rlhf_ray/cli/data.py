@@ -32,8 +32,8 @@ def inspect(
 
     Exits with 1 when rows are malformed, which training would refuse, and with 2 when nothing can be used.
     """
-    from rlhf_ray.cli.data_page import print_inspection
-    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.cli.data_report import print_inspection
+    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.model import ModelConfig
     from rlhf_ray.data.inspection import inspect as look
     from rlhf_ray.models.loading import load_tokenizer

@@ -3,17 +3,20 @@
 import shlex
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.cli.submit import Address
-from rlhf_ray.errors import ClusterError
+from rlhf_ray.errors import ClusterError, RunInterrupted
 
 if TYPE_CHECKING:
     from rlhf_ray.cluster.jobs.job import Job
     from rlhf_ray.cluster.jobs.server import JobServer
 
+Address = Annotated[str | None, typer.Option(
+    "--address", envvar="RAY_API_SERVER_ADDRESS", show_default="http://127.0.0.1:8265", help="Address of the cluster's "
+    "job server, which is its dashboard's: http://HOST:8265.")]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a run's name: its newest job.")]
 AllowOpen = Annotated[bool, typer.Option(
     "--allow-open", help="Use a cluster that others can reach and that has no authentication; only where the network "
@@ -22,6 +25,8 @@ WIDEST = 160
 """Columns of the table; a narrower terminal wraps its lines, and a pipe gets them whole."""
 KILL_S = 60.0
 """For a killed job to be gone."""
+DETACHED = 130
+"""Exit code of a command that was left with Ctrl-C, as a shell has it."""
 
 
 def jobs(
@@ -56,7 +61,6 @@ def logs(
                                          "alone. The exit code is the job's.")] = False,
 ) -> None:
     """Show what a submitted run printed."""
-    from rlhf_ray.cli.following import follow_job
     from rlhf_ray.cluster.jobs.server import connect
 
     server = connect(address, allow_open)
@@ -72,7 +76,6 @@ def stop(
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show what it does until it has ended.")] = True,
 ) -> None:
     """Have a submitted run save a checkpoint and end; it can be gone on with."""
-    from rlhf_ray.cli.following import follow_job
     from rlhf_ray.cluster.jobs.server import connect
 
     server = connect(address, allow_open)
@@ -91,6 +94,58 @@ def stop(
                    f"it after {found.about.get('stop_wait_s', '3')} s; --force does so now")
     if wait:
         follow_job(server, found.id, address, seen)
+
+
+def follow_job(server: "JobServer", job_id: str, address: str | None, skip: int = 0) -> int:
+    """Follow a job to its end and say how it ended; Ctrl-C ends the following alone. Returns the exit code."""
+    import asyncio
+
+    from rlhf_ray.cluster.jobs.job import KILLED
+    from rlhf_ray.cluster.jobs.log_stream import follow
+    from rlhf_ray.observability.followed import FollowedProgress
+
+    at = f" --address {address}" if address else ""
+    try:
+        with FollowedProgress() as progress:
+            job = asyncio.run(follow(server, job_id, progress.feed, skip))
+    except KeyboardInterrupt:
+        typer.echo(f"\n{job_id} goes on without us. Come back with: rlhf-ray logs {job_id} --follow{at}; end it with: "
+                   f"rlhf-ray stop {job_id}{at}", err=True)
+        return DETACHED
+    typer.echo(f"{job_id}: {job.standing()}", err=job.exit_code != 0)
+    if job.state == "FAILED" and job.code is None and job.message:
+        typer.echo(job.message.strip(), err=True)  # Ray's own word of a job whose command was never run
+    if job.exit_code in (RunInterrupted.exit_code, KILLED) and job.ours:
+        typer.echo(f"go on with: {resume_command(job, address)}", err=True)
+    return job.exit_code
+
+
+def resume_command(job: "Job", address: str | None) -> str:
+    """What to type to go on with a job's run."""
+    return shlex.join(["rlhf-ray", "submit", *job.arguments, *(["--address", address] if address else []), "--resume"])
+
+
+def print_job(name: str, address: str) -> None:
+    """Say how a job stands, what it is, and how far its run is."""
+    from rlhf_ray.cluster.jobs.server import connect
+    from rlhf_ray.observability.followed import newest_step
+
+    server = connect(address, allow_open=True)  # it only reads, and a token was shown to nobody who did not ask for one
+    job = server.job(name)
+    about = job.about
+    typer.echo(f"{job.id}: {job.standing()}")
+    for title, key in (("run", "dir"), ("stage", "stage"), ("commit", "commit"), ("configuration", "config"),
+                       ("submitted by", "by")):
+        if about.get(key):
+            typer.echo(f"{title}: {about[key]}")
+    if line := newest_step(server.logs(job.id)):
+        typer.echo(line)
+    if about.get("dir") and Path(about["dir"]).is_dir():
+        from rich.console import Console
+
+        from rlhf_ray.observability.status_page import status_page
+
+        Console(highlight=False, soft_wrap=True).print(status_page(Path(about["dir"])))
 
 
 def _kill(server: "JobServer", job: "Job", node: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.cli.arguments import require_run
+from rlhf_ray.cli.run_commands import require_run
 
 if TYPE_CHECKING:
     import sqlite3

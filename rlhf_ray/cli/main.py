@@ -10,21 +10,16 @@ from typing import Annotated
 
 import typer
 
-from rlhf_ray.cli.compare import compare
 from rlhf_ray.cli.data import app as data
 from rlhf_ray.cli.doctor import doctor
-from rlhf_ray.cli.example import example
-from rlhf_ray.cli.generate import generate
+from rlhf_ray.cli.examples import example, quickstart
 from rlhf_ray.cli.jobs import jobs, logs, stop
 from rlhf_ray.cli.ledger import ledger
+from rlhf_ray.cli.model_commands import compare, generate
 from rlhf_ray.cli.plan import plan
-from rlhf_ray.cli.profile import profile
-from rlhf_ray.cli.quickstart import quickstart
-from rlhf_ray.cli.report import report
-from rlhf_ray.cli.scale import scale
+from rlhf_ray.cli.run_commands import profile, report, scale, status
 from rlhf_ray.cli.serve_reward import serve_reward
 from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
-from rlhf_ray.cli.status import status
 from rlhf_ray.cli.submit import submit
 from rlhf_ray.errors import RLHFError, RunInterrupted, StoppedEarly
 

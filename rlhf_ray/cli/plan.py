@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.cli.stage import Arguments
+from rlhf_ray.cli.stage import Arguments, split_arguments
 from rlhf_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ def plan(
     """
     import sys
 
-    from rlhf_ray.cli.arguments import split_arguments
-
     if not arguments:
         raise ConfigError("give a configuration file: rlhf-ray plan CONFIG [--nodes 2x8xH100]")
     if nodes and cluster:
@@ -46,13 +44,13 @@ def plan(
     config = load_any(path, overrides, stage)
     made = plan_for(config, machines(config, nodes, cluster), shape or [], measure_disk=not nodes)
     if json:
-        from rlhf_ray.planning.as_json import plan_as_json
+        from rlhf_ray.cli.plan_report import plan_as_json
 
         print(plan_as_json(made))
     else:
         from rich.console import Console
 
-        from rlhf_ray.cli.plan_page import plan_page
+        from rlhf_ray.cli.plan_report import plan_page
 
         console = Console(highlight=False)
         console.print(plan_page(made, console.width))

@@ -54,7 +54,7 @@ def serve_reward(
     """
     from pydantic import ValidationError
 
-    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.model import ModelConfig
     from rlhf_ray.config.serving import ServingConfig
 

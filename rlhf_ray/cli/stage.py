@@ -1,12 +1,12 @@
 """The commands that run one stage each: `sft`, `reward-model`, `process-reward`, `preferences`, `ppo`."""
 
 import importlib
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from rlhf_ray.cli.arguments import split_arguments
 from rlhf_ray.errors import ConfigError
 
 Arguments = Annotated[
@@ -28,7 +28,7 @@ class StageCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, then the sections, the most used fields and an example."""
         super().format_help(ctx, formatter)
-        from rlhf_ray.cli.field_help import print_common_fields
+        from rlhf_ray.cli.config_help import print_common_fields
 
         print_common_fields(str(self.name))
 
@@ -58,10 +58,34 @@ def ppo(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll =
     _run("ppo", arguments, resume, help_all)
 
 
+def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The CONFIG among `arguments`, wherever it stands, and the overrides (`--a.b=c`, or `--a.b` and `c`).
+
+    Raises:
+        ConfigError: more than one configuration file.
+    """
+    files: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            files.append(argument)
+            continue
+        overrides.append(argument)
+        if "=" not in argument and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    if len(files) > 1:
+        if fields := [file for file in files if "=" in file]:
+            raise ConfigError(f"unexpected argument {fields[0]!r}; a field is changed by --{fields[0]}")
+        raise ConfigError(f"one configuration file at a time; got {' and '.join(files)}")
+    return (Path(files[0]) if files else None), overrides
+
+
 def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool) -> None:
     """Load the stage's configuration and hand over to `rlhf_ray.stages`."""
     if help_all:
-        from rlhf_ray.cli.field_help import print_all_fields
+        from rlhf_ray.cli.config_help import print_all_fields
 
         print_all_fields(command)
         return
@@ -70,7 +94,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     path, overrides = split_arguments(arguments)
     from rlhf_ray.checkpoint.directory import CheckpointStore
     from rlhf_ray.cli.auto_resume import Outage, is_child, run_and_resume
-    from rlhf_ray.cli.quiet import quiet_libraries
+    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.load import STAGES, load
     from rlhf_ray.observability.run_directory import RunDirectory
 

@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.cli.arguments import split_arguments
-from rlhf_ray.cli.stage import Arguments, Resume
+from rlhf_ray.cli.jobs import Address
+from rlhf_ray.cli.stage import Arguments, Resume, split_arguments
 from rlhf_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_ray.cluster.jobs.package import Package
     from rlhf_ray.config.stages import StageConfig
 
-Address = Annotated[str | None, typer.Option(
-    "--address", envvar="RAY_API_SERVER_ADDRESS", show_default="http://127.0.0.1:8265", help="Address of the cluster's "
-    "job server, which is its dashboard's: http://HOST:8265.")]
 Stage = Annotated[str | None, typer.Option(
     "--stage", help="Whose configuration it is, where its sections do not tell: ppo, sft, reward-model, ...")]
 Requirements = Annotated[Path | None, typer.Option(
@@ -43,7 +40,7 @@ def submit(
         raise ConfigError("give a configuration file: rlhf-ray submit CONFIG --address http://HOST:8265")
     path, overrides = split_arguments(arguments)
     config, stage = _configuration(stage, path, overrides)
-    from rlhf_ray.cli.following import follow_job
+    from rlhf_ray.cli.jobs import follow_job
     from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, look_into
     from rlhf_ray.cluster.jobs.server import connect
     from rlhf_ray.stages.submit import about_run, check_before_submission, check_plan, new_job_id, variables_of

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rlhf_ray.cli.quiet import LEVELS
+from rlhf_ray.cli.library_logging import LEVELS
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.stages.compare import CompareOptions

@@ -65,7 +65,7 @@ def own_environment(monkeypatch):
     """Commands set other libraries' log levels; tests leave the environment as it was."""
     import os
 
-    from rlhf_ray.cli.quiet import LEVELS
+    from rlhf_ray.cli.library_logging import LEVELS
 
     for variable in LEVELS:
         monkeypatch.setenv(variable, os.environ.get(variable, ""))

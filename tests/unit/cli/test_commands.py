@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.cli.arguments import split_arguments
-from rlhf_ray.cli.quickstart import set_aside
+from rlhf_ray.cli.examples import set_aside
+from rlhf_ray.cli.stage import split_arguments
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, RunInterrupted, WorkerError
 
@@ -192,7 +192,7 @@ def test_libraries_are_quieted_by_commands_and_users_levels_kept(command_line, s
 
 def test_our_own_warnings_stay_visible():
     code = (
-        "import warnings; from rlhf_ray.cli.quiet import quiet_libraries; quiet_libraries();"
+        "import warnings; from rlhf_ray.cli.library_logging import quiet_libraries; quiet_libraries();"
         "warnings.warn_explicit('ours', UserWarning, 'f.py', 1, module='rlhf_ray.roles.generator');"
         "warnings.warn_explicit('theirs', FutureWarning, 'f.py', 2, module='transformers.x')"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.cli.field_help import COMMON
+from rlhf_ray.cli.config_help import COMMON
 from rlhf_ray.config.fields import describe_fields
 from rlhf_ray.config.load import STAGES, load
 
@@ -45,7 +45,7 @@ def test_help_all_lists_every_field(command, command_line):
 
 @pytest.mark.parametrize("command", STAGES)
 def test_the_example_in_the_help_is_one_that_works(command):
-    from rlhf_ray.cli.field_help import _EXAMPLES
+    from rlhf_ray.cli.config_help import _EXAMPLES
 
     program, name, file, *overrides = _EXAMPLES[command].split()
     assert (program, name) == ("rlhf-ray", command) and overrides

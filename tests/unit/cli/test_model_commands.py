@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.cli import compare as compare_command
-from rlhf_ray.cli import generate as generate_command
-from rlhf_ray.cli.options import prepare_engine
+from rlhf_ray.cli import model_commands
+from rlhf_ray.cli.model_commands import prepare_engine
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.roles.engines.settings import generator_environment
 
@@ -22,8 +21,8 @@ def asked(monkeypatch):
     import rlhf_ray.stages.generate
 
     found = []
-    for command, module in ((generate_command, rlhf_ray.stages.generate), (compare_command, rlhf_ray.stages.compare)):
-        monkeypatch.setattr(command, "prepare_engine", lambda: None)
+    monkeypatch.setattr(model_commands, "prepare_engine", lambda: None)
+    for module in (rlhf_ray.stages.generate, rlhf_ray.stages.compare):
         monkeypatch.setattr(module, "run", lambda options, *_: found.append(options))
     return found
 
@@ -68,7 +67,7 @@ def test_the_engines_environment_is_set_but_not_over_the_users(monkeypatch):
 def test_the_engines_environment_is_set_before_what_reads_it_is_imported():
     code = """
         import sys
-        from rlhf_ray.cli.options import prepare_engine
+        from rlhf_ray.cli.model_commands import prepare_engine
         prepare_engine()
         assert not {"torch", "vllm"} & set(sys.modules)
     """

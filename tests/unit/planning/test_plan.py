@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_ray.cli.plan_report import plan_as_json, plan_as_values
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PolicyConfig
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.planning.as_json import plan_as_json, plan_as_values
 from rlhf_ray.planning.learner_memory import Training, learner_memory
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.model_shape import ModelShape

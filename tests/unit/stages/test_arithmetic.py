@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.cli.example import Estimator
+from rlhf_ray.cli.examples import Estimator
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.arithmetic import Sum, work_out
 from rlhf_ray.models.loading import load_tokenizer
