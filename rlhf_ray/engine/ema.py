@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ray.checkpoint.tensors import load_tensors
-from rlhf_ray.engine.shards import full_shape, own_shard, share_of, whole
+from rlhf_ray.engine.parameter_shards import full_shape, gather_shards, own_shard, shard_of
 from rlhf_ray.errors import CheckpointError
 
 
@@ -46,7 +46,7 @@ class WeightAverage:
         found = others(rest) if rest else {}
         for name in averaged:
             shape = full_shape(self._parameters[f"model.{name}"])
-            found[name] = whole(self._shards[f"model.{name}"], shape).cpu()
+            found[name] = gather_shards(self._shards[f"model.{name}"], shape).cpu()
         return found
 
     def copy(self) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class WeightAverage:
             if [len(part) for part in parts] != [-(-numel // len(saved))] * len(saved):
                 raise CheckpointError(f"{paths[0].parent} holds averages of other weights than this run trains: "
                                       f"{name} is not there, or of another size")
-            shard.copy_(share_of(torch.cat(parts)[:numel]))
+            shard.copy_(shard_of(torch.cat(parts)[:numel]))
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig
+from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, OptimizerConfig
 from rlhf_ray.engine.optimizer_shards import MOMENTS, OptimizerShard, adamw, optimizer_shards
-from rlhf_ray.engine.schedule import learning_rate
-from rlhf_ray.engine.sharding import shard
+from rlhf_ray.engine.parameter_shards import shard_parameters
 from rlhf_ray.engine.training_state import WEIGHTS, Snapshot, TrainingState, snapshot
 from rlhf_ray.errors import CheckpointError, TrainingError
 
@@ -54,7 +53,7 @@ class TrainEngine:
         stage = self._stage = _useful_stage(config, self.world)
         optimizer, settings = _adamw(module, config), _deepspeed_config(config, stage)
         if stage == 3:
-            shard(module, settings)
+            shard_parameters(module, settings)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings,
                                                dist_init_required=False)
         self._norm: float | None = None
@@ -298,3 +297,17 @@ def _torch_autocast(config: LearnerConfig) -> dict[str, Any]:
     memory saved (partition_parameters.py: `AllGatherCoalescedHandle.wait`). Only fewer bytes would travel.
     """
     return {"enabled": config.autocast == "bfloat16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total_steps`.
+
+    Warm-up rises from peak/warmup to the peak. Decay ends at `min_ratio` x peak on the last step.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return config.learning_rate
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
+    share = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.min_ratio + (1 - config.min_ratio) * share)

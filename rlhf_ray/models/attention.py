@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.models.short_rows import LONGEST, HeadGrids, ShortRowAttention
+from rlhf_ray.models.short_row_attention import LONGEST, HeadGrids, ShortRowAttention
 
 NAME = "rlhf_ray_packed"
 NEUTRAL = {

@@ -8,16 +8,14 @@ padded ones in the comparison that every learner and scorer makes when it starts
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.loading import pretrained_config
+from rlhf_ray.models.loading import local_configuration, pretrained_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -134,17 +132,15 @@ def _configuration(model: ModelConfig) -> dict[str, Any]:
     Raises:
         ModelError: there is no readable configuration.
     """
-    file = Path(model.path) / "config.json"
-    if file.is_file():
-        try:
-            values = dict(json.loads(file.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ModelError(f"no model could be loaded from {model.path!r}: config.json: {error}") from error
-        family = FAMILIES.get(str(values.get("model_type")))
-        special = any(values.get(name) for name in _SPECIAL) or any(
-            rope.get("rope_type", rope.get("type", "default")) != "default" for rope in _ropes(values))
-        if family is not None and family.plain and not special:
-            return values
+    try:
+        values = local_configuration(model)
+    except ValueError as error:
+        raise ModelError(f"no model could be loaded from {model.path!r}: config.json: {error}") from error
+    family = FAMILIES.get(str(values.get("model_type")))
+    special = any(values.get(name) for name in _SPECIAL) or any(
+        rope.get("rope_type", rope.get("type", "default")) != "default" for rope in _ropes(values))
+    if family is not None and family.plain and not special:
+        return values
     return _values(pretrained_config(model))
 
 

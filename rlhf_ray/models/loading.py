@@ -3,17 +3,20 @@
 Who loads a tokenizer alone does without torch, whose import is a second of each process's start.
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
-from rlhf_ray.models.hub import check_on_hub
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TIMEOUT_S = 10.0
 
 
 def check_model_directory(config: ModelConfig, field: str, *, argument: bool = False) -> None:
@@ -42,7 +45,41 @@ def check_model_directory(config: ModelConfig, field: str, *, argument: bool = F
                          "only (pickled weights run code); convert them with `save_pretrained`.")
 
 
-def load_tokenizer(config: ModelConfig | NewModelConfig) -> "PreTrainedTokenizerBase":
+def check_on_hub(name: str, revision: str | None, field: str) -> None:
+    """Refuse a name that is neither in the local cache nor on the Hub.
+
+    Loading by name retries for most of a minute when there is no such model or no network; one question tells earlier.
+
+    Raises:
+        ModelError: naming the configuration field, the name and what the Hub said.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=TIMEOUT_S)
+    except Exception as error:  # unknown, gated, offline, ...: the library raises its own kinds and its client's
+        said = str(error).strip().splitlines() or [""]
+        raise ModelError(
+            f"{field}={name!r} is no directory here, not in the local cache, and could not be found on the Hub"
+            f"{f' at revision {revision!r}' if revision else ''}: {type(error).__name__}: {said[0]}. Correct the path, "
+            "or go online (and `hf auth login` for a gated model)."
+        ) from error
+
+
+def config_from_hub(model: ModelConfig) -> dict[str, Any] | None:
+    """config.json of a model on the Hub, or in its local cache; None where it cannot be had. No weight is loaded."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(model.path, "config.json", revision=model.revision, etag_timeout=TIMEOUT_S)
+        return dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    except Exception:  # no such name, gated, offline, no JSON: whoever asks says what to do about it
+        return None
+
+
+def load_tokenizer(config: ModelConfig | NewModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model: its own, or the one the configuration names.
 
     Raises:
@@ -82,7 +119,7 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -> "PreTrainedModel":
+def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -> PreTrainedModel:
     """A causal language model ready for packed forward passes (see `packed_model.PackedLanguageModel`).
 
     Args:
@@ -100,7 +137,7 @@ def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -
 
 def load_scalar_model(
     config: ModelConfig, new_head: bool, packed: bool = True, mapped: bool = False
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """A backbone with a one-number head per token: a reward model or a critic.
 
     Args:
@@ -144,7 +181,27 @@ def check_scalar_head(config: ModelConfig, field: str = "") -> None:
                          "a sequence classifier with one label is needed. Train one with `rlhf-ray reward-model`.")
 
 
-def pretrained_config(config: ModelConfig) -> "PretrainedConfig":
+def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the causal language model that `config` describes, tied ones once, by name."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+
+
+def local_configuration(config: ModelConfig) -> dict[str, Any]:
+    """config.json of a local model, without transformers' defaults; {} for a model on the Hub.
+
+    Raises:
+        ValueError: the file is not valid JSON.
+    """
+    file = Path(config.path) / "config.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def pretrained_config(config: ModelConfig) -> PretrainedConfig:
     """A model's Hugging Face configuration.
 
     Raises:
@@ -165,21 +222,20 @@ def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    file = Path(config.path) / "config.json"
-    values = json.loads(file.read_text()) if file.is_file() else {}
+    values = local_configuration(config)
     if values.get("model_type") in CONFIG_MAPPING_NAMES:
         return values.get("architectures") or [], values.get("num_labels") or len(values.get("id2label") or "01")
     shape = pretrained_config(config)
     return shape.architectures or [], shape.num_labels
 
 
-def new_causal_lm(config: NewModelConfig) -> "PreTrainedModel":
+def new_causal_lm(config: NewModelConfig) -> PreTrainedModel:
     """A Llama-style model of the given shape with random weights (from torch's current seed)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rlhf_ray.models.attention import register
-    from rlhf_ray.models.linear import use_onednn
+    from rlhf_ray.models.onednn_linear import use_onednn
 
     tokenizer, shape = load_tokenizer(config), config.architecture
     model = LlamaForCausalLM(LlamaConfig(**_llama_arguments(shape), vocab_size=len(tokenizer),
@@ -201,9 +257,10 @@ def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def _mapped(auto: Any, config: ModelConfig, **more: Any) -> "PreTrainedModel":
+def _mapped(auto: Any, config: ModelConfig, **more: Any) -> PreTrainedModel:
     """A model whose weights are the mapped pages of its files, in their own precision: all processes of a node that
-    read them share one copy, which the kernel may drop. Who trains them casts them one by one (see `engine.sharding`).
+    read them share one copy, which the kernel may drop. The learner casts them one by one
+    (see `engine.parameter_shards`).
 
     Files of several precisions are read in the configuration's instead, so that nothing is lost.
     """
@@ -215,7 +272,7 @@ def _mapped(auto: Any, config: ModelConfig, **more: Any) -> "PreTrainedModel":
     return _load(auto, config, **more)
 
 
-def stored_precisions(config: ModelConfig) -> set["torch.dtype"]:
+def stored_precisions(config: ModelConfig) -> set[torch.dtype]:
     """Those of the floating-point tensors in a model's files, which have been fetched from the Hub."""
     import torch
     from transformers.utils import cached_file
@@ -231,12 +288,12 @@ def stored_precisions(config: ModelConfig) -> set["torch.dtype"]:
 
 def _load(
     auto: Any, config: ModelConfig, packed: bool = True, dtype: Literal["auto"] | None = None, **more: Any
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """`dtype`: "auto" for the files' own precision; the configuration's otherwise."""
     import torch
 
     from rlhf_ray.models.attention import register
-    from rlhf_ray.models.linear import use_onednn
+    from rlhf_ray.models.onednn_linear import use_onednn
 
     attention = {"attn_implementation": register()} if packed else {}
     try:

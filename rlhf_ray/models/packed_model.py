@@ -17,7 +17,6 @@ from rlhf_ray.models.packing import Packing, rounded_up
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) -> Tensor:
     """[T, hidden] last hidden states of packed rows."""
     filler = filler_of(tokens)
@@ -118,6 +117,30 @@ class PackedScalarModel(nn.Module):
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float()
 
 
+class PackedActorCritic(nn.Module):
+    """Answers with log-probabilities of tokens and with values of the states before them, out of one forward pass.
+
+    The value head is no part of `model`: what is published to generators and exported is the language model alone.
+    """
+
+    def __init__(self, model: "PreTrainedModel", temperature: float = 1.0, chunks: Chunks = CHUNKS) -> None:
+        super().__init__()
+        self.model, self.temperature, self.chunks = model, temperature, chunks
+        self.value_head = nn.Linear(model.config.hidden_size, 1, bias=False)
+        nn.init.normal_(self.value_head.weight, std=(model.config.hidden_size + 1) ** -0.5)  # as `load_scalar_model`
+
+    def forward(
+        self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False,
+        temperature: float | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As `PackedLanguageModel.forward`, and with [n] float32 values of the states before the tokens asked about."""
+        hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
+        logprobs, entropies = token_answers(self.model, hidden, tokens[predicted], temperature or self.temperature,
+                                            self.chunks, entropy)
+        values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        return logprobs, entropies, wide(values)
+
+
 def last_token_scores(outputs: Tensor, packing: Packing) -> Tensor:
     """[N] output at each row's last token: a reward model's score of the row."""
     return outputs[packing.ends - 1]
@@ -126,3 +149,27 @@ def last_token_scores(outputs: Tensor, packing: Packing) -> Tensor:
 def values_before_tokens(outputs: Tensor, predicted: Tensor) -> Tensor:
     """[n] critic's value of the state *before* each token at `predicted`, which is its output one token earlier."""
     return outputs[predicted - 1]
+
+
+class PackedStepModel(nn.Module):
+    """A causal language model that answers with what it predicts at the placeholders."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, packing: Packing, placeholders: Tensor) -> Tensor:
+        """[P, V] logits at the placeholders; no others are ever made.
+
+        Args:
+            tokens: [T] int64 packed rows.
+            placeholders: [P] their flat positions. Each answer has seen its row up to and including the placeholder.
+        """
+        hidden = hidden_states(self.model, tokens, packing).index_select(0, placeholders)
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        return logits
+
+
+def good_probabilities(logits: Tensor, good: int, bad: int) -> Tensor:
+    """[P] float32 probability of the good token among the two, from `[P, V]` logits (Wang et al. 2024, section 3.3)."""
+    return (logits[:, good].float() - logits[:, bad].float()).sigmoid()

@@ -90,7 +90,7 @@ class Packing:
 
     @cached_property
     def head_grids(self) -> dict[int, Any]:
-        """What attention works out about the rows, by number of heads (`short_rows.HeadGrids`); for all layers."""
+        """Grids of the rows by number of heads (`short_row_attention.HeadGrids`), computed once for all layers."""
         return {}
 
     @cached_property

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.actor_critic import PackedActorCritic
-from rlhf_ray.models.linear import OneDNNLinear
-from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
+from rlhf_ray.models.onednn_linear import OneDNNLinear
+from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ray.errors import ModelError, first_line
-from rlhf_ray.models.actor_critic import PackedActorCritic
-from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
+from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.padded_reference import PaddedRows, affordable, answers, attention_for, own_layers
-from rlhf_ray.models.probe_pass import Outcome, at_rest, forward_replaced, in_pieces, outcome
-from rlhf_ray.models.short_rows import LONGEST
+from rlhf_ray.models.parity_pass import Outcome, at_rest, forward_replaced, in_pieces, outcome
+from rlhf_ray.models.short_row_attention import LONGEST
 
 SEED = 20240229
 COMPARED = 256

@@ -1,8 +1,8 @@
 """What a pass through a model holds beside its weights: activations for the backward pass, and logits.
 
-Counted from the tensors that our modules save for their backward passes (models/attention.py, models/linear.py and
-transformers' Llama), in the way of Korthikanti et al. 2022, section 4.1, for gated layers, packed rows and without
-dropout. Lengths count where short rows keep their attention's probabilities.
+Counted from the tensors that our modules save for their backward passes (models/attention.py,
+models/onednn_linear.py and transformers' Llama), in the way of Korthikanti et al. 2022, section 4.1, for gated layers,
+packed rows and without dropout. Lengths count where short rows keep their attention's probabilities.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ FLOAT, HALF = 4, 2
 LOGIT_ELEMENTS = 2**26
 """Entries of logits that exist at a time (models/packed_model.py, `Chunks`)."""
 SHORT_ROW = 128
-"""Tokens up to which attention on CPUs keeps its probabilities (models/short_rows.py, `LONGEST`)."""
+"""Tokens up to which attention on CPUs keeps its probabilities (models/short_row_attention.py, `LONGEST`)."""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ def generator_memory(
     through_memory: float = 0.0,
 ) -> Memory:
     """One generator's. On the CPU it holds its weights twice more while a publication arrives, as they came and as they
-    are packed for its kernels (weights/shadow.py); on a GPU vLLM takes what `kv_cache_mb` and the weights need, or
-    `gpu_memory_utilization` of the device; where a node has no GPU, a cache for all sequences is counted.
+    are packed for its kernels (weights/double_buffer.py); on a GPU vLLM takes what `kv_cache_mb` and the weights
+    need, or `gpu_memory_utilization` of the device; where a node has no GPU, a cache for all sequences is counted.
 
     Args:
         longest: tokens of prompt and response.

@@ -15,9 +15,9 @@ from rlhf_ray.data.encoding import encode_prompts
 from rlhf_ray.data.step_format import StepTokens, load_steps
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
+from rlhf_ray.models.packed_model import PackedStepModel, good_probabilities
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits
-from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
 from rlhf_ray.rewards.local_source import LocalSource
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 from rlhf_ray.rewards.steps import steps_of

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlhf_ray.engine.shards import full_shape, own_shard, whole
+from rlhf_ray.engine.parameter_shards import full_shape, gather_shards, own_shard
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.models.actor_critic import PackedActorCritic
 from rlhf_ray.models.loading import load_causal_lm
+from rlhf_ray.models.packed_model import PackedActorCritic
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
@@ -68,7 +68,7 @@ class ActorCriticLearner(PolicyLearner):
     def export_value_head(self, path: str, term: Term | None = None) -> None:
         """Write the value head as safetensors (rank 0; the others help gather it); `term` as for `export`."""
         weight = self.engine.module.value_head.weight
-        gathered = whole(own_shard(weight), full_shape(weight)).cpu()
+        gathered = gather_shards(own_shard(weight), full_shape(weight)).cpu()
         if self.rank == 0:
             from safetensors.torch import save
 

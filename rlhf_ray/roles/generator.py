@@ -20,7 +20,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
-from rlhf_ray.models.loading import load_tokenizer, pretrained_config
+from rlhf_ray.models.loading import load_tokenizer, parameter_shapes, pretrained_config
 from rlhf_ray.records import (
     Prompts,
     Rollout,
@@ -37,9 +37,8 @@ from rlhf_ray.roles.engines.asynchronous import AsynchronousEngine
 from rlhf_ray.roles.engines.continuing import AbortableEngine, ContinuingEngine
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.settings import engine_kind, fused_layers, generator_environment
-from rlhf_ray.weights.fused import fused_groups
+from rlhf_ray.weights.manifest import fused_groups
 from rlhf_ray.weights.receiver import Receiver
-from rlhf_ray.weights.shapes import parameter_shapes
 
 __all__ = ["Generator", "generator_environment"]
 

@@ -33,7 +33,7 @@ from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, sa
 from rlhf_ray.roles.meter import Meter
 from rlhf_ray.roles.profiling import TorchProfile
 from rlhf_ray.roles.saving import Saved, Saving
-from rlhf_ray.weights.fused import expand_fused_groups
+from rlhf_ray.weights.manifest import expand_fused_groups
 from rlhf_ray.weights.publisher import Publisher
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.process_rows import StepRows
 from rlhf_ray.data.step_format import StepTokens, save_steps
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
+from rlhf_ray.models.packed_model import PackedStepModel, good_probabilities
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.models.step_model import PackedStepModel, good_probabilities
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.roles.learner import Gather
 from rlhf_ray.roles.supervised_learner import SupervisedLearner

@@ -1,12 +1,10 @@
 """What can be known to be wrong before Ray starts: files that are not there, models that do not fit together."""
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
-from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import load_state
@@ -20,7 +18,7 @@ from rlhf_ray.data.formats import check_rows, check_some_are_left
 from rlhf_ray.data.reading import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
-from rlhf_ray.models.loading import check_model_directory, load_tokenizer
+from rlhf_ray.models.loading import check_model_directory, load_tokenizer, local_configuration
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.planning.local_machine import this_machine
@@ -88,7 +86,7 @@ def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
         load_tokenizer(config)
         return
     check_model_directory(config, field)
-    size = _shape(config).get("vocab_size")
+    size = local_configuration(config).get("vocab_size")
     if size is not None:
         check_vocabulary(load_tokenizer(config), size, config.path)
 
@@ -104,7 +102,7 @@ def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str
         raise ModelError(f"{fields[0]} ({first.path!r}) and {fields[1]} ({second.path!r}) have different tokenizers: "
                          "the same token ids would mean different texts. Train the reward model on the policy's "
                          "tokenizer.")
-    known, drawn = (_shape(model).get("vocab_size") for model in (second, first))
+    known, drawn = (local_configuration(model).get("vocab_size") for model in (second, first))
     if known is not None and drawn is not None and known < drawn:
         raise ModelError(f"{fields[1]} ({second.path!r}) has {known} embeddings and {fields[0]} ({first.path!r}) has "
                          f"{drawn}: it has none for ids from {known} on, which the policy can sample. Resize its "
@@ -133,7 +131,7 @@ def context_length(config: ModelConfig | NewModelConfig) -> int | None:
     """Longest context of a new or local model in tokens; None when its config does not say or it is on the Hub."""
     if isinstance(config, NewModelConfig):
         return config.architecture.max_positions
-    return _shape(config).get("max_position_embeddings")
+    return local_configuration(config).get("max_position_embeddings")
 
 
 def check_row_length(config: ModelConfig | NewModelConfig, tokens: int, field: str) -> None:
@@ -149,12 +147,6 @@ def check_row_length(config: ModelConfig | NewModelConfig, tokens: int, field: s
 
 def _name(config: ModelConfig | NewModelConfig) -> str:
     return "the new model" if isinstance(config, NewModelConfig) else config.path
-
-
-def _shape(config: ModelConfig) -> dict[str, Any]:
-    """A local model's config.json; {} for one on the Hub."""
-    file = Path(config.path) / "config.json"
-    return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int, fields: tuple[str, str]) -> None:

@@ -18,9 +18,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry, WeightOffer
+from rlhf_ray.weights.direct_transport import GlooBroadcast, arguments_of
 from rlhf_ray.weights.fingerprint import require_fingerprint
-from rlhf_ray.weights.gloo import GlooBroadcast
-from rlhf_ray.weights.handles import arguments_of
 from rlhf_ray.weights.manifest import torch_dtype
 from rlhf_ray.weights.vllm_backend import ObjectStoreWeightTransferEngine
 

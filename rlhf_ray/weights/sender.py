@@ -17,8 +17,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rlhf_ray.records import WeightRoute
-from rlhf_ray.weights.gloo import GlooBroadcast
-from rlhf_ray.weights.handles import plain
+from rlhf_ray.weights.direct_transport import GlooBroadcast, plain
 
 LENT = 2
 """Buckets whose memory is kept: the one that is read, and the next, which is offered meanwhile."""

@@ -16,7 +16,7 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.errors import DataError, WeightsError, WorkerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.engines.continuing import ContinuingEngine
-from rlhf_ray.weights.fused import expand_fused_groups
+from rlhf_ray.weights.manifest import expand_fused_groups
 from tests.cluster.generators import (
     CONTEXT,
     EOS,
@@ -280,7 +280,7 @@ def test_a_publication_under_way_leaves_generation_on_the_old_weights(loop, runn
 def test_matrices_that_get_packed_arrive_with_room_after_each_row_and_others_without(running):
     from vllm.model_executor.layers.linear import LinearBase
 
-    from rlhf_ray.weights.shadow import CACHE_LINE, twin_of
+    from rlhf_ray.weights.double_buffer import CACHE_LINE, twin_of
 
     _, generator, _ = running
     layers = list(generator._engine._model.modules())

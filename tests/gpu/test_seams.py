@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from rlhf_ray.records import TensorEntry
+from rlhf_ray.weights.direct_transport import arguments_of, plain
 from rlhf_ray.weights.fingerprint import fingerprint
-from rlhf_ray.weights.handles import arguments_of, plain
 
 pytestmark = pytest.mark.gpu
 

@@ -41,8 +41,8 @@ from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectu
 from rlhf_ray.roles.profiling import TorchProfile
 
 if TYPE_CHECKING:
-    from rlhf_ray.weights.routes import Routes
-    from rlhf_ray.weights.shadow import Shadow
+    from rlhf_ray.weights.double_buffer import Shadow
+    from rlhf_ray.weights.loader_routes import Routes
 
 T = TypeVar("T")
 Request = tuple[list[int], Callable[[], Any]]
@@ -96,8 +96,8 @@ class InProcessEngine:
         """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded beside the running model."""
         if self._settings.generation.gpus > 0:
             return KeptBuckets()
-        from rlhf_ray.weights.routes import Routes
-        from rlhf_ray.weights.shadow import Shadow
+        from rlhf_ray.weights.double_buffer import Shadow
+        from rlhf_ray.weights.loader_routes import Routes
 
         if self._routes is None:
             self._routes = Routes(self._model, self._settings.shapes)

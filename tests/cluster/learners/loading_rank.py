@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine import distributed
-from rlhf_ray.engine.sharding import shard
+from rlhf_ray.engine.parameter_shards import shard_parameters
 from rlhf_ray.models.loading import load_causal_lm
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1,
@@ -43,7 +43,7 @@ def main(model: str, address: str, rank: int, world: int, out: str) -> None:
     peak = Peak()
     peak.start()
     module = load_causal_lm(ModelConfig(path=model, dtype="float32"), mapped=True)
-    shard(module, CONFIG)
+    shard_parameters(module, CONFIG)
     peak.over.set()
     kinds = {str(p.ds_tensor.dtype) for p in module.parameters()}
     whole = sum(p.ds_numel for p in module.parameters()) / 2**18

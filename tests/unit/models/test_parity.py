@@ -10,15 +10,13 @@ import transformers
 
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models import attention, linear, packed_model
-from rlhf_ray.models.actor_critic import PackedActorCritic
+from rlhf_ray.models import attention, onednn_linear, packed_model
 from rlhf_ray.models.attention import _Gather, register
-from rlhf_ray.models.linear import use_onednn
 from rlhf_ray.models.lora import Adapters
-from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
+from rlhf_ray.models.onednn_linear import use_onednn
+from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel, PackedStepModel
 from rlhf_ray.models.parity import ParityProbe, RowLimits
-from rlhf_ray.models.short_rows import ShortRowAttention
-from rlhf_ray.models.step_model import PackedStepModel
+from rlhf_ray.models.short_row_attention import ShortRowAttention
 from tests.tiny_families import DECODERS, GROUPED, SMALL_BLOOM, config_of, randomised
 
 LIMITS = RowLimits(150, 256)
@@ -144,14 +142,14 @@ def test_in_every_kind_attention_that_sees_other_rows_is_refused(kind, monkeypat
     one_row = lambda tokens, packing: (tokens, type(packing)(torch.tensor([packing.tokens])))  # noqa: E731
     own = packed_model.hidden_states
     monkeypatch.setattr(packed_model, "hidden_states", own)
-    for where in ("rlhf_ray.models.packed_model", "rlhf_ray.models.actor_critic", "rlhf_ray.models.step_model"):
+    for where in ("rlhf_ray.models.packed_model", "rlhf_ray.models.packed_model", "rlhf_ray.models.packed_model"):
         monkeypatch.setattr(f"{where}.hidden_states", lambda model, *given: own(model, *one_row(*given)))
     assert numbers(refusal(module, gradients=False))[0] > 0.01
 
 
 def spoil_onednn(monkeypatch):
-    right = linear._weight_gradient
-    monkeypatch.setattr(linear, "_weight_gradient", lambda grad, x: right(grad, x) * 1.01)
+    right = onednn_linear._weight_gradient
+    monkeypatch.setattr(onednn_linear, "_weight_gradient", lambda grad, x: right(grad, x) * 1.01)
 
 
 def spoil_short_rows(monkeypatch):

@@ -12,13 +12,18 @@ from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.families import POLICY, Use, check_family
-from rlhf_ray.models.loading import load_causal_lm, load_scalar_model, load_tokenizer, stored_precisions
+from rlhf_ray.models.loading import (
+    load_causal_lm,
+    load_scalar_model,
+    load_tokenizer,
+    parameter_shapes,
+    stored_precisions,
+)
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.roles.generator import stop_tokens
 from rlhf_ray.stages.preflight import check_model
 from rlhf_ray.weights.manifest import plan_buckets
-from rlhf_ray.weights.shapes import parameter_shapes
 from tests.real_models import KINDS, PADDED, make_real_model, stop_ids
 
 LENGTHS = (7, 1, 90, 20)

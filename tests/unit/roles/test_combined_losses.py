@@ -17,9 +17,8 @@ from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.sequences import Sequences
-from rlhf_ray.models.actor_critic import PackedActorCritic
 from rlhf_ray.models.attention import register
-from rlhf_ray.models.packed_model import PackedLanguageModel
+from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel
 from rlhf_ray.records import Batch, offsets_of
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.meter import Meter

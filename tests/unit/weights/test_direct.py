@@ -12,7 +12,7 @@ from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import WeightRoute
 from rlhf_ray.roles.generator import transfer_info
 from rlhf_ray.weights.direct_backend import VerifiedGlooEngine
-from rlhf_ray.weights.handles import ARGUMENTS, arguments_of, plain
+from rlhf_ray.weights.direct_transport import ARGUMENTS, arguments_of, plain
 from rlhf_ray.weights.manifest import plan_buckets
 from rlhf_ray.weights.publisher import Publisher
 from rlhf_ray.weights.receiver import Receiver

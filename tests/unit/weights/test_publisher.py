@@ -5,7 +5,7 @@ import torch
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import PublicationSize
-from rlhf_ray.weights.fused import expand_fused_groups, fused_groups
+from rlhf_ray.weights.manifest import expand_fused_groups, fused_groups
 from rlhf_ray.weights.publisher import Publisher
 
 SPECS = [("a", (3, 4), "float32"), ("b", (5,), "float32"), ("c", (2, 2), "float32")]

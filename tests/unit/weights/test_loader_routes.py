@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from rlhf_ray.weights.routes import Routes
+from rlhf_ray.weights.loader_routes import Routes
 
 
 class Transposing(nn.Module):

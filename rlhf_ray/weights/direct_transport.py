@@ -1,17 +1,21 @@
-"""Handles of GPU memory as plain lists of numbers and texts, which any serialiser takes and none has to unpickle.
+"""What both sides of a direct transport share: handles of GPU memory (ipc), and the broadcast that stands in for NCCL
+between processes without GPUs (gloo).
 
-torch describes a tensor for another process by the arguments of `rebuild_cuda_tensor`, among them classes, a dtype and
-bytes. vLLM would pickle them, which its processes take only with a switch that lets them run what they are sent; we
-refuse that one. Of each class there is but one that we send, so they need not travel.
+torch describes a CUDA tensor for another process by the arguments of `rebuild_cuda_tensor`, which include classes, a
+dtype and bytes. vLLM would pickle them, and its processes accept pickles only with a switch that lets senders run code;
+we refuse that switch. So handles travel as plain lists of numbers and strings, which any serialiser accepts. The two
+classes are always the same and are left out.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.weights.manifest import torch_dtype
@@ -20,6 +24,7 @@ ARGUMENTS = 15
 """Of torch 2.13's `rebuild_cuda_tensor`: (tensor_cls, size, stride, offset, storage_cls, dtype, device, handle,
 storage_size, storage_offset, requires_grad, ref_counter_handle, ref_counter_offset, event_handle, event_sync)."""
 TENSOR_CLASS, SIZES, STORAGE_CLASS, DTYPE = 0, (1, 2), 4, 5
+GLOO_TIMEOUT = timedelta(minutes=5)
 
 
 def plain(arguments: Sequence[Any]) -> list[Any]:
@@ -60,3 +65,28 @@ def _plain(value: Any) -> Any:
 
 def _value(part: Any) -> Any:
     return base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
+
+
+class GlooBroadcast:
+    """One member of a broadcast from rank 0."""
+
+    def __init__(self, host: str, port: int, rank: int, world: int) -> None:
+        """Meet the others at host:port, where rank 0 listens.
+
+        Raises:
+            RuntimeError: torch's own, where the others do not come or go away.
+        """
+        import torch.distributed as dist
+
+        store = dist.TCPStore(host, port, world, is_master=rank == 0, timeout=GLOO_TIMEOUT)
+        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, GLOO_TIMEOUT)
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Send rank 0's `tensor` into that of the others; errors as when it was made, and once it is closed."""
+        if self._group is None:
+            raise RuntimeError("this member has left its broadcast")
+        self._group.broadcast(tensor, 0).wait()
+
+    def close(self) -> None:
+        """Leave; nothing can be sent from here any more."""
+        self._group = None  # its connections close with it; torch's own `shutdown` leaves them open

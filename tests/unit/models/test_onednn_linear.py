@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_ray.models.linear import SMALLEST, OneDNNLinear, use_onednn
+from rlhf_ray.models.onednn_linear import SMALLEST, OneDNNLinear, use_onednn
 
 
 def layers(inputs, outputs, bias, dtype=torch.float32):

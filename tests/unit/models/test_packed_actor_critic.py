@@ -2,8 +2,7 @@
 
 import torch
 
-from rlhf_ray.models.actor_critic import PackedActorCritic
-from rlhf_ray.models.packed_model import PackedLanguageModel, hidden_states
+from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, hidden_states
 
 PREDICTED = torch.tensor([1, 2, 4, 7, 9, 14, 16, 17])  # rows start at 0, 5, 6 and 15
 
