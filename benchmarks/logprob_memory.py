@@ -36,10 +36,10 @@ class Pass:
 
 def make_model() -> "torch.nn.Module":
     """A random Llama, small but for its vocabulary."""
-    from rlhf_ray.models.linear import use_onednn
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rlhf_ray.models.attention import register
+    from rlhf_ray.models.onednn_linear import use_onednn
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rlhf_ray.models.linear import use_onednn
 
 from rlhf_ray.models.attention import register
+from rlhf_ray.models.onednn_linear import use_onednn
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits

@@ -356,7 +356,7 @@ class WeightOffer:
     checksum: str
     """As `WeightBucket.checksum`."""
     handles: list[dict[str, list[Any]]] = field(default_factory=list)
-    """Of each tensor, by the GPU's name: where to find it in the sender's memory (see weights.direct_transport). Empty for a
+    """Per tensor, by the GPU's name: its handle in the sender's memory (see `weights.direct_transport`). Empty for a
     broadcast."""
 
 
