@@ -52,7 +52,7 @@ def one_thread_on_cpu() -> None:
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.generation import GenerationConfig
     from rlhf_ray.engine.distributed import accelerator_environment
-    from rlhf_ray.roles.engines.settings import generator_environment
+    from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 
     quiet_libraries()
     os.environ.update(generator_environment(GenerationConfig(engine="in_process", threads=1)))

@@ -28,7 +28,7 @@ from rlhf_ray.records import (
     WeightsPlan,
     offsets_of,
 )
-from rlhf_ray.roles.saving import Saved
+from rlhf_ray.roles.async_checkpoint import Saved
 
 CHUNK = 16
 """Samples of a rollout record, the default of `generator.chunk`."""

@@ -18,7 +18,7 @@ from benchmarks.comparison import Benchmark
 from benchmarks.learner_rows import ROWS, experience
 from benchmarks.learner_side import ALGORITHM, LEARNER, LEARNING_RATE, LearnerSide
 from benchmarks.workload import SEED
-from rlhf_ray.roles.updates import mini_batches
+from rlhf_ray.roles.ppo_update import mini_batches
 
 
 class BareTorchSide:

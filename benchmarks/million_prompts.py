@@ -66,7 +66,7 @@ def reader(connection: Connection, model: Path, data: Path) -> None:
     """The reader's process: opens the data, then answers rows until it hears None; sends its memory each time."""
     from rlhf_ray.config.data import PromptsConfig
     from rlhf_ray.config.model import ModelConfig
-    from rlhf_ray.roles.prompt_reader import PromptReader
+    from rlhf_ray.roles.data_readers import PromptReader
 
     role = PromptReader(ModelConfig(path=str(model)), data.parent)
     role.start()

@@ -16,7 +16,7 @@ from chaos.strikes import STRIKES, Strikes
 from rlhf_ray.engine.train_engine import StepResult
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.micro_batch import Meter
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
 

@@ -84,4 +84,4 @@ def test_nothing_listens_everywhere_or_opens_vllms_serialization():
              if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert not [entry for entry in texts if entry[1] in ("0.0.0.0", "::")]
     named = [entry for entry in texts if "INSECURE_SERIALIZATION" in entry[1]]
-    assert named == [("roles/engines/settings.py", "VLLM_ALLOW_INSECURE_SERIALIZATION")]  # to refuse it
+    assert named == [("roles/engines/vllm_adapter.py", "VLLM_ALLOW_INSECURE_SERIALIZATION")]  # to refuse it

@@ -11,7 +11,7 @@ from rlhf_ray.data.judge import judge_scores
 from rlhf_ray.models.loading import load_causal_lm, load_scalar_model, load_tokenizer
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.roles.held_out import bigram_codes
+from rlhf_ray.roles.evaluation_metrics import bigram_codes
 
 PROMPTS, RESPONSE_TOKENS = 512, 32
 

@@ -33,7 +33,7 @@ def prepare_engine() -> None:
 
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.generation import GenerationConfig
-    from rlhf_ray.roles.engines.settings import generator_environment
+    from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 
     threads = len(os.sched_getaffinity(0))
     for name, value in generator_environment(GenerationConfig(engine="in_process", threads=threads)).items():

@@ -11,7 +11,7 @@ from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.healing import Ready
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import SampleKey
-from rlhf_ray.roles.prompt_reader import HELD_OUT
+from rlhf_ray.roles.data_readers import HELD_OUT
 
 AHEAD = 8
 """Chunks whose prompts one call brings. Each role that reads a chunk's prompts is sent all of them."""

@@ -5,9 +5,11 @@ leaves a learner (weights for generators, exported models) speaks of the base mo
 when it is asked for: W + alpha/rank * B A. The trained parameters stay as they are, and no second model exists.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from rlhf_ray.config.learner import LoRAConfig
+from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.lora_targets import HEAD, chosen_layers, shortest_targets, stored_transposed
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ NAME = "default"
 A, B, BASE = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight", ".base_layer."
 
 Shapes = list[tuple[str, tuple[int, ...]]]
+DESCRIPTION = "adapters.json"
 
 
 @dataclass(frozen=True)
@@ -143,3 +147,35 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     yield from ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
+
+
+def save_description(adapters: Adapters, file: Path) -> None:
+    """Write `adapters.json`."""
+    file.write_text(json.dumps(adapters.describe()))
+
+
+def check_description(adapters: Adapters | None, directory: Path) -> None:
+    """Refuse a checkpoint whose weights are not those of this learner.
+
+    Raises:
+        CheckpointError: only one of the two has adapters, or theirs have another base, rank, alpha or layers.
+    """
+    file = directory / DESCRIPTION
+    saved = json.loads(file.read_text()) if file.is_file() else None
+    if (saved is None) != (adapters is None):
+        had, asks = ("without", "asks for some") if saved is None else ("with", "asks for none")
+        raise CheckpointError(f"{directory} was written {had} adapters, and the configuration {asks}; set `lora` back, "
+                              "or begin a new run")
+    if saved is None or adapters is None:
+        return
+    now = adapters.describe()
+    if saved["base"] != now["base"]:
+        raise CheckpointError(f"{directory} holds adapters of another base model: its weights had digest "
+                              f"{saved['base']}, those of {adapters.peft_config.base_model_name_or_path!r} have "
+                              f"{now['base']}. Bring the model back that the run began with (path and dtype), or begin "
+                              "a new run")
+    other = [name for name in now if saved[name] != now[name]]
+    if other:
+        raise CheckpointError(f"{directory} holds adapters of another shape: "
+                              + "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in other)
+                              + ". Set `lora` back, or begin a new run")

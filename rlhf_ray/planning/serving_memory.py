@@ -24,7 +24,7 @@ from rlhf_ray.planning.worker_memory import (
 
 
 def is_async(config: GenerationConfig) -> bool:
-    """Whether vLLM runs in processes of its own (roles/engines/settings.py, `engine_kind`)."""
+    """Whether vLLM runs in processes of its own (roles/engines/vllm_adapter.py, `engine_kind`)."""
     return config.engine == "async" or (config.engine == "auto" and (config.gpus > 0 or config.devices > 1))
 
 

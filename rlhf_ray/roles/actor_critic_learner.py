@@ -12,10 +12,9 @@ from rlhf_ray.models.packed_model import PackedActorCritic
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
-from rlhf_ray.roles.meter import Meter
-from rlhf_ray.roles.micro_batch import MicroBatch, in_line, inference_plan, score_columns, share_of
+from rlhf_ray.roles.micro_batch import Meter, MicroBatch, in_line, inference_plan, score_columns, share_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.updates import training_batch
+from rlhf_ray.roles.ppo_update import training_batch
 
 CRITIC = "critic/"
 """Names of what is said about the critic, among the metrics of an update."""

@@ -26,9 +26,9 @@ from rlhf_ray.records import (
     Scores,
     TokenScores,
 )
-from rlhf_ray.roles.held_out import bigram_codes, pass_rates, stable_hash, summarise
+from rlhf_ray.rewards.requests import finished, rollout_texts
+from rlhf_ray.roles.evaluation_metrics import bigram_codes, pass_rates, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import MicroBatch, split_scores
-from rlhf_ray.roles.texts import finished, rollout_texts
 
 
 class Assembler:

@@ -33,10 +33,10 @@ from rlhf_ray.records import (
     WorkerProfile,
     offsets_of,
 )
-from rlhf_ray.roles.engines.asynchronous import AsynchronousEngine
-from rlhf_ray.roles.engines.continuing import AbortableEngine, ContinuingEngine
+from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
-from rlhf_ray.roles.engines.settings import engine_kind, fused_layers, generator_environment
+from rlhf_ray.roles.engines.partial_rollouts import AbortableEngine, ContinuingEngine
+from rlhf_ray.roles.engines.vllm_adapter import engine_kind, fused_layers, generator_environment
 from rlhf_ray.weights.manifest import fused_groups
 from rlhf_ray.weights.receiver import Receiver
 

@@ -24,15 +24,14 @@ from rlhf_ray.engine import distributed
 from rlhf_ray.engine.train_engine import StepResult, TrainEngine
 from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.models.lora import Adapters
+from rlhf_ray.models.lora import DESCRIPTION, Adapters, check_description, save_description
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import UpdateStats, WeightBucket, WeightOffer, WeightRoute, WeightsPlan, WorkerProfile
-from rlhf_ray.roles.adapter_checkpoint import DESCRIPTION, check_description, save_description
-from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.async_checkpoint import Saved, Saving
+from rlhf_ray.roles.micro_batch import Meter
 from rlhf_ray.roles.profiling import TorchProfile
-from rlhf_ray.roles.saving import Saved, Saving
 from rlhf_ray.weights.manifest import expand_fused_groups
 from rlhf_ray.weights.publisher import Publisher
 

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_ray.data.batching import micro_batches
+from rlhf_ray.engine.distributed import sum_over_ranks
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.records import Batch, Ragged, Rollout, TokenScores, offsets_of, row_indices
 
@@ -126,3 +128,30 @@ def split_scores(scores: TokenScores, rollouts: Sequence[Rollout]) -> tuple[Toke
     ends = np.cumsum([len(rollout.tokens) for rollout in rollouts])
     return tuple(TokenScores(offsets=np.asarray(rollout.offsets), values=values)
                  for rollout, values in zip(rollouts, np.split(scores.values, ends[:-1]), strict=True))
+
+
+class Meter:
+    """Adds weighted numbers up; `means` divides once, over all ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, weight: float, stats: dict[str, float]) -> None:
+        """Add means that stand for `weight` tokens (or rows); a weight of 0 only registers the names."""
+        for name, value in stats.items():
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+            self._sums[name] = self._sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
+
+    def copy(self) -> Self:
+        """What was added so far, to go back to where what is added next turns out not to count."""
+        other = type(self)()
+        other._sums, other._weights = dict(self._sums), dict(self._weights)
+        return other
+
+    def means(self) -> dict[str, float]:
+        """Weighted means over everything added on every rank; a collective call, names must agree between ranks."""
+        names = sorted(self._sums)
+        both = torch.tensor([[self._sums[n] for n in names], [self._weights[n] for n in names]], dtype=torch.float64)
+        sums, weights = sum_over_ranks(both)
+        return {name: float(total / weight) for name, total, weight in zip(names, sums, weights, strict=True)}

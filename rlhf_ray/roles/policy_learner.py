@@ -25,10 +25,9 @@ from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.meter import Meter
-from rlhf_ray.roles.micro_batch import MicroBatch, in_line, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.micro_batch import Meter, MicroBatch, in_line, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.ppo_update import run_update, training_batch
 from rlhf_ray.roles.ptx import PretrainingMix
-from rlhf_ray.roles.updates import run_update, training_batch
 
 
 class PolicyLearner(Learner):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import shutil
 import time
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.records import OperatorTime, WorkerProfile
 
+if TYPE_CHECKING:
+    from vllm.config import ProfilerConfig
+
 OPERATORS = 15
 """Operators that the table names, those with most time of their own."""
+PROFILED_STEPS = 200
+"""Most steps of the model in one profile; thousands of them make traces that no viewer opens."""
 
 
 class TorchProfile:
@@ -60,3 +69,57 @@ def busiest(averages: Any, count: int = OPERATORS) -> list[OperatorTime]:
 def _own(event: Any, on_gpu: bool) -> float:
     """Microseconds."""
     return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
+
+
+def profiler_config(directory: str) -> ProfilerConfig:
+    """Lets vLLM be asked for profiles later on; until then it makes none and costs nothing."""
+    from vllm.config import ProfilerConfig
+
+    return ProfilerConfig(profiler="torch", torch_profiler_dir=directory, torch_profiler_with_stack=False,
+                          torch_profiler_dump_cuda_time_total=False, ignore_frontend=True,
+                          max_iterations=PROFILED_STEPS)
+
+
+def taken_over(directory: Path, trace: Path) -> WorkerProfile | None:
+    """Move the trace that vLLM has just written to where it is wanted, and sum it up; None if there is none."""
+    found = sorted(directory.glob("*.pt.trace.json.gz"))
+    if not found:
+        return None
+    shutil.move(found[0], trace)
+    for other in found[1:]:
+        other.unlink()
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    ends = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("ph") == "X"]
+    seconds = (max(end for _, end in ends) - min(start for start, _ in ends)) / 1e6 if ends else 0.0
+    return WorkerProfile(trace.name, seconds, summed(events))
+
+
+def summed(events: list[dict[str, Any]], count: int = OPERATORS) -> list[OperatorTime]:
+    """The busiest operators of a Chrome trace: a GPU's kernels where there are some, else a CPU's operators without
+    what they called."""
+    for category in ("kernel", "cpu_op"):
+        own: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        for name, microseconds in _own_times([e for e in events if e.get("ph") == "X" and e.get("cat") == category]):
+            own[name][0] += 1
+            own[name][1] += microseconds / 1e3
+        if own:
+            found = [OperatorTime(name, int(calls), ms) for name, (calls, ms) in own.items()]
+            return sorted(found, key=lambda operator: -operator.own_ms)[:count]
+    return []
+
+
+def _own_times(events: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Name and time of its own, in microseconds, of each event; those of one thread lie within each other."""
+    own: list[tuple[str, float]] = []
+    within: list[tuple[Any, float, int]] = []
+    for event in sorted(events, key=lambda e: (str(e["pid"]), str(e["tid"]), e["ts"], -e["dur"])):
+        thread, end = (event["pid"], event["tid"]), event["ts"] + event["dur"]
+        while within and (within[-1][0] != thread or within[-1][1] <= event["ts"]):
+            within.pop()
+        if within:
+            name, time = own[within[-1][2]]
+            own[within[-1][2]] = name, time - event["dur"]
+        within.append((thread, end, len(own)))
+        own.append((event["name"], event["dur"]))
+    return own

@@ -20,7 +20,7 @@ from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.micro_batch import Meter
 from rlhf_ray.roles.supervised_learner import predictable
 
 

@@ -18,8 +18,8 @@ from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.comparison import Comparison, Pair, print_comparison
 from rlhf_ray.observability.comparison_page import comparison_page
 from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.roles.questions import Question, read_questions
-from rlhf_ray.roles.responder import Responder
+from rlhf_ray.roles.local_generator import Responder
+from rlhf_ray.roles.prompt_input import Question, read_questions
 from rlhf_ray.stages.command_arguments import check_output, model_at
 from rlhf_ray.stages.scorers import check_labels, check_scorer, scorer_of, told_by_option
 

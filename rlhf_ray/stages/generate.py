@@ -23,8 +23,8 @@ from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.observability.tables import visible
 from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.roles.questions import Question, questions_of_lines, read_questions
-from rlhf_ray.roles.responder import Responder
+from rlhf_ray.roles.local_generator import Responder
+from rlhf_ray.roles.prompt_input import Question, questions_of_lines, read_questions
 from rlhf_ray.stages.command_arguments import check_output, model_at
 from rlhf_ray.stages.scorers import Scorer, check_scorer, scorer_of
 

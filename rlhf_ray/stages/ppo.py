@@ -47,7 +47,7 @@ from rlhf_ray.replay.audit import counts, require_sound
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, discard, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.roles.engines.settings import refuse_open_serialization
+from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.export import export_policy
 from rlhf_ray.stages.ppo_attempts import RunAttempts

@@ -22,10 +22,9 @@ from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
-from rlhf_ray.roles.data_reader import DataReader
+from rlhf_ray.roles.data_readers import DataReader, PromptReader
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.preflight import check_data_file, check_row_length

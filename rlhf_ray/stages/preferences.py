@@ -17,10 +17,10 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.records import SampleKey
-from rlhf_ray.roles.engines.settings import refuse_open_serialization
+from rlhf_ray.roles.data_readers import PromptReader
+from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
-from rlhf_ray.roles.prompt_reader import PromptReader
 from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage
 

@@ -5,8 +5,8 @@ from typing import Any
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import NewModelConfig
 from rlhf_ray.config.stages import ProcessRewardConfig
-from rlhf_ray.roles.data_reader import DataReader
-from rlhf_ray.roles.process_learner import ProcessRewardLearner
+from rlhf_ray.roles.data_readers import DataReader
+from rlhf_ray.roles.supervised_learner import ProcessRewardLearner
 from rlhf_ray.stages.supervised_stage import SupervisedStage, check_supervised, run_supervised
 
 

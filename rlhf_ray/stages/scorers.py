@@ -20,7 +20,7 @@ from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import check_model_directory, check_scalar_head, load_tokenizer
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
-from rlhf_ray.roles.questions import Question
+from rlhf_ray.roles.prompt_input import Question
 
 MICRO_BATCH_TOKENS = 8192
 YAML = (".yaml", ".yml")

@@ -23,7 +23,7 @@ from rlhf_ray.observability.faults import FaultLog, note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.roles.data_reader import DataReader, DataSummary
+from rlhf_ray.roles.data_readers import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.preflight import (
     check_adapters,

@@ -15,7 +15,7 @@ import torch
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.errors import DataError, WeightsError, WorkerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
-from rlhf_ray.roles.engines.continuing import ContinuingEngine
+from rlhf_ray.roles.engines.partial_rollouts import ContinuingEngine
 from rlhf_ray.weights.manifest import expand_fused_groups
 from tests.cluster.generators import (
     CONTEXT,

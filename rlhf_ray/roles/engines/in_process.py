@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -29,15 +30,15 @@ from numpy.typing import NDArray
 from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
 from rlhf_ray.records import TensorEntry, WorkerProfile
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
-from rlhf_ray.roles.engines.messages import (
+from rlhf_ray.roles.engines.vllm_adapter import (
     completion_of,
+    engine_arguments,
+    inspect_architectures,
     prompt_logprobs_of,
     prompt_of,
     sampling_parameters,
     scoring_parameters,
 )
-from rlhf_ray.roles.engines.request_batch import RequestBatch
-from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
 from rlhf_ray.roles.profiling import TorchProfile
 
 if TYPE_CHECKING:
@@ -58,6 +59,42 @@ class KeptBuckets:
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
         """Keep a bucket's tensors."""
         self.buckets.append(list(tensors))
+
+
+@dataclass
+class RequestBatch:
+    """The requests of one call. It is woken once, when the last of them is over and all results are made: two threads
+    that both have something to do pass Python's lock to and fro, which costs them more than the work itself."""
+
+    results: dict[str, Any]
+    """By request, in the call's order; None while it is drawn."""
+    make: Callable[[Any], Any]
+    """A result of vLLM's output."""
+    done: Future[list[Any]]
+    left: int
+
+    @classmethod
+    def of(cls, request_ids: Sequence[str], make: Callable[[Any], Any]) -> RequestBatch:
+        """None of them is over."""
+        return cls(dict.fromkeys(request_ids), make, Future(), len(request_ids))
+
+    def take(self, output: Any) -> None:
+        """One of them is over."""
+        try:
+            self.results[output.request_id] = self.make(output)
+        except Exception as error:
+            self.fail(error)
+        self.left -= 1
+        if not self.left and self._wanted():
+            self.done.set_result(list(self.results.values()))
+
+    def fail(self, error: Exception) -> None:
+        """They will not all be; may be said more than once."""
+        if self._wanted():
+            self.done.set_exception(error)
+
+    def _wanted(self) -> bool:
+        return not self.done.done() and self.done.set_running_or_notify_cancel()
 
 
 class InProcessEngine:

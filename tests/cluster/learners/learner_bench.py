@@ -13,8 +13,7 @@ from rlhf_ray.engine.parameter_shards import full_shape, gather_shards, own_shar
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.process_learner import ProcessRewardLearner
-from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner
+from rlhf_ray.roles.supervised_learner import ProcessRewardLearner, RewardModelLearner, SFTLearner
 from tests.not_finite import NoNumber
 
 LEARNERS = (PolicyLearner, ActorCriticLearner, CriticLearner, SFTLearner, RewardModelLearner, ProcessRewardLearner)

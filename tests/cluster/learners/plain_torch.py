@@ -17,7 +17,7 @@ from rlhf_ray.data.process_rows import IGNORE, StepRows
 from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.records import Experience, Rollout, SampleKey, offsets_of
-from rlhf_ray.roles.updates import mini_batches
+from rlhf_ray.roles.ppo_update import mini_batches
 
 VOCAB, ROWS, SEED, TEMPERATURE = 64, 14, 3, 0.8
 TOLERANCE = 5e-5

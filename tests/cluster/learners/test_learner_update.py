@@ -12,7 +12,7 @@ import torch
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.data.sequences import Pairs
 from rlhf_ray.records import TokenScores
-from rlhf_ray.roles.updates import mini_batches, training_batch
+from rlhf_ray.roles.ppo_update import mini_batches, training_batch
 from tests.cluster.learners.plain_torch import (
     COEF,
     LARGE,

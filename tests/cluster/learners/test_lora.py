@@ -12,7 +12,7 @@ from rlhf_ray.data.sequences import Pairs
 from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
-from rlhf_ray.roles.updates import training_batch
+from rlhf_ray.roles.ppo_update import training_batch
 from rlhf_ray.weights.manifest import unpack, verified
 from tests.cluster.learners.plain_torch import (
     LARGE,

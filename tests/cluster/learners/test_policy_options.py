@@ -15,7 +15,7 @@ from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
-from rlhf_ray.roles.updates import mini_batches, training_batch
+from rlhf_ray.roles.ppo_update import mini_batches, training_batch
 from tests.cluster.learners.plain_torch import (
     LARGE,
     OPTIMIZER,

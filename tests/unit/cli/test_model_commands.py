@@ -11,7 +11,7 @@ import pytest
 from rlhf_ray.cli import model_commands
 from rlhf_ray.cli.model_commands import prepare_engine
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
-from rlhf_ray.roles.engines.settings import generator_environment
+from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from rlhf_ray.coordinator.route import Scored
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey, Unscored
 from rlhf_ray.roles.assembler import Assembler
-from rlhf_ray.roles.held_out import pass_rates, summarise
+from rlhf_ray.roles.evaluation_metrics import pass_rates, summarise
 from tests.unit.coordinator.stand_ins import StandInCall, StandInPrompts, role_groups_of
 
 

@@ -18,7 +18,7 @@ from rlhf_ray.failpoints import VARIABLE, hanging
 from rlhf_ray.files.thread import HURRY_S, RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
-from rlhf_ray.roles.saving import Saved
+from rlhf_ray.roles.async_checkpoint import Saved
 from tests.unit.coordinator.stand_ins import ledger_of
 from tests.unit.coordinator.test_loop import Run
 

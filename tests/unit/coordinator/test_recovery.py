@@ -18,7 +18,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.roles.saving import Saved
+from rlhf_ray.roles.async_checkpoint import Saved
 from tests.unit.coordinator.stand_ins import role_groups_of
 from tests.unit.replay.ledgers import begin
 

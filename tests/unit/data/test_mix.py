@@ -10,8 +10,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.prompt_table import open_prompts
 from rlhf_ray.errors import ConfigError, DataError
-from rlhf_ray.roles.data_reader import DataReader
-from rlhf_ray.roles.prompt_reader import HELD_OUT, PromptReader
+from rlhf_ray.roles.data_readers import HELD_OUT, DataReader, PromptReader
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.roles.saving import Saving
+from rlhf_ray.roles.async_checkpoint import Saving
 from tests.checkpoints import new_checkpoint
 
 

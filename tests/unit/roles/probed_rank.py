@@ -20,7 +20,7 @@ from rlhf_ray.engine import distributed
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models import onednn_linear, parity
 from rlhf_ray.records import offsets_of
-from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.micro_batch import Meter
 from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner, SupervisedLearner
 
 KINDS: dict[str, dict[str, Any]] = {

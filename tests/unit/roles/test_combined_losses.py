@@ -21,8 +21,7 @@ from rlhf_ray.models.attention import register
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel
 from rlhf_ray.records import Batch, offsets_of
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
-from rlhf_ray.roles.meter import Meter
-from rlhf_ray.roles.micro_batch import MicroBatch
+from rlhf_ray.roles.micro_batch import Meter, MicroBatch
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from tests.unit.roles.conftest import VOCABULARY
 

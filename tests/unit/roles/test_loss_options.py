@@ -17,7 +17,7 @@ from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.records import Batch, offsets_of
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
-from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.micro_batch import Meter
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
 KL_COEF = 0.3

@@ -6,8 +6,7 @@ import json
 import pytest
 import torch
 
-from rlhf_ray.roles.engines.traces import summed, taken_over
-from rlhf_ray.roles.profiling import TorchProfile
+from rlhf_ray.roles.profiling import TorchProfile, summed, taken_over
 
 
 def test_a_profile_holds_what_was_computed_between_begin_and_end_and_nothing_else(tmp_path):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.roles.meter import Meter
+from rlhf_ray.rewards.requests import finished, rollout_texts
+from rlhf_ray.roles.micro_batch import Meter
 from rlhf_ray.roles.pair_ranker import PairRanker
-from rlhf_ray.roles.texts import finished, rollout_texts
 from tests.unit.roles.conftest import rollout_of
 
 

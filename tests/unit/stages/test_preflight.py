@@ -360,7 +360,7 @@ def test_a_critic_starts_from_a_reward_model_of_the_policy_s_tokens_alone(ppo_co
 
 def test_a_switch_that_lets_vllm_unpickle_is_refused(ppo_config, monkeypatch):
     from rlhf_ray.config.generation import GenerationConfig
-    from rlhf_ray.roles.engines.settings import generator_environment
+    from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     for begin in (lambda: ppo.preflight(ppo_config()), lambda: generator_environment(GenerationConfig())):

@@ -10,7 +10,7 @@ from rlhf_ray.config.rewards import ExactMatchReward, FunctionReward, HTTPReward
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.roles.questions import Question
+from rlhf_ray.roles.prompt_input import Question
 from rlhf_ray.stages.command_arguments import model_at
 from rlhf_ray.stages.compare import CompareOptions, run
 from rlhf_ray.stages.scorers import check_labels, check_scorer, rewards_called, scorer_of

@@ -11,7 +11,7 @@ from rlhf_ray.engine.train_engine import StepResult
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Experience, SampleKey, offsets_of
 from rlhf_ray.roles.critic_learner import explained_variance
-from rlhf_ray.roles.updates import mini_batches, run_update, training_batch
+from rlhf_ray.roles.ppo_update import mini_batches, run_update, training_batch
 
 
 def experience_of(rows, first=0):

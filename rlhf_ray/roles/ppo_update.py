@@ -17,7 +17,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.meter import Meter
+from rlhf_ray.roles.micro_batch import Meter
 
 
 def training_batch(experiences: Sequence[Experience], whiten: bool) -> Batch:

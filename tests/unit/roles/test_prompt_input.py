@@ -7,7 +7,7 @@ import pytest
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import DataError, ModelError
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.roles.questions import Question, encode_questions, questions_of_lines, read_questions
+from rlhf_ray.roles.prompt_input import Question, encode_questions, questions_of_lines, read_questions
 from tests.models import make_tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"

@@ -25,7 +25,7 @@ from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.rewards.requests import requests_of
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.roles.questions import Question, encode_questions
+from rlhf_ray.roles.prompt_input import Question, encode_questions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

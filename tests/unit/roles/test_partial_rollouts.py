@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.roles.engines.continuing import ContinuingEngine, continued_seed
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
+from rlhf_ray.roles.engines.partial_rollouts import ContinuingEngine, continued_seed
 
 REQUEST = SampleRequest([1, 2], SamplingConfig(max_tokens=5), 5, seed=7, stop_tokens=[0])
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_ray.errors import WorkerError
-from rlhf_ray.roles.engines.request_batch import RequestBatch
+from rlhf_ray.roles.engines.in_process import RequestBatch
 
 
 def output(request_id):

@@ -1,11 +1,13 @@
 """Reads what supervised stages train on, so that the driver never holds it: rows go straight to the object store."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
 from rlhf_ray.config.data_source import DataSection
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.ptx import PtxConfig
@@ -14,11 +16,16 @@ from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.pretraining import load_pretraining_text
 from rlhf_ray.data.process_rows import StepRows, join_step_rows, load_process_rows
+from rlhf_ray.data.prompt_table import PromptRows, open_prompts
 from rlhf_ray.data.report import LoadReport
 from rlhf_ray.data.sequences import Pairs, Sequences
 from rlhf_ray.data.step_format import StepTokens
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.records import Prompts
+
+HELD_OUT = "held_out"
+"""The table of the rows that a section keeps out of training."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +88,42 @@ class DataReader:
 def summary(config: DataSection, train: list[Any], reports: list[LoadReport]) -> DataSummary:
     """The summary of the training rows of each data set."""
     return DataSummary([len(rows) for rows in train], config.weights, [str(report) for report in reports])
+
+
+class PromptReader:
+    """Tables of tokenised prompts by name.
+
+    Args:
+        directory: a place on a disk for the tables' bytes, which vanish with the process; see `data.prompt_table`.
+    """
+
+    def __init__(self, model: ModelConfig, directory: Path | None = None) -> None:
+        self._model, self._directory = model, directory
+        self._tables: dict[str, PromptRows] = {}
+
+    def start(self) -> dict[str, Any]:
+        """Load the tokenizer."""
+        self._tokenizer = load_tokenizer(self._model)
+        return {"vocabulary": len(self._tokenizer), "digest": tokenizer_digest(self._tokenizer)}
+
+    def open(self, table: str, config: PromptsConfig) -> dict[str, Any]:
+        """Tokenise a section's data and keep it under the name `table`, and the rows held out of it under "held_out".
+
+        Returns:
+            sizes (rows of each data set), held_out (rows of that table), reports (what was left out of each) and bytes
+            (on disk).
+        """
+        found = open_prompts(config, self._tokenizer, self._directory)
+        self._tables[table] = found.training
+        if len(found.held_out):
+            self._tables[HELD_OUT] = found.held_out
+        return {"sizes": found.training.sizes, "held_out": len(found.held_out), "bytes": found.training.table.nbytes,
+                "reports": [str(report) for report in found.reports]}
+
+    def rows(self, numbers: Sequence[int], table: str = "training") -> Prompts:
+        """The rows of these numbers, in this order.
+
+        Raises:
+            DataError: no such row.
+        """
+        return self._tables[table].rows(numbers)

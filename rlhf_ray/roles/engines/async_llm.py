@@ -20,15 +20,16 @@ from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start, unfinished_tokens
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
-from rlhf_ray.roles.engines.messages import (
+from rlhf_ray.roles.engines.vllm_adapter import (
     completion_of,
+    engine_arguments,
+    inspect_architectures,
     prompt_logprobs_of,
     prompt_of,
     sampling_parameters,
     scoring_parameters,
 )
-from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
-from rlhf_ray.roles.engines.traces import profiler_config, taken_over
+from rlhf_ray.roles.profiling import profiler_config, taken_over
 
 
 @dataclass(frozen=True)

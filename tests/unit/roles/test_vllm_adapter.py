@@ -13,7 +13,7 @@ from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.serving_memory import generator_memory
 from rlhf_ray.planning.worker_memory import ACTIVATIONS, CACHE, MIB
 from rlhf_ray.roles.engines.interface import EngineSettings
-from rlhf_ray.roles.engines.settings import engine_arguments, inspect_architectures
+from rlhf_ray.roles.engines.vllm_adapter import engine_arguments, inspect_architectures
 from tests.models import make_tiny_llama
 
 CONTEXT, GIB = 256, 2**30
