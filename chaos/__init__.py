@@ -1,3 +1,3 @@
-"""Faults on purpose: real runs whose processes are killed and stopped, whose driver dies, whose checkpoints are
-damaged, and what must hold of them afterwards. Run by `make chaos`; docs/chaos.md explains.
+"""Fault injection: real runs whose processes are killed and stopped, whose driver dies, whose checkpoints are damaged,
+and the invariants that must hold afterwards. `make chaos` runs it; docs/chaos.md describes it.
 """

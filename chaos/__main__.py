@@ -1,6 +1,6 @@
-"""`python -m chaos [--minutes 15] [--seed N] [--only KIND]`: meet faults on purpose, and see what becomes of them.
+"""`python -m chaos [--minutes 15] [--seed N] [--only KIND]`: inject faults into real runs, and check that they recover.
 
-Exit code 1: a fault was not survived, never came to be injected, or an invariant does not hold.
+Exit code 1: a fault was not survived or not injected, or an invariant does not hold.
 """
 
 import argparse
@@ -16,17 +16,17 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line asks for."""
-    from chaos.kinds import KINDS
+    """Parse the command line."""
+    from chaos.faults import KINDS
 
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0, metavar="M",
-                        help="about how long it may take on two cores; in less there are fewer faults, in more there "
-                             "are more rounds (default: %(default)s)")
-    parser.add_argument("--seed", type=int, metavar="N", help="which faults when (default: another each time)")
+                        help="approximate duration on two cores; a shorter one means fewer faults, a longer one more "
+                             "rounds (default: %(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the faults and their times (default: random)")
     parser.add_argument("--only", action="append", choices=tuple(KINDS), metavar="KIND", default=[],
-                        help="faults of this kind alone (may be given several times); one of " + ", ".join(KINDS))
+                        help="inject only faults of this kind (may be given several times); one of " + ", ".join(KINDS))
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR",
                         help="where summary.json and index.html are written (default: chaos/results)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="copy the runs and the drivers' output to this folder")
@@ -39,63 +39,61 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Make the runs; after each the results are written, and when one is interrupted those that there are."""
-    from chaos.own_memory import own_shared_memory
+    """Make the runs. The results are written after each; an interrupted campaign reports those it has."""
+    from chaos.mounts import mount_private_shared_memory
 
-    asked = arguments()
-    signal.signal(signal.SIGTERM, _end_as_ctrl_c_does)
-    print(f"chaos: seed {asked.seed}", file=sys.stderr, flush=True)
-    own_shared_memory()
-    root = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a short name: Ray's sockets lie below it
-    _own_places(root)
+    options = arguments()
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    print(f"chaos: seed {options.seed}", file=sys.stderr, flush=True)
+    mount_private_shared_memory()
+    root = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a short path: Ray's sockets are below it
+    _redirect_temporary_files(root)
     try:
-        sound = _run(asked, root / "runs")
+        sound = _run(options, root / "runs")
     finally:
         shutil.rmtree(root, ignore_errors=True)
     sys.exit(0 if sound else 1)
 
 
-def _end_as_ctrl_c_does(*_: object) -> None:
-    """Tidy up, write results, then end. `timeout` sends SIGTERM twice, to the process and to its group."""
+def _exit_on_sigterm(*_: object) -> None:
+    """Raise SystemExit, and ignore a second SIGTERM: `timeout` sends it twice, to the process and to its group."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)
 
 
-def _run(asked: argparse.Namespace, place: Path) -> bool:
+def _run(options: argparse.Namespace, directory: Path) -> bool:
     from benchmarks.machine import describe_machine
     from benchmarks.summary import commit
     from chaos.campaign import rounds
-    from chaos.page import write_page
-    from chaos.picture import write_picture
-    from chaos.report import print_report
-    from chaos.summary import Chaos
+    from chaos.page import write_page, write_picture
+    from chaos.summary import CampaignSummary, print_report
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.engine.distributed import accelerator_environment
 
     quiet_libraries()
     os.environ.update(accelerator_environment(gpus=0), CUDA_VISIBLE_DEVICES="")
     command = " ".join(["python -m chaos", *sys.argv[1:]])
-    chaos = Chaos(asked.seed, command, describe_machine(), commit())
+    campaign = CampaignSummary(options.seed, command, describe_machine(), commit())
     written: list[Path] = []
     interrupted = False
     try:
-        for finished in rounds(asked.seed, asked.minutes, asked.only, place):
-            chaos.runs.append(finished)
-            if asked.keep is not None:
-                shutil.copytree(place, asked.keep, dirs_exist_ok=True)
-            written = [chaos.write(asked.results), write_page(chaos, asked.results),
-                       write_picture(chaos, asked.results)]
+        for finished in rounds(options.seed, options.minutes, options.only, directory):
+            campaign.runs.append(finished)
+            if options.keep is not None:
+                shutil.copytree(directory, options.keep, dirs_exist_ok=True)
+            written = [campaign.write(options.results), write_page(campaign, options.results),
+                       write_picture(campaign, options.results)]
     except (KeyboardInterrupt, SystemExit):
         interrupted = True
         print("chaos: interrupted", file=sys.stderr, flush=True)
     if written:
-        print_report(chaos)
+        print_report(campaign)
         print(f"written: {', '.join(map(str, written))}")
-    return chaos.sound and not interrupted
+    return campaign.sound and not interrupted
 
 
-def _own_places(root: Path) -> None:
-    """Temporary files of the runs and Ray's lie where they are found again, and removed."""
+def _redirect_temporary_files(root: Path) -> None:
+    """Put temporary files of the runs and of Ray below `root`, which is removed at the end."""
     for variable, name in (("TMPDIR", "tmp"), ("RAY_TMPDIR", "ray")):
         (root / name).mkdir()
         os.environ[variable] = str(root / name)

@@ -1,4 +1,4 @@
-"""Which runs a call makes, and with which faults; and the runs themselves, each beside the same run without a fault."""
+"""The runs of a campaign: which faults each gets, its configuration, and its comparison with a run without faults."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from chaos.invariants import Books, broken
-from chaos.kinds import KINDS, REFUSED, TOO_LARGE, of_target
-from chaos.nodes import SPARE
-from chaos.outcome import outcomes
-from chaos.plan import fewest_steps, plan
-from chaos.service import reward_service
-from chaos.settings import RANKS, SAVED_EVERY, Ground
-from chaos.small_disk import small_disk
-from chaos.summary import Finished
-from chaos.supervisor import ChaosRun, run
+import yaml
+
+from chaos.faults import KINDS, REFUSED, TOO_LARGE, fewest_steps, of_target, plan
+from chaos.invariants import Books, violations
+from chaos.mounts import small_disk
+from chaos.nodes import HEARTBEAT_TIMEOUT_S, SPARE, several_nodes_sections
+from chaos.outcomes import outcomes
+from chaos.reward_service import RewardService, reward_service
+from chaos.run_record import RunRecord
+from chaos.summary import FinishedRun
+from chaos.supervisor import run
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory
+from tests.cluster.tiny import Files, make_files, ppo_settings
 
 USUAL_MINUTES = 15.0
 STEPS_A_FAULT, FEWEST_STEPS = 1.5, 12
-ALONE = 2
-"""Faults of a kind that is asked for alone."""
+FAULTS_OF_ONLY = 2
+"""Faults of each kind of --only."""
 SYNCHRONOUS = {
     "generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1, "reward_stop": 1,
     "reference_kill": 1, "reference_stop": 1, "assembler_kill": 1, "policy_kill": 1, "policy_stop": 1,
@@ -40,55 +43,69 @@ OVERLAPPED = {"generator_kill": 2, "generator_stop": 1, "generator_kill_in_publi
               "reference_kill": 1, "assembler_kill": 1, "policy_kill": 1, "critic_stop": 1, "driver_kill": 1,
               "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1, TOO_LARGE: 1, REFUSED: 1,
               "loss_nan": 1, "gradient_nan": 1}
-"""Of that at max_staleness 1, where it is not the bits that must be the same, but the books."""
-SCATTERED = {"node_lost": 1, "partition": 1, "generator_kill": 1, "generator_stop": 1,
+"""Faults of the run at max_staleness 1, which is checked by its ledger, not bit for bit."""
+SEVERAL_NODES = {"node_lost": 1, "partition": 1, "generator_kill": 1, "generator_stop": 1,
              "generator_kill_in_publication": 1}
-"""Of that on a cluster of several nodes, one for each generator."""
+"""Faults of the run on a cluster of several nodes, one for each generator."""
+SAVED_EVERY = 3
+"""Steps between checkpoints."""
+SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "cluster": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "max_restarts": 5, "max_rebuilds": 5},
+    "logging": {"tensorboard": False, "samples_per_step": 0},
+    "checkpoint": {"every": SAVED_EVERY, "keep": 2},
+    "evaluation": {"limit": 2},
+    "reward": {"on_failure": "quarantine", "quarantine_limit": 0.2},
+}
+"""Sections that differ from the runs of the tests."""
+SERVICE = {"type": "http", "weight": 0.01, "send": "tokens", "request_timeout_s": 2.0, "timeout_s": 60.0}
+"""A small part of the reward: the service scores by prompt alone. Its slow behaviour exceeds `request_timeout_s`."""
+RANKS = {"generator": 2, "policy_learner": 2, "critic_learner": 2}
+"""Number of workers of each role that has several."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run to make."""
+    """The plan of one run."""
 
     name: str
     kinds: tuple[str, ...]
-    """Of its faults; they may repeat."""
+    """Kinds of its faults; they may repeat."""
     max_staleness: int
     seed: int
     several_nodes: bool = False
 
     @property
-    def same(self) -> bool:
-        """Whether the results must be those of the run without a fault."""
+    def reproducible(self) -> bool:
+        """Whether the results must equal those of the run without faults."""
         return self.max_staleness == 0 and not any(KINDS[kind].changes_results for kind in self.kinds)
 
     @property
     def steps(self) -> int:
-        """Of the run."""
+        """Number of updates."""
         return max(FEWEST_STEPS, math.ceil(STEPS_A_FAULT * len(self.kinds)), fewest_steps(self.kinds, SAVED_EVERY))
 
 
 def trials(seed: int, minutes: float, only: Sequence[str] = (), disk: bool = True) -> list[Trial]:
-    """The runs of one round, short ones first. In less than the usual time there are fewer faults of each kind, and
-    then fewer kinds.
+    """The runs of one round, short ones first. In less than USUAL_MINUTES there are fewer faults of each kind, and then
+    fewer kinds.
 
     Args:
-        disk: whether there is one that may be filled.
+        disk: whether there is a disk that may be filled.
     """
     if only:
-        kinds = _some({kind: ALONE for kind in only if disk or kind != "disk_full"}, 1.0)
+        kinds = _select({kind: FAULTS_OF_ONLY for kind in only if disk or kind != "disk_full"}, 1.0)
         nodes, others = (tuple(k for k in kinds if (KINDS[k].target == "node") is which) for which in (True, False))
-        found = (Trial("alone", others, 0, seed), Trial("alone_scattered", nodes[:SPARE], 0, seed, True))
-        return [trial for trial in found if trial.kinds]
+        selected = (Trial("only", others, 0, seed), Trial("only_several_nodes", nodes[:SPARE], 0, seed, True))
+        return [trial for trial in selected if trial.kinds]
     share = min(1.0, minutes / USUAL_MINUTES)
     wanted = {kind: number for kind, number in SYNCHRONOUS.items() if disk or kind != "disk_full"}
-    return [Trial("scattered", _some(SCATTERED, share), 0, seed + 2, True),
-            Trial("overlapped", _some(OVERLAPPED, share), 1, seed + 1),
-            Trial("synchronous", _some(wanted, share), 0, seed)]
+    return [Trial("several_nodes", _select(SEVERAL_NODES, share), 0, seed + 2, True),
+            Trial("overlapped", _select(OVERLAPPED, share), 1, seed + 1),
+            Trial("synchronous", _select(wanted, share), 0, seed)]
 
 
-def _some(wanted: dict[str, int], share: float) -> tuple[str, ...]:
-    """Kinds in turns, each as often as wanted, cut to a share."""
+def _select(wanted: dict[str, int], share: float) -> tuple[str, ...]:
+    """The kinds in turns, each as often as wanted, cut to a share of their number."""
     left, order = Counter(wanted), list[str]()
     while left := +left:
         order += left
@@ -96,68 +113,102 @@ def _some(wanted: dict[str, int], share: float) -> tuple[str, ...]:
     return tuple(order[: max(1, round(share * len(order)))])
 
 
-def rounds(seed: int, minutes: float, only: Sequence[str], place: Path) -> Iterator[Finished]:
-    """Make runs: one round, and more for as long as there is time for another.
+@dataclass(frozen=True)
+class Workspace:
+    """A directory with the models and prompts of the runs: tiny models, in float32."""
+
+    root: Path
+    files: Files
+    service: RewardService
+    """Gives part of the rewards."""
+
+    @classmethod
+    def make(cls, root: Path, service: RewardService) -> Workspace:
+        """Write models and prompts, in a few seconds."""
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        root.mkdir(parents=True, exist_ok=True)
+        return cls(root, make_files(root), service)
+
+    def configure(self, name: str, steps: int, max_staleness: int, several_nodes: bool = False) -> tuple[Path, Path]:
+        """Write the configuration of a run; returns it and the directory that the run will write."""
+        directory = self.root / name
+        settings = ppo_settings(self.files, directory)
+        for sections in (SECTIONS, several_nodes_sections(RANKS["generator"]) if several_nodes else {}):
+            for section, fields in sections.items():
+                settings[section] = {**settings.get(section, {}), **fields}
+        settings["run"]["steps"] = steps
+        settings["rewards"]["service"] = {**SERVICE, "urls": [self.service.url]}
+        settings["coordinator"]["max_staleness"] = max_staleness
+        path = self.root / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        return path, directory
+
+
+def rounds(seed: int, minutes: float, only: Sequence[str], directory: Path) -> Iterator[FinishedRun]:
+    """Make the runs of one round, and of further rounds while the time allows.
 
     Raises:
-        KeyboardInterrupt, SystemExit: who started chaos asked it to stop; the run under way has been yielded.
+        KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM; the interrupted run has been yielded before.
     """
     began, longest, number = time.monotonic(), 0.0, 0
     undisturbed: dict[tuple[int, int], Path] = {}
-    with small_disk(place) as disk, reward_service() as service:
-        ground = Ground.make(place, service)
+    with small_disk(directory) as disk, reward_service() as service:
+        workspace = Workspace.make(directory, service)
         if not disk:
-            _say("no small disk can be mounted here (that requires root), so none is filled")
+            _log("a small disk cannot be mounted (that requires root): no disk is filled")
         while not number or time.monotonic() - began + longest < 60 * minutes:
             start = time.monotonic()
             for trial in trials(seed + 100 * number, minutes, only, disk):
                 shape = trial.steps, trial.max_staleness
                 if shape not in undisturbed:
-                    undisturbed[shape] = _undisturbed(ground, trial)
-                finished = _made(ground, trial, undisturbed[shape], number + 1)
+                    undisturbed[shape] = _run_undisturbed(workspace, trial)
+                finished = _run_trial(workspace, trial, undisturbed[shape], number + 1)
                 yield finished
                 if finished.record.interruption is not None:
                     raise finished.record.interruption
             longest, number = max(longest, time.monotonic() - start), number + 1
 
 
-def _undisturbed(ground: Ground, trial: Trial) -> Path:
-    _say(f"{trial.steps} updates at max_staleness {trial.max_staleness} without a fault")
-    config, directory = ground.configure(f"{trial.name}_undisturbed", trial.steps, trial.max_staleness)
-    record = run(config, directory, (), ground.service)
+def _run_undisturbed(workspace: Workspace, trial: Trial) -> Path:
+    _log(f"{trial.steps} updates at max_staleness {trial.max_staleness} without faults")
+    config, directory = workspace.configure(f"{trial.name}_undisturbed", trial.steps, trial.max_staleness)
+    record = run(config, directory, (), workspace.service)
     if record.interruption is not None:
         raise record.interruption
     if record.starts[-1].code:
-        raise RuntimeError(f"the run without a fault ended with {record.starts[-1].code}: "
+        raise RuntimeError(f"the run without faults ended with exit code {record.starts[-1].code}: "
                            f"{record.starts[-1].last_words()}")
     return directory
 
 
-def _made(ground: Ground, trial: Trial, undisturbed: Path, number: int) -> Finished:
+def _run_trial(workspace: Workspace, trial: Trial, undisturbed: Path, number: int) -> FinishedRun:
     faults = plan(trial.seed, trial.kinds, trial.steps, RANKS, SAVED_EVERY)
-    _say(f"{trial.name}, round {number}: {trial.steps} updates among {len(faults)} faults of "
+    _log(f"{trial.name}, round {number}: {trial.steps} updates with {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
-    config, directory = ground.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness,
+    config, directory = workspace.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness,
                                          trial.several_nodes)
-    return looked_through(run(config, directory, faults, ground.service, _say), undisturbed, trial.same)
+    return evaluate(run(config, directory, faults, workspace.service, _log), undisturbed, trial.reproducible)
 
 
-def looked_through(record: ChaosRun, undisturbed: Path, same: bool) -> Finished:
-    """A run that is over, and what can be said of it.
+def evaluate(record: RunRecord, undisturbed: Path, reproducible: bool) -> FinishedRun:
+    """Evaluate a run that is over.
 
     Args:
-        same: whether its results must be those of the undisturbed run, to the bit.
+        undisturbed: directory of the same run without faults.
+        reproducible: whether the results must equal those of the undisturbed run, bit for bit.
     """
-    loops, end = record.strikes.read("loop"), record.starts[-1].ended
-    told = json.loads(RunDirectory(undisturbed).summary.read_text())
+    loops, end = record.injections.read("loop"), record.starts[-1].ended
+    summary = json.loads(RunDirectory(undisturbed).summary.read_text())
     rows = list(read_metrics(record.directory))
     pauses = (row.get("checkpoint/pause_seconds") for row in rows)
-    return Finished(
-        record, outcomes(record), broken(record, undisturbed if same else None),
-        undisturbed_s=told["seconds_loop"] * max((row["step"] for row in rows), default=0) / told["steps"],
+    return FinishedRun(
+        record, outcomes(record), violations(record, undisturbed if reproducible else None),
+        undisturbed_s=summary["seconds_loop"] * max((row["step"] for row in rows), default=0) / summary["steps"],
         books=Books.of(record), loop_s=end - (loops[0]["time"] if loops else record.starts[0].began),
         pauses_s=[seconds for seconds in pauses if seconds is not None])
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"chaos: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`python -m chaos.driver CONFIG FAULTS STRIKES [--resume]`: `rlhf-ray ppo`, with an injector in its process."""
+"""`python -m chaos.driver CONFIG FAULTS INJECTION_LOG [--resume]`: `rlhf-ray ppo`, with an injector in its process."""
 
 import json
 import sys
@@ -6,30 +6,30 @@ from pathlib import Path
 
 import yaml
 
+from chaos.faults import Fault
+from chaos.injection_log import InjectionLog
 from chaos.nodes import several_nodes
-from chaos.plan import Fault
-from chaos.strikes import Strikes
 
 
 def main() -> None:
-    """Run the command line as ever, once the injector is in place.
+    """Install the injector, then run the command line.
 
-    Arguments: the run's configuration, a file with the faults to inject, and the file to note them in.
+    Arguments: the run's configuration, a JSON file of the faults to inject, and the injection log.
     """
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.cli.main import main as command_line
 
     quiet_libraries()
     from chaos.injector import Injector
-    from chaos.network import lossy_here_only
-    from chaos.poison import install
+    from chaos.message_loss import lose_messages_of_this_process_only
+    from chaos.nan_injection import install_nan_learners
 
-    config, faults, strikes, *more = sys.argv[1:]
-    lossy_here_only()
-    planned = [Fault.of(told) for told in json.loads(Path(faults).read_text())]
+    config, faults, injections, *more = sys.argv[1:]
+    lose_messages_of_this_process_only()
+    planned = [Fault.from_dict(fault) for fault in json.loads(Path(faults).read_text())]
     with several_nodes(yaml.safe_load(Path(config).read_text())["pools"]) as nodes:
-        Injector(planned, Strikes(Path(strikes)), nodes).install()
-        install()
+        Injector(planned, InjectionLog(Path(injections)), nodes).install()
+        install_nan_learners()
         sys.argv = ["rlhf-ray", "ppo", config, *([f"--cluster.address={nodes.address}"] if nodes else []), *more]
         command_line()
 

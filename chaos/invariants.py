@@ -1,4 +1,4 @@
-"""What must hold of a run afterwards, whatever it met; each that does not is a sentence."""
+"""The invariants of a run with faults: functions that return a sentence for each one that does not hold."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from chaos.refusals import others_left
-from chaos.supervisor import ChaosRun
+from chaos.run_record import RunRecord
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import LedgerError, RLHFError
@@ -20,72 +20,74 @@ from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
 TRIES = ("reward/failures/", "reward/failed_tries/")
-"""Beginnings of the names of metrics that count what a reward service did wrong."""
+"""Prefixes of the metrics that count failures of a reward service."""
+REFUSED_REASON = "answers 400"
+"""Part of the reason for which the samples of a refused prompt are quarantined."""
 
 
 @dataclass(frozen=True)
 class Books:
-    """What became of a run's samples."""
+    """Counts of a run's samples."""
 
     wanted: int
-    """Samples that the run's updates are made of."""
+    """Samples that the run's updates need."""
     trained: int
-    """Committed, or of an update that changed nothing."""
+    """Committed, or in an update that was not applied."""
     quarantined: int
     counted: int
-    """Samples that the run itself says it trained on."""
+    """Samples that the run's own summary counts as trained on."""
     again: int
-    """Attempts that came to nothing."""
+    """Attempts that were given up."""
 
     @property
     def lost(self) -> int:
-        """Samples that no update was made with."""
+        """Samples that are in no update."""
         return max(0, self.wanted - self.trained)
 
     @property
     def duplicated(self) -> int:
-        """Samples that an update was made with although another had been."""
+        """Samples that are in more than one update."""
         return max(0, self.counted - self.trained, self.trained - self.wanted)
 
     @classmethod
-    def of(cls, record: ChaosRun) -> Books:
-        """Read them; a run that left none has lost everything."""
+    def of(cls, record: RunRecord) -> Books:
+        """Read them from the ledger; without one all samples count as lost."""
         config = load(PPOConfig, record.config, [])
         wanted = config.run.steps * config.samples_per_step
         try:
             with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
-                found = counts(db)
+                states = counts(db)
         except LedgerError:
             return cls(0 if record.interruption else wanted, 0, 0, 0, 0)
         summary = RunDirectory(record.directory).summary
-        trained = found["committed"] + found["not_applied"]
+        trained = states["committed"] + states["not_applied"]
         counted = json.loads(summary.read_text())["samples"] if summary.exists() else trained
         if record.interruption is not None:
-            wanted = trained = counted  # it is not over, and its last samples are in no checkpoint
-        return cls(wanted, trained, found["quarantined"], counted, found["attempts given up"])
+            wanted = trained = counted  # the last samples of an unfinished run are in no checkpoint
+        return cls(wanted, trained, states["quarantined"], counted, states["attempts given up"])
 
 
-def broken(record: ChaosRun, undisturbed: Path | None) -> list[str]:
-    """The invariants that do not hold.
+def violations(record: RunRecord, undisturbed: Path | None) -> list[str]:
+    """The invariants that do not hold, a sentence each.
 
     Args:
-        undisturbed: directory of the same run without a fault, where results must be the same to the bit.
+        undisturbed: directory of the same run without faults, if the results must be the same bit for bit.
     """
-    found = list(_ends(record)) + record.left
+    problems = list(_ends(record)) + record.left
     if record.interruption is not None:
-        return [*found, "the run was interrupted; of what it left nothing was looked at"]
+        return [*problems, "the run was interrupted; its files were not checked"]
     try:
-        found += _books(record)
-        found += _rows(record)
-        found += _temporary(record.directory)
+        problems += _books(record)
+        problems += _rows(record)
+        problems += _temporary(record.directory)
         if undisturbed is not None:
-            found += _differences(record.directory, undisturbed)
+            problems += _differences(record.directory, undisturbed)
     except (RLHFError, OSError) as error:
-        found.append(f"what the run left cannot be read: {error}")
-    return found
+        problems.append(f"the run's files cannot be read: {error}")
+    return problems
 
 
-def _ends(record: ChaosRun) -> Iterator[str]:
+def _ends(record: RunRecord) -> Iterator[str]:
     over = record.starts[:-1] if record.interruption else record.starts
     for number, start in enumerate(over, start=1):
         if start.wedged:
@@ -94,23 +96,23 @@ def _ends(record: ChaosRun) -> Iterator[str]:
             yield f"start {number} ended with {start.code} instead of {start.expected}: {start.last_words()}"
 
 
-def _books(record: ChaosRun) -> Iterator[str]:
+def _books(record: RunRecord) -> Iterator[str]:
     with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
         yield from (f"ledger: {problem.invariant}: {problem.found}" for problem in audit(db, ended=True))
     books = Books.of(record)
     if books.lost or books.duplicated:
         yield f"of {books.wanted} samples {books.lost} are lost and {books.duplicated} were trained on twice"
-    yield from others_left(record)
+    yield from unexpected_quarantine(record)
 
 
-def _rows(record: ChaosRun) -> Iterator[str]:
-    """Every update has its row, publishes the next version, and trains on nothing too old."""
+def _rows(record: RunRecord) -> Iterator[str]:
+    """Every update has one row, publishes the next version, and trains on no sample that is too old."""
     config, rows = load(PPOConfig, record.config, []), steps(record.directory)
     numbers = [row["step"] for row in rows]
     if numbers != list(range(1, config.run.steps + 1)):
         yield f"rows of metrics are of the updates {numbers}, not of each of {config.run.steps} once"
     if versions := [row["weights/version"] for row in rows if row["weights/version"] != row["step"]]:
-        yield f"versions {versions} do not belong to their updates"
+        yield f"the updates published the versions {versions}, not their own numbers"
     oldest = max((row["staleness/max"] for row in rows), default=0)
     if oldest > config.coordinator.max_staleness:
         yield f"trained on samples of staleness {oldest}, {config.coordinator.max_staleness} is allowed"
@@ -123,7 +125,7 @@ def _temporary(directory: Path) -> Iterator[str]:
 
 
 def _differences(directory: Path, undisturbed: Path) -> Iterator[str]:
-    """From the run without a fault: weights, numbers of every step, what became of every sample."""
+    """Differences from the run without faults: weights, metrics of every step, the ledger's line of every sample."""
     for model in ("model", "model_ema"):
         one, other = (d / model / "model.safetensors" for d in (directory, undisturbed))
         if one.exists() != other.exists() or (one.exists() and one.read_bytes() != other.read_bytes()):
@@ -133,4 +135,34 @@ def _differences(directory: Path, undisturbed: Path) -> Iterator[str]:
         first = next((row["step"] for row, other in zip(mine, theirs, strict=False) if row != other), "the last")
         yield f"metrics differ from those of the undisturbed run, at step {first} first"
     if samples(directory) != samples(undisturbed):
-        yield "the ledger does not tell the same of every sample as that of the undisturbed run"
+        yield "the ledger differs from that of the undisturbed run"
+
+
+def was_quarantined(record: RunRecord, prompt: str) -> bool:
+    """Whether a row whose prompt begins like this is quarantined in the ledger, and in quarantine.jsonl."""
+    return any(_begins(prompt, line) for line in _named(record))
+
+
+def unexpected_quarantine(record: RunRecord) -> Iterator[str]:
+    """Rows that are quarantined although their prompts were not refused, or that the run does not name."""
+    refused = [line["prompt"] for line in record.injections.read("confirmed") if "prompt" in line]
+    expected = {line["key"][1] for line in _named(record) if any(_begins(prompt, line) for prompt in refused)}
+    if rows := _quarantined(record) - expected:
+        yield f"rows {sorted(rows)} are quarantined, but were not refused by the reward service or are not named"
+
+
+def _named(record: RunRecord) -> list[dict[str, Any]]:
+    """The lines of quarantine.jsonl about rows that are quarantined in the ledger because the service refused them."""
+    file, rows = RunDirectory(record.directory).quarantine, _quarantined(record)
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return [line for line in lines if line["key"][1] in rows and REFUSED_REASON in line["reason"]]
+
+
+def _quarantined(record: RunRecord) -> set[int]:
+    with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
+        return {row for (row,) in db.execute("SELECT DISTINCT row FROM samples WHERE state = 'quarantined'")}
+
+
+def _begins(prompt: str, line: dict[str, Any]) -> bool:
+    words = prompt.split()
+    return bool(line["prompt"].split()[: len(words)] == words)

@@ -1,4 +1,4 @@
-"""A cluster of several nodes on this machine, of which some can be lost, or cut off, with all that is on them."""
+"""A Ray cluster of several nodes on this machine, of which some can be killed or cut off, with all their workers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import psutil
 
 AWAY = {"where": "away"}
-"""Label of the nodes that may be lost; the driver is on another."""
+"""Label of the nodes that may be lost; the driver runs on another node."""
 SPARE = 2
-"""Nodes more than generators, so that there is where to go."""
+"""Number of these nodes beyond one for each generator, so that a replacement has a node."""
 STORE_BYTES = 100 * 2**20
+HEARTBEAT_TIMEOUT_S = 5.0
+"""`cluster.heartbeat_timeout_s` of the runs."""
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_timeout_ms": 1000,
           "health_check_failure_threshold": 8}
-"""Ray takes a node for dead that does not answer for some ten seconds: longer than the lease, and than a raylet among
-busy processes ever takes."""
+"""Ray considers a node dead that does not answer for about ten seconds: longer than the heartbeat timeout, and than a
+raylet among busy processes ever takes."""
 
 
 class Nodes:
@@ -27,40 +29,39 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Of the cluster."""
+        """Address of the cluster."""
         return str(self._cluster.address)
 
     def lose(self, node_id: str) -> None:
-        """Kill a node's own processes, by which its workers end.
+        """Kill a node's own processes, which ends its workers.
 
         Raises:
-            ValueError: it is none of those that may be lost.
+            ValueError: it is not one of the nodes that may be lost.
         """
-        node = self._taken(node_id)
-        self._cluster.remove_node(node, allow_graceful=False)
+        self._cluster.remove_node(self._take(node_id), allow_graceful=False)
 
     def cut_off(self, node_id: str) -> list[psutil.Process]:
         """Stop a node's own processes and its workers; returns them.
 
         Raises:
-            ValueError: it is none of those that may be lost.
+            ValueError: it is not one of the nodes that may be lost.
         """
-        raylet = psutil.Process(self._taken(node_id).all_processes["raylet"][0].process.pid)
-        raylet.suspend()  # first, so that it starts nobody meanwhile
+        raylet = psutil.Process(self._take(node_id).all_processes["raylet"][0].process.pid)
+        raylet.suspend()  # first, so that it starts no more workers
         others = raylet.children(recursive=True)
         for process in others:
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
         return [raylet, *others]
 
-    def _taken(self, node_id: str) -> Any:
+    def _take(self, node_id: str) -> Any:
         (node,) = (node for node in self._away if node.node_id == node_id)
         self._away.remove(node)
         return node
 
 
-def sections(generators: int) -> Mapping[str, Mapping[str, Any]]:
-    """What the configuration of a run on such a cluster says otherwise: each generator fills a node of its own."""
+def several_nodes_sections(generators: int) -> Mapping[str, Mapping[str, Any]]:
+    """The configuration sections of a run on such a cluster: each generator fills a node."""
     return {"pools": {"default": {"cpus": 4}, "away": {
                 "bundles": generators, "cpus": 1, "strategy": "STRICT_SPREAD", "labels": AWAY}},
             "generator": {"pool": "away", "cpus": 1}, "cluster": {"allow_open": True}}
@@ -68,7 +69,8 @@ def sections(generators: int) -> Mapping[str, Mapping[str, Any]]:
 
 @contextmanager
 def several_nodes(pools: Mapping[str, Any]) -> Iterator[Nodes | None]:
-    """The cluster that the pools of a configuration ask for; None where that is Ray's private one, as usual."""
+    """The cluster that the pools of a configuration need; None where they do not need several nodes, and the run starts
+    its own private Ray."""
     if "away" not in pools:
         yield None
         return

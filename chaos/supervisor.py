@@ -1,4 +1,4 @@
-"""Starts a run's driver, again and again where the plan ends it; sees that it neither wedges nor leaves anything."""
+"""Starts a run's driver, and resumes it where the plan ends it; detects hangs and leftover processes."""
 
 from __future__ import annotations
 
@@ -7,183 +7,132 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from uuid import uuid4
 
-from chaos.damage import damage
-from chaos.kinds import KILL
-from chaos.leftovers import MARK, kill_marked, left_by
-from chaos.network import environment, lost_at_the_start, note_loss
-from chaos.plan import Fault
-from chaos.service import Service
-from chaos.small_disk import free
-from chaos.strikes import STRIKES, Strikes
+import psutil
+
+from chaos.checkpoint_damage import damage
+from chaos.faults import KILL, Fault
+from chaos.injection_log import INJECTION_LOG
+from chaos.message_loss import environment, log_loss, lost_at_the_start
+from chaos.mounts import free_disk
+from chaos.reward_service import RewardService
+from chaos.run_record import RunRecord, Start
 from rlhf_ray.errors import CheckpointError, RunInterrupted
 from rlhf_ray.failpoints import EXIT_CODE
 from rlhf_ray.observability.run_directory import RunDirectory
 from tests.cluster.processes import abandoned, shared_memory
 
 WEDGE_S = 240.0
-"""A run of which nothing is heard for so long is wedged: its own deadlines (`start_timeout_s`, `call_timeout_s` and
+"""A run that writes nothing for this long is wedged: its own deadlines (`start_timeout_s`, `call_timeout_s` and
 `heartbeat_timeout_s`) are shorter."""
 MOST_SURPRISES = 2
-"""Ends of the driver that nobody planned, after which the run is resumed all the same."""
+"""Unplanned ends of the driver after which the run is still resumed."""
 DRIVER = "chaos.driver"
 """The module that is run."""
 ROOT = Path(__file__).parents[1]
+RUN_MARK = "RLHF_RAY_CHAOS_RUN"
+"""Environment variable of all processes of a run: an id of the run."""
+GONE_S = 60.0
+"""Within this time after the end of a driver its processes must be gone."""
+LEFTOVER_POLL_S = 0.2
 
 
-@dataclass(frozen=True)
-class Start:
-    """One driver process, from its start to its end."""
-
-    pid: int
-    began: float
-    ended: float
-    """Time of day, in seconds since 1970."""
-    code: int
-    expected: int
-    log: Path
-    wedged: bool
-
-    @property
-    def abrupt(self) -> bool:
-        """Whether it had no time to put anything in order."""
-        return self.code < 0 or self.code == EXIT_CODE
-
-    def last_words(self) -> str:
-        """The end of what it printed."""
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return " | ".join(lines[-3:])[-600:]
-
-
-@dataclass
-class ChaosRun:
-    """A run among faults, as it went."""
-
-    config: Path
-    """The run's configuration; its files lie beside it."""
-    directory: Path
-    """Where the run writes."""
-    faults: list[Fault]
-    starts: list[Start] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    """Processes and shared memory that were there after an end."""
-    interruption: BaseException | None = None
-    """Why it is not over, if whoever started chaos asked it to stop."""
-    tell: Callable[[str], None] = field(default=lambda _: None)
-    """Called with every fault in a line, as it is injected."""
-    told: int = 0
-    """Faults told of so far."""
-
-    def tell_news(self) -> None:
-        """Tell of faults that were injected since the last time."""
-        for line in self.strikes.read("struck")[self.told :]:
-            self.told += 1
-            who = f"{line['role']}/{line['rank']}, " if "role" in line else ""
-            after = f", after update {line['step']}" if "step" in line else ""
-            self.tell(f"[{self.told}/{len(self.faults)}] {line['kind']}: {who}{line['state']}{after}")
-
-    @property
-    def strikes(self) -> Strikes:
-        """What was done to it."""
-        return Strikes(self.config.with_suffix(".strikes.jsonl"))
-
-
-def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Service | None = None,
-        tell: Callable[[str], None] | None = None) -> ChaosRun:
-    """Run a configuration to its end, among faults; or until Ctrl-C or SIGTERM, which `ChaosRun.interruption` keeps.
+def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: RewardService | None = None,
+        on_injection: Callable[[str], None] | None = None) -> RunRecord:
+    """Run a configuration to its end, with faults; or until Ctrl-C or SIGTERM, which `RunRecord.interruption` stores.
 
     Args:
         directory: its `run.dir`.
-        service: that gives its rewards over HTTP, if one does.
-        tell: is told of every fault in a line, as it is injected.
+        service: gives rewards over HTTP, if the configuration has such a reward.
+        on_injection: called with one line for each fault when it is injected.
     """
-    record, mark, segments = ChaosRun(config, directory, list(faults)), uuid4().hex, shared_memory()
-    record.tell = tell or record.tell
+    record, mark, segments = RunRecord(config, directory, list(faults)), uuid4().hex, shared_memory()
+    record.on_injection = on_injection or record.on_injection
     if service is not None:
-        service.serve(record.strikes)
+        service.serve(record.injections)
     try:
         _start_until_the_end(record, mark)
         record.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
-    except (KeyboardInterrupt, SystemExit) as asked:
-        record.interruption = record.interruption or asked
-        kill_marked(mark)
+    except (KeyboardInterrupt, SystemExit) as interruption:
+        record.interruption = record.interruption or interruption
+        _kill_marked(mark)
         if not record.starts:
             raise
     return record
 
 
-def _start_until_the_end(record: ChaosRun, mark: str) -> None:
-    """Start drivers until one ends well, or too many end otherwise than planned."""
+def _start_until_the_end(record: RunRecord, mark: str) -> None:
+    """Start drivers until one ends with exit code 0, or too many end otherwise than planned."""
     pending, surprises = list(record.faults), 0
     while True:
-        start = _one_driver(record, pending, mark)
+        start = _run_driver(record, pending, mark)
         record.starts.append(start)
         if record.interruption is not None:
             return
-        record.left += [f"{what} after start {len(record.starts)}" for what in left_by(mark)]
-        struck = record.strikes.struck()
-        free(record.directory.parent)
-        pending = [fault for fault in pending if fault.number not in struck]
+        record.left += [f"{process} after start {len(record.starts)}" for process in _kill_leftovers(mark)]
+        injected = record.injections.injected()
+        free_disk(record.directory.parent)
+        pending = [fault for fault in pending if fault.number not in injected]
         surprises += start.wedged or start.code != start.expected
         if start.code == 0 or surprises > MOST_SURPRISES:
             break
         _damage(record, pending)
-    record.tell_news()
+    record.report_injections()
 
 
-def _one_driver(record: ChaosRun, pending: Sequence[Fault], mark: str) -> Start:
+def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str) -> Start:
     """Start the driver with the faults up to the next one that ends it, and wait for its end."""
     number = len(record.starts) + 1
-    until = next((place for place, fault in enumerate(pending) if fault.what.ends_the_driver), len(pending))
-    mine = [fault for fault in pending[: until + 1] if fault.what.target != "checkpoint"]
-    own = {MARK: mark, STRIKES: str(record.strikes.path), **environment(mine)}
+    until = next((index for index, fault in enumerate(pending) if fault.details.ends_the_driver), len(pending))
+    mine = [fault for fault in pending[: until + 1] if fault.details.target != "checkpoint"]
+    variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path), **environment(mine)}
     faults, log = (record.config.with_suffix(f".{number}.{kind}") for kind in ("faults.json", "log"))
-    faults.write_text(json.dumps([fault.plain() for fault in mine]))
-    command = [sys.executable, "-m", DRIVER, str(record.config), str(faults), str(record.strikes.path),
+    faults.write_text(json.dumps([fault.as_dict() for fault in mine]))
+    command = [sys.executable, "-m", DRIVER, str(record.config), str(faults), str(record.injections.path),
                *(["--resume"] if number > 1 else [])]
     began = time.time()
     with log.open("w") as out:
         driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, process_group=0,
-                                  env={**os.environ, **own})
+                                  env={**os.environ, **variables})
         try:
             wedged = _wait(driver, record, log)
-        except (KeyboardInterrupt, SystemExit) as asked:
-            record.interruption, wedged = asked, False
+        except (KeyboardInterrupt, SystemExit) as interruption:
+            record.interruption, wedged = interruption, False
             driver.kill()
             driver.wait()
-            kill_marked(mark)
-    code, end = driver.returncode, next((fault for fault in mine if fault.what.ends_the_driver), None)
-    expected = code if lost_at_the_start(mine, code, log.read_text(errors="replace")) else _expected(end)
+            _kill_marked(mark)
+    code, end = driver.returncode, next((fault for fault in mine if fault.details.ends_the_driver), None)
+    expected = code if lost_at_the_start(mine, code, log.read_text(errors="replace")) else _expected_code(end)
     start = Start(driver.pid, began, time.time(), code, expected, log, wedged)
-    note_loss(record, start, mine)
+    log_loss(record, start, mine)
     return start
 
 
-def _expected(end: Fault | None) -> int:
+def _expected_code(end: Fault | None) -> int:
     if end is None:
         return 0
-    if end.what.target == "failpoint":
+    if end.details.target == "failpoint":
         return EXIT_CODE
-    if end.what.target == "disk":
+    if end.details.target == "disk":
         return CheckpointError.exit_code
-    return -KILL if end.what.signal == KILL else RunInterrupted.exit_code
+    return -KILL if end.details.signal == KILL else RunInterrupted.exit_code
 
 
-def _wait(driver: subprocess.Popen[bytes], record: ChaosRun, log: Path) -> bool:
-    """Wait for the driver to end; one that shows no progress is killed. Returns whether that was so."""
+def _wait(driver: subprocess.Popen[bytes], record: RunRecord, log: Path) -> bool:
+    """Wait for the driver to end, and kill it when it makes no progress. Returns whether it was killed."""
     files = RunDirectory(record.directory)
-    watched = (files.metrics, files.faults, record.strikes.path, log)
+    watched = (files.metrics, files.faults, record.injections.path, log)
     seen, since = tuple[int, ...](), time.monotonic()
     while driver.poll() is None:
         now = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in watched)
         if now != seen:
             seen, since = now, time.monotonic()
-            record.tell_news()
+            record.report_injections()
         if time.monotonic() - since > WEDGE_S:
             driver.kill()
             driver.wait()
@@ -192,13 +141,42 @@ def _wait(driver: subprocess.Popen[bytes], record: ChaosRun, log: Path) -> bool:
     return False
 
 
-def _damage(record: ChaosRun, pending: list[Fault]) -> None:
-    """Damage a checkpoint, if that is what comes before anything is done to the next driver."""
-    coming = takewhile(lambda fault: fault.what.follows_an_end, pending)
-    fault = next((fault for fault in coming if fault.what.target == "checkpoint"), None)
+def _damage(record: RunRecord, pending: list[Fault]) -> None:
+    """Damage a checkpoint, if such a fault is due before the next driver starts."""
+    coming = takewhile(lambda fault: fault.details.follows_an_end, pending)
+    fault = next((fault for fault in coming if fault.details.target == "checkpoint"), None)
     if fault is None:
         return
     pending.remove(fault)
     done = damage(fault, RunDirectory(record.directory).checkpoints)
     if done is not None:
-        record.strikes.add("struck", fault=fault.number, kind=fault.kind, state=done, in_state=True)
+        record.injections.add("injected", fault=fault.number, kind=fault.kind, state=done, in_state=True)
+
+
+def _kill_leftovers(mark: str) -> list[str]:
+    """Kill the processes of a run that are still there GONE_S after the end of its driver, so that they do not affect
+    the next start; returns their command lines."""
+    until, empty = time.monotonic() + GONE_S, 0
+    while empty < 2 and time.monotonic() < until:  # a process that has only just been started shows no environment yet
+        empty = 0 if any(_marked(mark)) else empty + 1
+        time.sleep(LEFTOVER_POLL_S)
+    left = []
+    for process in _marked(mark):
+        with suppress(psutil.NoSuchProcess):
+            left.append(f"process {process.pid} ({' '.join(process.cmdline())[:80]})")
+            process.kill()
+    return left
+
+
+def _kill_marked(mark: str) -> None:
+    for process in _marked(mark):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    """The processes of a run."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(RUN_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                yield process

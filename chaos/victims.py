@@ -1,40 +1,46 @@
-"""Who is to be struck: whether the process is there, at work as the fault asks for, and what the strike did to it."""
+"""The processes into which faults are injected: finding one in the required state, and confirming the effect."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import psutil
 
-from chaos.plan import Fault
-from chaos.strikes import Strikes
+from chaos.faults import Fault
+from chaos.injection_log import InjectionLog
+from chaos.nodes import HEARTBEAT_TIMEOUT_S
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.spans import Task
 
-LOOK_S = 0.002
-"""Between two looks at who is at work."""
+POLL_S = 0.002
+"""Interval of polling for calls and processes."""
 EFFECT_S = 10.0
-"""How long the system gets to end or stop a process."""
+"""How long the operating system gets to end or stop a process."""
 GONE = "gone"
+REPLACED_S = 120.0
+"""Within this time the run must have replaced a partitioned worker."""
+ENDED_S = 45.0
+"""Within this time after it returns, a partitioned node must have learned that it was given up, and ended."""
+PARTITION_POLL_S = 0.05
 
 
-async def at_work(fault: Fault, coordinator: Coordinator, group: WorkerGroup,
-                  spared: Callable[[Fault], bool]) -> tuple[Task, psutil.Process]:
-    """A call in the state that the fault asks for, and its worker's process, at the moment to strike. The call is not
-    over: the loop's thread, which would hear of it, is here.
+async def call_under_way(fault: Fault, coordinator: Coordinator, group: WorkerGroup,
+                         spared: Callable[[Fault], bool]) -> tuple[Task, psutil.Process]:
+    """Wait for a call in the state that the fault requires; returns it and the process of its worker. The call cannot
+    finish before this coroutine yields: its reply is handled on the loop's thread.
 
     Args:
-        spared: whether the victim is to be left alone at present.
+        spared: whether no fault may be injected into the victim at present.
     """
-    clock, what, seen = coordinator.roles.clock, fault.what, set[Task]()
+    clock, details, seen = coordinator.roles.clock, fault.details, set[Task]()
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
         calls = {task for task in clock.under_way
-                 if (task.role, task.worker, task.phase) == (what.role, fault.rank, what.phase)}
+                 if (task.role, task.worker, task.phase) == (details.role, fault.rank, details.phase)}
         if not calls or spared(fault) or (process := _process(fault, coordinator, group)) is None:
             continue
         seen |= calls
@@ -44,31 +50,48 @@ async def at_work(fault: Fault, coordinator: Coordinator, group: WorkerGroup,
 
 
 def is_up(process: psutil.Process) -> bool:
-    """Whether it is neither gone nor stopped."""
+    """Whether the process is neither gone nor stopped."""
     return state_of(process) not in (GONE, psutil.STATUS_STOPPED)
 
 
-def note_effect(strikes: Strikes, fault: Fault, process: psutil.Process) -> None:
-    """Wait until the process is dead, or stopped, and note it."""
+def log_effect(injections: InjectionLog, fault: Fault, process: psutil.Process) -> None:
+    """Wait until the process is dead, or stopped, and log it."""
     began = time.monotonic()
     while (seconds := time.monotonic() - began) < EFFECT_S:
         state = state_of(process)
-        if state == GONE or (state == psutil.STATUS_STOPPED and fault.what.stops):
-            strikes.add("confirmed", fault=fault.number, state=state, seconds=seconds)
+        if state == GONE or (state == psutil.STATUS_STOPPED and fault.details.stops):
+            injections.add("confirmed", fault=fault.number, state=state, seconds=seconds)
             return
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def state_of(process: psutil.Process) -> str:
-    """What the system says of it; GONE when it is over, also where nobody has asked about its end."""
+    """The process's status as psutil names it; GONE when it is over, zombies included."""
     with suppress(psutil.NoSuchProcess):
         if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             return process.status()
     return GONE
 
 
+def resume_partitioned(injections: InjectionLog, fault: Fault, processes: Sequence[psutil.Process],
+                       replaced: Callable[[], bool]) -> None:
+    """Let the stopped processes of a node continue, after the heartbeat timeout and once the run has `replaced` their
+    worker. Logs "recovered" when all were stopped until then, and have ended since."""
+    began = time.monotonic()
+    try:
+        _wait(lambda: replaced() and time.monotonic() - began > HEARTBEAT_TIMEOUT_S, REPLACED_S)
+        cut_off = replaced() and all(state_of(process) == psutil.STATUS_STOPPED for process in processes)
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+    seconds = time.monotonic() - began
+    if _wait(lambda: _ended(processes), ENDED_S) and cut_off:
+        injections.add("recovered", fault=fault.number, processes=len(processes), seconds=seconds)
+
+
 def _process(fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psutil.Process | None:
-    """The worker's process; None while it is down, which is no state to be struck in."""
+    """The worker's process; None while the worker is down."""
     processes = group.processes(fault.rank)
     if processes is None or (group.role, fault.rank) in coordinator.roles.healing.down:
         return None
@@ -77,3 +100,18 @@ def _process(fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psut
     except psutil.NoSuchProcess:
         return None
     return process if is_up(process) else None
+
+
+def _ended(processes: Sequence[psutil.Process]) -> bool:
+    """Whether all are over. A raylet is this process's child: until it is reaped, its workers consider it alive, and do
+    not end."""
+    psutil.wait_procs(processes, timeout=0)
+    return all(state_of(process) == GONE for process in processes)
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until the condition holds or the time is over; returns whether it holds."""
+    until = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < until:
+        time.sleep(PARTITION_POLL_S)
+    return holds

@@ -37,7 +37,9 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(path) for path in SOURCES}
+TOOLS = {path: ast.parse(path.read_text(encoding="utf-8"))
+         for folder in ("benchmarks", "chaos") for path in sorted((ROOT.parent / folder).rglob("*.py"))}
+MODULES = {module_of(path) for path in (*SOURCES, *TOOLS)}
 
 
 def imported(path: Path, tree: ast.AST) -> Iterator[str]:
@@ -86,6 +88,21 @@ def test_no_import_circles(kind):
         TopologicalSorter(graph(kind)).prepare()
     except CycleError as error:
         pytest.fail(f"circle of {kind}: {' <- '.join(error.args[1])}")
+
+
+def test_benchmarks_and_chaos_have_no_import_circles():
+    """Imports under TYPE_CHECKING and inside functions included."""
+    edges = {module_of(path): {name for name in imported(path, tree) if name in MODULES} - {module_of(path)}
+             for path, tree in TOOLS.items()}
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        pytest.fail(f"circle of modules: {' <- '.join(error.args[1])}")
+
+
+def test_the_package_imports_neither_benchmarks_nor_chaos():
+    assert not {name for path, tree in SOURCES.items() for name in imported(path, tree)
+                if name.split(".")[0] in ("benchmarks", "chaos")}
 
 
 @pytest.mark.parametrize("library", sorted(HOMES))

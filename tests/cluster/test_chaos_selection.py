@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from chaos.campaign import looked_through
-from chaos.invariants import Books, broken
-from chaos.plan import Fault
+from chaos.campaign import evaluate
+from chaos.faults import Fault
+from chaos.invariants import Books, violations
 from chaos.supervisor import run
 from rlhf_ray.failpoints import EXIT_CODE, POINTS
 
@@ -26,7 +26,7 @@ ENDED = [Fault(number, f"exit_at_{name}", step=1 if number == 1 else 2) for numb
 
 def looked_at(faults, configure, finished, tmp_path_factory):
     directory = tmp_path_factory.mktemp("chaos") / "run"
-    return looked_through(run(configure(directory), directory, faults), finished.directory, same=True)
+    return evaluate(run(configure(directory), directory, faults), finished.directory, reproducible=True)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,6 @@ def leave_a_checkpoint_unfinished(run):
 def test_an_invariant_that_does_not_hold_is_told(selection, finished, tmp_path, harm, said):
     copy = shutil.copytree(selection.record.directory, tmp_path / "run")
     record = replace(selection.record, directory=copy)
-    assert broken(record, finished.directory) == [] and Books.of(record).lost == 0
+    assert violations(record, finished.directory) == [] and Books.of(record).lost == 0
     harm(copy)
-    assert any(said in line for line in broken(record, finished.directory))
+    assert any(said in line for line in violations(record, finished.directory))

@@ -1,24 +1,24 @@
-"""A run among faults that never was: its files as a real one leaves them."""
+"""A stand-in for a run with faults: its files as a real run writes them."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from chaos.plan import Fault
-from chaos.supervisor import ChaosRun, Start
+from chaos.faults import Fault
+from chaos.run_record import RunRecord, Start
 
 
-class MadeUp:
-    """A course to be written line by line; times are seconds."""
+class FakeRun:
+    """A run whose files tests write line by line; times are seconds."""
 
-    def __init__(self, place: Path) -> None:
-        (place / "run").mkdir()
-        self.record = ChaosRun(place / "run_1.yaml", place / "run", [])
-        self._place = place
+    def __init__(self, directory: Path) -> None:
+        (directory / "run").mkdir()
+        self.record = RunRecord(directory / "run_1.yaml", directory / "run", [])
+        self._directory = directory
 
     def start(self, began: float, ended: float, code: int, expected: int, said: str = "") -> None:
-        log = self._place / f"{len(self.record.starts)}.log"
+        log = self._directory / f"{len(self.record.starts)}.log"
         log.write_text(said)
         self.record.starts.append(Start(1, began, ended, code, expected, log, wedged=False))
 
@@ -26,13 +26,13 @@ class MadeUp:
         self.record.faults.append(Fault(len(self.record.faults) + 1, kind, 1))
         return len(self.record.faults)
 
-    def line(self, event: str, time: float, **told: object) -> None:
-        with self.record.strikes.path.open("a") as file:
-            file.write(json.dumps({"event": event, "time": time, **told}) + "\n")
+    def line(self, event: str, time: float, **fields: object) -> None:
+        with self.record.injections.path.open("a") as file:
+            file.write(json.dumps({"event": event, "time": time, **fields}) + "\n")
 
-    def struck(self, kind: str, time: float, confirmed: bool = True, in_state: bool = True, **told: object) -> int:
+    def injected(self, kind: str, time: float, confirmed: bool = True, in_state: bool = True, **fields: object) -> int:
         number = self.fault(kind)
-        self.line("struck", time, fault=number, kind=kind, state="at work", in_state=in_state, **told)
+        self.line("injected", time, fault=number, kind=kind, state="at work", in_state=in_state, **fields)
         if confirmed:
             self.line("confirmed", time, fault=number, state="gone", seconds=0.1)
         return number
@@ -45,5 +45,5 @@ class MadeUp:
 
 
 @pytest.fixture
-def made_up(tmp_path):
-    return MadeUp(tmp_path)
+def fake_run(tmp_path):
+    return FakeRun(tmp_path)

@@ -7,20 +7,20 @@ import sys
 import time
 from pathlib import Path
 
-from chaos.plan import Fault
-from chaos.strikes import Strikes
+from chaos.faults import Fault
+from chaos.injection_log import InjectionLog
 
 
 def main() -> None:
-    config, faults, strikes, *more = sys.argv[1:]
+    config, faults, injections, *more = sys.argv[1:]
     script = Path(config).with_name("STUB.txt")
     act, *rest = script.read_text().splitlines()
     script.write_text("\n".join(rest))
     print(act, *more, flush=True)
-    planned = [Fault.of(told) for told in json.loads(Path(faults).read_text())]
+    planned = [Fault.from_dict(fault) for fault in json.loads(Path(faults).read_text())]
     if act != "crash":
         for fault in planned:
-            Strikes(Path(strikes)).add("struck", fault=fault.number, kind=fault.kind, state="as planned")
+            InjectionLog(Path(injections)).add("injected", fault=fault.number, kind=fault.kind, state="as planned")
     if act == "hang":
         time.sleep(60)
     if act == "leave":

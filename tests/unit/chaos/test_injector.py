@@ -1,12 +1,12 @@
-"""What the injector does to the loop besides striking."""
+"""When the injector delays the training loop."""
 
 from types import SimpleNamespace
 
 import pytest
 
+from chaos.faults import Fault
+from chaos.injection_log import InjectionLog
 from chaos.injector import Injector
-from chaos.plan import Fault
-from chaos.strikes import Strikes
 
 
 def coordinator(step, *down, told=False):
@@ -18,7 +18,7 @@ def coordinator(step, *down, told=False):
 @pytest.fixture
 def injector(tmp_path):
     """Of one fault."""
-    return Injector([Fault(1, "generator_kill", step=5, rank=1)], Strikes(tmp_path / "strikes.jsonl"))
+    return Injector([Fault(1, "generator_kill", step=5, rank=1)], InjectionLog(tmp_path / "injections.jsonl"))
 
 
 @pytest.mark.parametrize("step, down, waits", [
@@ -37,5 +37,5 @@ def test_when_no_fault_is_left_it_waits_for_all_who_are_down(injector):
 
 
 def test_a_run_without_faults_goes_as_ever(tmp_path):
-    injector = Injector([Fault(1, "request_lost", step=1)], Strikes(tmp_path / "strikes.jsonl"))
+    injector = Injector([Fault(1, "request_lost", step=1)], InjectionLog(tmp_path / "injections.jsonl"))
     assert not injector._must_wait(coordinator(2, ("generator", 1)))

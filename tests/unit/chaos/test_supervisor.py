@@ -1,13 +1,12 @@
-"""Who starts the driver sees how it ends, goes on as planned, kills what stands still, and finds what is left."""
+"""The supervisor resumes the driver as planned, kills one that hangs, and finds leftover processes."""
 
 import signal
 
 import pytest
 
-from chaos import leftovers, supervisor
-from chaos.__main__ import _end_as_ctrl_c_does
-from chaos.kinds import KILL
-from chaos.plan import Fault
+from chaos import supervisor
+from chaos.__main__ import _exit_on_sigterm
+from chaos.faults import KILL, Fault
 from chaos.supervisor import run
 
 FAULTS = [Fault(1, "generator_kill", 1), Fault(2, "driver_kill", 2), Fault(3, "checkpoint_flip", 2),
@@ -16,9 +15,9 @@ FAULTS = [Fault(1, "generator_kill", 1), Fault(2, "driver_kill", 2), Fault(3, "c
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """made(script, faults) -> the course of a run whose driver acts by the script, a line a start."""
+    """made(script, faults) -> the record of a run whose driver follows the script, a line for each start."""
     monkeypatch.setattr(supervisor, "DRIVER", "tests.unit.chaos.stub_driver")
-    monkeypatch.setattr(leftovers, "GONE_S", 1.0)
+    monkeypatch.setattr(supervisor, "GONE_S", 1.0)
     (tmp_path / "run").mkdir()
 
     def make(script, faults=(), **settings):
@@ -29,26 +28,26 @@ def made(tmp_path, monkeypatch):
 
 
 def test_a_driver_gets_the_faults_up_to_its_end_and_its_successor_the_others(made):
-    told = []
-    record = made(["die", "well"], FAULTS, tell=told.append)
+    lines = []
+    record = made(["die", "well"], FAULTS, on_injection=lines.append)
     assert [(start.code, start.expected) for start in record.starts] == [(-KILL, -KILL), (0, 0)]
     assert [start.log.read_text() for start in record.starts] == ["die\n", "well --resume\n"]
-    assert record.strikes.struck() == {1, 2, 4}, "there was no checkpoint to damage"
-    assert told[1] == "[2/4] driver_kill: as planned" and record.left == []
+    assert record.injections.injected() == {1, 2, 4}, "there was no checkpoint to damage"
+    assert lines[1] == "[2/4] driver_kill: as planned" and record.left == []
 
 
-def test_an_end_that_nobody_planned_is_gone_on_from_with_the_same_faults(made):
+def test_a_driver_is_resumed_with_the_same_faults_after_an_unplanned_end(made):
     record = made(["crash", "well"], FAULTS[:1])
     assert [(start.code, start.expected) for start in record.starts] == [(7, 0), (0, 0)]
-    assert record.strikes.struck() == {1} and record.starts[0].last_words() == "crash"
+    assert record.injections.injected() == {1} and record.starts[0].last_words() == "crash"
 
 
-def test_a_run_that_breaks_time_and_again_is_given_up(made):
+def test_a_run_that_crashes_repeatedly_is_given_up(made):
     record = made(["crash"] * 5)
     assert len(record.starts) == supervisor.MOST_SURPRISES + 1
 
 
-def test_a_driver_that_stands_still_is_killed_and_told_of(made, monkeypatch):
+def test_a_driver_that_hangs_is_killed_and_recorded(made, monkeypatch):
     monkeypatch.setattr(supervisor, "WEDGE_S", 2.0)
     record = made(["hang", "well"])
     assert [start.wedged for start in record.starts] == [True, False]
@@ -65,32 +64,32 @@ def test_a_process_that_outlives_its_driver_is_named_and_killed(made):
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_who_is_asked_to_stop_takes_the_driver_with_him(made, monkeypatch, tmp_path):
+def test_an_interrupted_supervisor_kills_the_driver(made, monkeypatch, tmp_path):
     import psutil
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(supervisor.ChaosRun, "tell_news", interrupted)
+    monkeypatch.setattr(supervisor.RunRecord, "report_injections", interrupted)
     record = made(["hang", "well"])
     assert isinstance(record.interruption, KeyboardInterrupt) and len(record.starts) == 1
     assert [p.pid for p in psutil.Process().children() if "stub_driver" in " ".join(p.cmdline())] == []
 
 
-def test_who_is_asked_to_stop_between_two_drivers_has_the_first_one_s_course(made, monkeypatch):
+def test_a_supervisor_interrupted_between_two_drivers_has_the_record_of_the_first(made, monkeypatch):
     def interrupted(_):
         raise SystemExit(143)
 
-    monkeypatch.setattr(supervisor, "left_by", interrupted)
+    monkeypatch.setattr(supervisor, "_kill_leftovers", interrupted)
     record = made(["die", "well"], FAULTS)
     assert isinstance(record.interruption, SystemExit) and [start.code for start in record.starts] == [-KILL]
 
 
-def test_a_second_sigterm_does_not_cut_short_what_the_first_one_asked_for():
+def test_a_second_sigterm_is_ignored():
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit):
-            _end_as_ctrl_c_does()
+            _exit_on_sigterm()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,13 +1,19 @@
-"""Lost messages: what Ray is asked to do, and which loss it was."""
+"""Lost messages: the environment variable for Ray, and the loss that the run's files show."""
 
 import json
 
 import pytest
 
-from chaos.kinds import KILL
-from chaos.network import CALL, VARIABLE, environment, lossy_here_only, lost_at_the_start, note_loss
-from chaos.outcome import outcomes
-from chaos.plan import Fault, plan
+from chaos.faults import KILL, Fault, plan
+from chaos.message_loss import (
+    CALL,
+    VARIABLE,
+    environment,
+    log_loss,
+    lose_messages_of_this_process_only,
+    lost_at_the_start,
+)
+from chaos.outcomes import outcomes
 from rlhf_ray.errors import WorkerError
 
 ACTOR = "generator/1 died in generate: The actor 0a is unavailable: The actor is temporarily unavailable: "
@@ -28,47 +34,47 @@ def test_ray_s_own_processes_lose_nothing(monkeypatch):
     started = []
     monkeypatch.setattr(services, "start_ray_process", lambda *args, **settings: started.append((args, settings)))
     monkeypatch.setenv(VARIABLE, "{}")
-    lossy_here_only()
+    lose_messages_of_this_process_only()
     services.start_ray_process("gcs", env_updates={"ONE": "1"}, cwd="/")
     assert started == [(("gcs",), {"env_updates": {"ONE": "1", VARIABLE: ""}, "cwd": "/"})]
 
 
-def lose(made_up, code=0, said=""):
-    """The course of a run whose message was to get lost in its only driver; the loss is noted."""
-    made_up.start(100, 200, code, code, said)
-    made_up.fault("request_lost")
-    note_loss(made_up.record, made_up.record.starts[0], made_up.record.faults)
-    return made_up.record
+def lose(fake_run, code=0, said=""):
+    """A run with one driver that should lose a message; the loss is logged."""
+    fake_run.start(100, 200, code, code, said)
+    fake_run.fault("request_lost")
+    log_loss(fake_run.record, fake_run.record.starts[0], fake_run.record.faults)
+    return fake_run.record
 
 
-def test_the_loss_is_the_one_whose_message_ray_lost(made_up):
-    made_up.event("generator", 7, 111, 6.0, reason=RESET)
-    made_up.event("generator", 8, 120, 5.0, reason="it died")
-    made_up.event("generator", 9, 130, 4.0, reason=SAID)
-    (outcome,) = outcomes(lose(made_up))
+def test_the_loss_is_the_one_whose_message_ray_lost(fake_run):
+    fake_run.event("generator", 7, 111, 6.0, reason=RESET)
+    fake_run.event("generator", 8, 120, 5.0, reason="it died")
+    fake_run.event("generator", 9, 130, 4.0, reason=SAID)
+    (outcome,) = outcomes(lose(fake_run))
     assert outcome.survived and outcome.recovery_s == 4.0
 
 
-def test_a_loss_of_another_kind_or_time_is_none(made_up):
-    made_up.event("generator", 7, 111, 6.0, reason=RESET)
-    made_up.event("generator", 7, 99, 6.0, reason=SAID)
-    (outcome,) = outcomes(lose(made_up))
+def test_a_loss_of_another_kind_or_time_is_none(fake_run):
+    fake_run.event("generator", 7, 111, 6.0, reason=RESET)
+    fake_run.event("generator", 7, 99, 6.0, reason=SAID)
+    (outcome,) = outcomes(lose(fake_run))
     assert not outcome.injected
 
 
-def test_a_loss_while_workers_start_ends_the_driver_and_the_next_one_goes_on(made_up):
+def test_a_loss_while_workers_start_ends_the_driver_and_the_next_one_goes_on(fake_run):
     assert lost_at_the_start([Fault(1, "reply_lost", 1)], WorkerError.exit_code, SAID)
     assert not lost_at_the_start([Fault(1, "reward_kill", 1)], WorkerError.exit_code, SAID)
-    record = lose(made_up, WorkerError.exit_code, SAID)
+    record = lose(fake_run, WorkerError.exit_code, SAID)
     assert not outcomes(record)[0].survived
-    made_up.line("loop", 230, step=0)
+    fake_run.line("loop", 230, step=0)
     (outcome,) = outcomes(record)
     assert outcome.survived and outcome.recovery_s == 30
 
 
-def test_a_loss_before_a_driver_s_abrupt_end_is_in_its_log_only(made_up):
-    record = lose(made_up, -KILL, SAID)
-    made_up.line("loop", 220, step=0)
+def test_a_loss_before_a_driver_s_abrupt_end_is_in_its_log_only(fake_run):
+    record = lose(fake_run, -KILL, SAID)
+    fake_run.line("loop", 220, step=0)
     (outcome,) = outcomes(record)
     assert outcome.survived and outcome.recovery_s == 20
 
@@ -77,5 +83,5 @@ def test_a_loss_before_a_driver_s_abrupt_end_is_in_its_log_only(made_up):
 def test_a_message_is_lost_in_a_driver_that_is_started_again(seed):
     faults = plan(seed, ("request_lost", "reply_lost", "http_500", "driver_term"), 30, {}, 3)
     for fault in faults:
-        if fault.what.target == "network":
-            assert faults[fault.number - 2].what.ends_the_driver
+        if fault.details.target == "network":
+            assert faults[fault.number - 2].details.ends_the_driver

@@ -1,0 +1,85 @@
+"""Messages between the driver and its workers that get lost. Ray loses one at random, as an environment variable of the
+driver asks it to; the run's own files show afterwards which one it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from chaos.faults import Fault
+from chaos.run_record import RunRecord, Start
+from rlhf_ray.errors import WorkerError
+from rlhf_ray.observability.faults import read_faults
+from rlhf_ray.observability.run_directory import RunDirectory
+
+VARIABLE = "RAY_testing_rpc_failure"
+CALL = "CoreWorkerService.grpc_client.PushTask"
+"""Ray's name for the message by which a method of an actor is called."""
+CHANCE_PERCENT = 1
+"""Of each call until one is lost: most are lost in the first updates, some while workers start."""
+LOST_BY_RAY = "RpcError: Unavailable"
+"""In Ray's error for a message that it lost on purpose; those lost by a death name the connection's error."""
+
+
+def message_loss(faults: Sequence[Fault]) -> Fault | None:
+    """The first fault of a driver that is a lost message; a driver has one at most."""
+    return next((fault for fault in faults if fault.details.target == "network"), None)
+
+
+def environment(faults: Sequence[Fault]) -> dict[str, str]:
+    """Environment variables that the driver needs for its faults."""
+    fault = message_loss(faults)
+    if fault is None:
+        return {}
+    request = fault.kind == "request_lost"
+    return {VARIABLE: json.dumps({CALL: {
+        "num_failures": 1, "req_failure_prob": CHANCE_PERCENT * request,
+        "resp_failure_prob": CHANCE_PERCENT * (not request), "in_flight_failure_prob": 0}})}
+
+
+def lose_messages_of_this_process_only() -> None:
+    """Let messages of this process get lost, and none of Ray's own processes, which it is about to start and which call
+    actors too when they create them."""
+    if VARIABLE not in os.environ:
+        return
+    from ray._private import services
+
+    start = services.start_ray_process
+
+    def start_reliably(*args: Any, env_updates: dict[str, str] | None = None, **settings: Any) -> Any:
+        return start(*args, env_updates={**(env_updates or {}), VARIABLE: ""}, **settings)
+
+    services.start_ray_process = start_reliably
+
+
+def lost_at_the_start(faults: Sequence[Fault], code: int, log: str) -> bool:
+    """Whether a driver ended because a message got lost while its workers started, when they are not replaced."""
+    return message_loss(faults) is not None and code == WorkerError.exit_code and LOST_BY_RAY in log
+
+
+def log_loss(record: RunRecord, start: Start, faults: Sequence[Fault]) -> None:
+    """Find the loss in the files of a driver that ended, and add it to the injection log."""
+    fault = message_loss(faults)
+    if fault is None:
+        return
+    log = start.log.read_text(errors="replace")
+    if lost_at_the_start(faults, start.code, log):
+        record.injections.add("injected", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
+                              state="a call while workers started")
+    elif (event := _loss(record, start)) is not None:
+        record.injections.add("injected", fault=fault.number, kind=fault.kind, in_state=True, time=event["lost_at"],
+                              role=event["role"], rank=event["rank"] or 0, state=f"a call of {event['method']}")
+    elif start.abrupt and LOST_BY_RAY in log:
+        record.injections.add("injected", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
+                              state="a call; the driver ended before the worker was back")
+
+
+def _loss(record: RunRecord, start: Start) -> dict[str, Any] | None:
+    """The line of faults.jsonl about the worker that should have got the message, or had sent it."""
+    for event in read_faults(RunDirectory(record.directory).faults):
+        if start.began <= event["lost_at"] <= start.ended and LOST_BY_RAY in event.get("reason", ""):
+            return event
+    return None

@@ -1,0 +1,105 @@
+"""Learners that make a loss or a gradient NaN on order. Otherwise they equal the real ones, bit for bit.
+
+An order is a file beside the injection log. The driver writes it; the rank that it names deletes it when it obeys.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chaos.injection_log import INJECTION_LOG, InjectionLog
+from rlhf_ray.engine.train_engine import StepResult
+from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.policy_learner import PolicyLearner
+
+
+def nan_order_file(injections: InjectionLog) -> Path:
+    """The file of an order."""
+    return injections.path.with_suffix(".nan_order")
+
+
+def order_nan(injections: InjectionLog, number: int, role: str, rank: int, what: str) -> None:
+    """Order a rank to make its next loss or gradient NaN.
+
+    Args:
+        number: of the fault.
+        what: "loss" or "gradient".
+    """
+    unfinished = nan_order_file(injections).with_suffix(".unfinished")
+    unfinished.write_text(f"{number} {role} {rank} {what}")
+    unfinished.replace(nan_order_file(injections))
+
+
+class NaNInjection(Learner):
+    """Mixin of a learner that obeys such orders."""
+
+    role = ""
+    _step = 0
+    """Of the update under way, counted from 0."""
+    _unrecovered: int | None = None
+    """Number of the last fault, until an optimizer step is applied after it."""
+
+    def update(self, step: int, *rest: Any) -> Any:
+        """As the real learner; remembers the step."""
+        self._step = step
+        return super().update(step, *rest)  # type: ignore[misc]
+
+    def share(self, part: Any, whole: Any, counted: bool, meter: Meter) -> Tensor:
+        """As the real learner; when there is an order for this rank, the loss or its gradient is NaN."""
+        loss = super().share(part, whole, counted, meter)
+        injections = InjectionLog(Path(os.environ[INJECTION_LOG]))
+        number, what = self._take_order(injections)
+        if number is None:
+            return loss
+        self._unrecovered = number
+        injections.add("confirmed", fault=number, state=f"{what} of {self.role}/{self.rank} was NaN", seconds=0.0,
+                       step=self._step + 1)
+        if what == "loss":
+            return loss * torch.nan
+        loss.register_hook(lambda gradient: gradient * torch.nan)
+        return loss
+
+    def optimize(self, mini_batch: Any, meter: Meter) -> StepResult:
+        """As the real learner; logs "recovered" when a step is applied again."""
+        result = super().optimize(mini_batch, meter)
+        if result.applied and self._unrecovered is not None:
+            InjectionLog(Path(os.environ[INJECTION_LOG])).add("recovered", fault=self._unrecovered)
+            self._unrecovered = None
+        return result
+
+    def _take_order(self, injections: InjectionLog) -> tuple[int | None, str]:
+        """The fault number and kind of an order for this rank, which is deleted."""
+        file = nan_order_file(injections)
+        if not file.exists():
+            return None, ""
+        number, role, rank, what = file.read_text().split()
+        if (role, int(rank)) != (self.role, self.rank):
+            return None, ""
+        file.unlink()
+        return int(number), what
+
+
+class NaNPolicyLearner(NaNInjection, PolicyLearner):
+    """One rank of the policy."""
+
+    role = "policy_learner"
+
+
+class NaNCriticLearner(NaNInjection, CriticLearner):
+    """One rank of the critic."""
+
+    role = "critic_learner"
+
+
+def install_nan_learners() -> None:
+    """Replace the learners of the runs of this process by these."""
+    from rlhf_ray.stages import ppo_roles
+
+    ppo_roles.PolicyLearner, ppo_roles.CriticLearner = NaNPolicyLearner, NaNCriticLearner  # type: ignore[misc]

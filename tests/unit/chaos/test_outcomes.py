@@ -1,0 +1,155 @@
+"""Outcomes are read from the run's own files; a fault without evidence does not count as survived."""
+
+import pytest
+
+from chaos.faults import KILL
+from chaos.outcomes import LEFT_OUT, PASSED_OVER, outcomes
+from rlhf_ray.failpoints import EXIT_CODE
+
+
+def only(fake_run):
+    """The one outcome."""
+    (outcome,) = outcomes(fake_run.record)
+    return outcome
+
+
+def test_a_worker_that_was_noticed_and_came_back_was_survived(fake_run):
+    fake_run.start(100, 200, 0, 0)
+    fake_run.injected("generator_kill", 110, role="generator", pid=7)
+    fake_run.event("generator", 8, 105, 2.0)
+    fake_run.event("generator", 7, 111.5, 6.0)
+    outcome = only(fake_run)
+    assert (outcome.survived, outcome.detection_s, outcome.recovery_s) == (True, 1.5, 6.0)
+
+
+@pytest.mark.parametrize("log, event, problem", [
+    ({"in_state": False}, True, "not in the required state"), ({"confirmed": False}, True, "neither died nor stopped"),
+    ({}, False, "never noticed")])
+def test_a_fault_without_evidence_was_not_survived(fake_run, log, event, problem):
+    fake_run.start(100, 200, 0, 0)
+    fake_run.injected("reward_kill", 110, role="reward_scorer", pid=7, **log)
+    if event:
+        fake_run.event("reward_scorer", 7, 111, 2.0)
+    outcome = only(fake_run)
+    assert problem in outcome.problem and outcome.injected and not outcome.survived
+
+
+def test_one_that_never_came_back_was_not_survived(fake_run):
+    fake_run.start(100, 200, 0, 0)
+    fake_run.injected("assembler_kill", 110, role="assembler", pid=7)
+    fake_run.event("assembler", 7, 111, None, "it cannot start any more")
+    assert "it cannot start any more" in only(fake_run).problem
+
+
+def test_a_driver_that_died_logs_nothing_about_workers_that_were_down(fake_run):
+    fake_run.start(100, 150, EXIT_CODE, EXIT_CODE)
+    fake_run.start(160, 200, 0, 0)
+    fake_run.injected("generator_stop", 149, role="generator", pid=7)
+    outcome = only(fake_run)
+    assert outcome.survived and outcome.recovery_s is None
+
+
+def test_two_learners_lost_have_an_event_each_whatever_their_roles(fake_run):
+    fake_run.start(100, 200, 0, 0)
+    for time in (110, 130):
+        fake_run.injected("policy_kill", time, role="policy_learner", pid=int(time))
+    fake_run.event("critic_learner", None, 112, 9.0)
+    fake_run.event("policy_learner", None, 131, 8.0)
+    assert [(o.detection_s, o.recovery_s, o.survived) for o in outcomes(fake_run.record)] == [
+        (2, 9.0, True), (1, 8.0, True)]
+
+
+def test_an_event_of_another_start_is_not_a_learner_s(fake_run):
+    fake_run.start(100, 150, 0, 0)
+    fake_run.start(160, 200, 0, 0)
+    fake_run.injected("critic_kill", 149, role="critic_learner", pid=7)
+    fake_run.event("critic_learner", None, 170, 9.0)
+    assert "never noticed" in only(fake_run).problem
+
+
+def test_a_driver_is_back_when_its_successor_s_loop_begins(fake_run):
+    fake_run.start(100, 150, -KILL, -KILL)
+    fake_run.start(160, 200, 0, 0)
+    fake_run.injected("driver_kill", 149.9)
+    fake_run.line("loop", 172, step=3)
+    outcome = only(fake_run)
+    assert outcome.survived and outcome.recovery_s == 22
+
+
+@pytest.mark.parametrize("code, loop, problem", [(1, True, "ended with 1"), (-KILL, False, "was not resumed")])
+def test_a_driver_that_ended_otherwise_or_for_good_was_not_survived(fake_run, code, loop, problem):
+    fake_run.start(100, 150, code, -KILL)
+    fake_run.injected("driver_kill", 149.9)
+    if loop:
+        fake_run.line("loop", 172, step=3)
+    assert problem in only(fake_run).problem
+
+
+@pytest.mark.parametrize("said, survived", [(f"{PASSED_OVER}: step_4", True), ("resuming after step 4", False)])
+def test_damage_must_be_reported_by_the_next_start(fake_run, said, survived):
+    fake_run.start(100, 150, -KILL, -KILL)
+    fake_run.start(160, 200, 0, 0, said)
+    fake_run.injected("checkpoint_flip", 155)
+    assert only(fake_run).survived is survived
+
+
+def test_a_fault_whose_state_was_never_reached_is_neither_injected_nor_survived(fake_run):
+    fake_run.start(100, 200, 0, 0)
+    fake_run.fault("critic_stop")
+    outcome = only(fake_run)
+    assert not outcome.injected and not outcome.survived
+
+
+@pytest.mark.parametrize("events, problem", [
+    ((), "it hit no request"), (("confirmed",), "no request succeeded"), (("confirmed", "recovered"), "")])
+def test_a_service_s_fault_is_survived_when_a_later_request_succeeds(fake_run, events, problem):
+    fake_run.start(100, 200, 0, 0)
+    number = fake_run.injected("http_500", 110, confirmed=False)
+    for time, event in zip((112, 115), events, strict=False):
+        fake_run.line(event, time, fault=number)
+    outcome = only(fake_run)
+    assert problem in outcome.problem and outcome.survived is not bool(problem)
+    assert outcome.recovery_s == (3 if not problem else None)
+
+
+@pytest.mark.parametrize("said, survived", [("error: the disk of x ran full", True), ("Traceback", False)])
+def test_a_full_disk_must_be_reported(fake_run, said, survived):
+    fake_run.start(100, 150, 1, 1, said)
+    fake_run.start(160, 200, 0, 0)
+    fake_run.injected("disk_full", 140)
+    fake_run.line("loop", 172, step=3)
+    assert only(fake_run).survived is survived
+
+
+@pytest.mark.parametrize("said", ["", f"step 3: 2 of the critic's 4 optimizer steps {LEFT_OUT}"])
+def test_scores_that_are_too_large_must_have_left_steps_out(fake_run, said):
+    fake_run.start(100, 200, 0, 0, said)
+    number = fake_run.injected("http_largest", 110, confirmed=False)
+    for time, event in ((112, "confirmed"), (113, "recovered")):
+        fake_run.line(event, time, fault=number)
+    assert only(fake_run).survived is bool(said)
+
+
+@pytest.mark.parametrize("step, survived", [(3, True), (4, False)])
+def test_a_nan_must_have_skipped_a_step_of_that_update(fake_run, step, survived):
+    fake_run.start(100, 200, 0, 0, f"step {step}: 1 of the policy's 4 optimizer steps {LEFT_OUT}")
+    number = fake_run.injected("loss_nan", 110, confirmed=False, role="policy_learner", rank=1)
+    fake_run.line("confirmed", 112, fault=number, step=3)
+    fake_run.line("recovered", 112.5, fault=number)
+    outcome = only(fake_run)
+    assert outcome.survived is survived and outcome.recovery_s == 0.5
+
+
+def test_of_a_run_that_was_interrupted_only_what_it_had_survived_counts(fake_run):
+    fake_run.start(100, 150, -KILL, -KILL)
+    fake_run.start(160, 200, -KILL, 0)
+    fake_run.injected("driver_kill", 149.9)
+    fake_run.line("loop", 172, step=3)
+    fake_run.injected("generator_kill", 180, role="generator", pid=7)
+    fake_run.event("generator", 7, 181.5, 6.0)
+    fake_run.injected("reward_kill", 199, role="reward_scorer", pid=8)
+    fake_run.fault("critic_stop")
+    fake_run.record.interruption = KeyboardInterrupt()
+    found = outcomes(fake_run.record)
+    assert [(o.injected, o.survived) for o in found] == [(True, True), (True, True), (False, False), (False, False)]
+    assert "interrupted" in found[2].problem and "interrupted" in found[3].problem

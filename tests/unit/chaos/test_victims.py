@@ -1,0 +1,64 @@
+"""A partitioned node continues after its worker was replaced; only one that was stopped until then and has ended since
+counts as recovered.
+"""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from chaos import victims
+from chaos.faults import Fault
+from chaos.injection_log import InjectionLog
+from chaos.outcomes import outcomes
+from chaos.victims import resume_partitioned
+
+FAULT = Fault(1, "partition", 1)
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """stopped(seconds) -> a process that is stopped, and ends so long after it goes on."""
+    for name, seconds in {"HEARTBEAT_TIMEOUT_S": 0.3, "REPLACED_S": 1.0, "ENDED_S": 1.5}.items():
+        monkeypatch.setattr(victims, name, seconds)
+    made = []
+
+    def make(seconds):
+        code = f"import time; print(1, flush=True); [time.sleep(0.01) for _ in range({int(seconds * 100)})]"
+        made.append(subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE))
+        made[-1].stdout.readline()
+        process = psutil.Process(made[-1].pid)
+        process.suspend()
+        return process
+
+    yield make
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("seconds, replaced, back", [(0.1, True, True), (60, True, False), (0.1, False, False)])
+def test_a_node_must_be_replaced_meanwhile_and_end_afterwards(tmp_path, stopped, seconds, replaced, back):
+    injections, process = InjectionLog(tmp_path / "injections.jsonl"), stopped(seconds)
+    resume_partitioned(injections, FAULT, [process], lambda: replaced)
+    assert [line["event"] for line in injections.read()] == ["recovered"] * back
+    assert not process.is_running() or process.status() != psutil.STATUS_STOPPED, "it goes on in any case"
+
+
+def test_one_that_went_on_before_it_was_replaced_was_not_cut_off(tmp_path, stopped):
+    injections, process = InjectionLog(tmp_path / "injections.jsonl"), stopped(0.1)
+    process.resume()
+    resume_partitioned(injections, FAULT, [process], lambda: True)
+    assert injections.read() == []
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_node_that_did_not_come_back_was_no_partition(fake_run, back):
+    fake_run.start(100, 200, 0, 0)
+    number = fake_run.injected("partition", 110, role="generator", pid=7)
+    fake_run.event("generator", 7, 116, 12.0)
+    if back:
+        fake_run.line("recovered", 130, fault=number)
+    (outcome,) = outcomes(fake_run.record)
+    assert outcome.survived is back and (back or "was not stopped until its worker was replaced" in outcome.problem)
