@@ -57,8 +57,8 @@ def _given(arguments: list[str]) -> dict[str, Any]:
     """The fields of the data section and of `steps`, whether written bare or with the section that a stage has them in.
     A field of `steps` is one of the data section too, the column, so they stay apart: {"limit": 9, "steps.good": "+"}.
     """
+    from rlhf_ray.config.data import StepsConfig
     from rlhf_ray.config.sources import read_overrides
-    from rlhf_ray.config.steps import StepsConfig
 
     written = []
     for argument in arguments:
@@ -87,8 +87,8 @@ def _sections(kind: str, path: str, given: dict[str, Any]) -> tuple[Any, Any]:
     Raises:
         ConfigError: a field that the section does not have, or a wrong value.
     """
-    from rlhf_ray.config.base import Section
-    from rlhf_ray.config.steps import StepsConfig
+    from rlhf_ray.config.data import StepsConfig
+    from rlhf_ray.config.section import Section
     from rlhf_ray.data.inspection import KINDS
 
     class JudgedSteps(Section):
@@ -104,7 +104,7 @@ def _sections(kind: str, path: str, given: dict[str, Any]) -> tuple[Any, Any]:
 def _built(cls: Any, values: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
-    from rlhf_ray.config.explain import explain
+    from rlhf_ray.config.error_messages import explain
     from rlhf_ray.config.sources import Layer
     from rlhf_ray.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """Pools as placement groups: opened all or none, with one deadline, and every worker's place in them.
 
-Which bundle of its pool a worker lives in is chosen here (`config.bundles`), and not left to Ray, which looks at one
-worker at a time. What can be placed at all is `cluster.pools`'s question.
+The bundle of each worker is chosen here (`config.bundle_assignment`), and not left to Ray, which looks at one worker at
+a time. What can be placed at all is `cluster.pools`'s question.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from rlhf_ray.cluster.nodes import present_nodes
-from rlhf_ray.config.bundles import Bundles, assigned, spread
+from rlhf_ray.config.bundle_assignment import Bundles, assigned, spread
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
 from rlhf_ray.planning.bundle_packing import arrange, what_is_free

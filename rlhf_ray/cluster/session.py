@@ -17,7 +17,7 @@ from ray._private import services, worker
 from ray.job_config import JobConfig
 
 from rlhf_ray.cluster.head import answers, head_watched, raise_for_lost_head, require_listener
-from rlhf_ray.config.hosts import is_loopback
+from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable
 

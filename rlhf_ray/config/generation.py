@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_ray.config.base import Section
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.section import Section
 
 CACHE_ON_CPU_MB = 64
 """MiB of KV cache where `generator.kv_cache_mb` is empty on a CPU: enough for small models. vLLM itself would take most

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_ray.config.base import Section
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.section import Section
 
 SHARDED_BUCKET = 2**24
 """Gradients that are on their way to the ranks that keep them at a time, at ZeRO stage 3. DeepSpeed's 500 million take

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from rlhf_ray.config.accelerators import settled_transport
-from rlhf_ray.config.explain import explain, suggestion
+from rlhf_ray.config.combination_checks import settled_transport
+from rlhf_ray.config.error_messages import explain, suggestion
 from rlhf_ray.config.fields import FieldDescription, describe_fields
 from rlhf_ray.config.sources import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.stages import (

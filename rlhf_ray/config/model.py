@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_ray.config.base import Section
+from rlhf_ray.config.section import Section
 
 COMMIT = r"[0-9a-f]{40}"
 """A commit's whole hash: it names one state of a repository for ever."""

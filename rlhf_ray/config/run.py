@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_ray.config.base import Section
+from rlhf_ray.config.section import Section
 
 
 class RunConfig(Section):

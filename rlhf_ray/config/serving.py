@@ -4,9 +4,9 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr, model_validator
 
-from rlhf_ray.config.base import Section
-from rlhf_ray.config.hosts import is_loopback
+from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.section import Section
 
 SHORTEST_TOKEN = 16
 """Characters of a bearer token below which guessing it comes into reach."""

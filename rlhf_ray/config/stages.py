@@ -6,20 +6,30 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from rlhf_ray.config.accelerators import check_phases, check_transport
-from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs
-from rlhf_ray.config.base import Section
+from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
+from rlhf_ray.config.bundle_assignment import check_bundles
+from rlhf_ray.config.combination_checks import (
+    check_buffer,
+    check_chunks,
+    check_deadlines,
+    check_phases,
+    check_transport,
+)
 from rlhf_ray.config.data import (
     DemonstrationsConfig,
     EvaluationPrompts,
     PreferencesConfig,
     ProcessRowsConfig,
     PromptsConfig,
+    StepsConfig,
 )
-from rlhf_ray.config.flow import check_buffer, check_bundles, check_chunks, check_deadlines
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import LearnerConfig, PolicyConfig, PPOLearnerConfig
-from rlhf_ray.config.loop import (
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
+from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
+from rlhf_ray.config.section import Section
+from rlhf_ray.config.training_loop import (
     BufferConfig,
     CheckpointConfig,
     CoordinatorConfig,
@@ -27,11 +37,6 @@ from rlhf_ray.config.loop import (
     EvaluationConfig,
     LoggingConfig,
 )
-from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.config.ptx import PtxConfig
-from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
-from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
-from rlhf_ray.config.steps import StepsConfig
 
 
 def _default_pools() -> dict[str, PoolConfig]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.config.loop import CheckpointConfig
+from rlhf_ray.config.training_loop import CheckpointConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
 

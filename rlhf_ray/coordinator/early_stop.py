@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_ray.config.loop import EarlyStopConfig
+from rlhf_ray.config.training_loop import EarlyStopConfig
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.config.loop import EvaluationConfig
+from rlhf_ray.config.training_loop import EvaluationConfig
 from rlhf_ray.coordinator.dispatcher import kept
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource

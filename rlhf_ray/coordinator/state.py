@@ -10,7 +10,7 @@ from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_ray.algorithms.score_shaping import RunningMoments
 from rlhf_ray.checkpoint.state import check_complete
 from rlhf_ray.config.algorithm import KLConfig
-from rlhf_ray.config.loop import EarlyStopConfig
+from rlhf_ray.config.training_loop import EarlyStopConfig
 from rlhf_ray.coordinator.best import BestSoFar
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.data.cursor import PromptCursor

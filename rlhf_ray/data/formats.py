@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
-from rlhf_ray.config.data_source import DataSection
-from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.config.data import (
+    DataSection,
+    DemonstrationsConfig,
+    PreferencesConfig,
+    ProcessRowsConfig,
+    PromptsConfig,
+    StepsConfig,
+)
 from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations
 from rlhf_ray.data.faults import Faults
 from rlhf_ray.data.preferences import PreferenceFormat, load_preferences

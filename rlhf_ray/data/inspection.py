@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
-from rlhf_ray.config.data_source import DataSection
-from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.config.data import (
+    DataSection,
+    DemonstrationsConfig,
+    PreferencesConfig,
+    ProcessRowsConfig,
+    PromptsConfig,
+    StepsConfig,
+)
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.faults import Faults
 from rlhf_ray.data.preferences import load_preferences

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import DemonstrationsConfig
-from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.sequences import Sequences
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.config.data import ProcessRowsConfig
-from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.config.data import ProcessRowsConfig, StepsConfig
 from rlhf_ray.data.chat import PromptFormat, PromptText
 from rlhf_ray.data.encoding import encode_prompts, flat_tokens
 from rlhf_ray.data.faults import Faults

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_ray.config.data_source import DataSection
+from rlhf_ray.config.data import DataSection
 from rlhf_ray.data.faults import Faults
 from rlhf_ray.data.rows import Rows, brief
 from rlhf_ray.errors import DataError

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.encoding import encode
 from rlhf_ray.errors import ModelError
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.durable import fsync_descriptor
 from rlhf_ray.files.writing import json_lines, write_atomically

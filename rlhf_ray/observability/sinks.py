@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.delivery import Delivery
 from rlhf_ray.observability.gauges import RaySink

@@ -1,12 +1,12 @@
 """Workers on the devices of nodes: what Ray would do with the pools, worked out without it.
 
-`config.flow.seats` gives the bundle of a worker, `bundle_packing` the node of the bundle.
+`config.bundle_assignment.seats` gives the bundle of a worker, `bundle_packing` the node of the bundle.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_ray.config.flow import seats
+from rlhf_ray.config.bundle_assignment import seats
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 from rlhf_ray.planning.bundle_packing import Arrangement, arrange
 from rlhf_ray.planning.nodes import Node
@@ -50,7 +50,7 @@ def place(
     """Lay pools over nodes and workers into bundles.
 
     Raises:
-        ValueError: as `config.flow.seats`; a loaded configuration has passed it.
+        ValueError: as `config.bundle_assignment.seats`; a loaded configuration has passed it.
     """
     found = arrange(pools, nodes)
     bundles, first_gpu = _bundles(pools, found, nodes)

@@ -12,8 +12,8 @@ from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.score_shaping import length_adaptive_lambda, overlong_penalty
 from rlhf_ray.checkpoint.state import load_records, save_records
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.config.loop import LoggingConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import (
     EvaluationPart,

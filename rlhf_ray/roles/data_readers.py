@@ -7,11 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
-from rlhf_ray.config.data_source import DataSection
+from rlhf_ray.config.algorithm import PtxConfig
+from rlhf_ray.config.data import (
+    DataSection,
+    DemonstrationsConfig,
+    PreferencesConfig,
+    ProcessRowsConfig,
+    PromptsConfig,
+    StepsConfig,
+)
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.config.ptx import PtxConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.pretraining import load_pretraining_text

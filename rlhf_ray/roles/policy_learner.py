@@ -13,10 +13,9 @@ from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, denominator, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state import save_state
-from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs
+from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.engine.ema import WeightAverage
 from rlhf_ray.engine.train_engine import StepResult

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ray.checkpoint.state import load_state
-from rlhf_ray.config.ptx import PtxConfig
+from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.sequences import Sequences

@@ -12,9 +12,9 @@ from torch import Tensor
 from rlhf_ray.algorithms.losses import pairwise_loss, process_reward_loss
 from rlhf_ray.algorithms.losses.supervised import IGNORE
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.process_rows import StepRows

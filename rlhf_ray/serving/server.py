@@ -15,10 +15,9 @@ import uvicorn
 
 from rlhf_ray.config.serving import ServingConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.serving.app import Service, build_app
+from rlhf_ray.serving.app import Gate, Service, build_app
 from rlhf_ray.serving.batcher import Batcher
-from rlhf_ray.serving.gate import Gate
-from rlhf_ray.serving.scoring import ServedModel
+from rlhf_ray.serving.served_model import ServedModel
 
 GRACE_S = 30.0
 """Longest wait for accepted requests; orchestrators kill after this long by custom (Kubernetes: 30 s)."""

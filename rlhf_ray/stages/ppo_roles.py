@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.config.bundles import Bundles, assigned
+from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.healing import Healing

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import load_state
-from rlhf_ray.config.data_source import DataSection
+from rlhf_ray.config.data import DataSection, StepsConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import StageConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.coordinator.recovery import check_geometry
 from rlhf_ray.data.formats import check_rows, check_some_are_left
 from rlhf_ray.data.reading import READERS

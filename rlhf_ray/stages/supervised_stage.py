@@ -11,8 +11,8 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.session import Session
+from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.step_format import StepTokens

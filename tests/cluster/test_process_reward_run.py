@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
+from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL
 from tests.held_out import first_by_digest

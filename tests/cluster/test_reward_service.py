@@ -64,7 +64,7 @@ def requests(count, seed=0):
 
 def local_scores(model, asked):
     """[N] what the model gives to each sample alone."""
-    from rlhf_ray.serving.scoring import ServedModel
+    from rlhf_ray.serving.served_model import ServedModel
 
     served = ServedModel(ModelConfig(path=str(model)), 1024)
     return np.array([served.score([EncodedRow(r.tokens)])[0] for r in asked])

@@ -18,7 +18,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from rlhf_ray.cluster.jobs.job import Job
 from rlhf_ray.cluster.nodes import as_node, head_first
-from rlhf_ray.config.hosts import is_loopback
+from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
 from rlhf_ray.planning.nodes import Node
 

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Collection
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
-from rlhf_ray.config.hosts import is_loopback
+from rlhf_ray.config.loopback import is_loopback
 
 Address = IPv4Address | IPv6Address
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.process_rows import IGNORE, StepRows
 from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.engine.training_state import TrainingState

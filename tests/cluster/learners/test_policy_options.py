@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
-from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.algorithm import AlgorithmConfig, PtxConfig
 from rlhf_ray.config.learner import LoRAConfig
-from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores

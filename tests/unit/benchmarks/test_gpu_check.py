@@ -30,7 +30,7 @@ def test_nccl_is_tried_where_there_are_two_gpus_and_ipc_on_one():
 
 def test_its_sections_are_such_as_a_run_could_have():
     """Fields, bounds and placements are the configuration's own."""
-    from rlhf_ray.config.accelerators import check_transport
+    from rlhf_ray.config.combination_checks import check_transport
 
     for scale, gpus in ((ON_GPU, 1), (ON_GPU, 2)):
         for a_round in scale.rounds(gpus):

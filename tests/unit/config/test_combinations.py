@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhf_ray.config.flow import BYTES_PER_TOKEN, BYTES_PER_VALUE
+from rlhf_ray.config.combination_checks import BYTES_PER_TOKEN, BYTES_PER_VALUE
 from rlhf_ray.config.load import STAGES, load, save
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.records import Experience, SampleKey

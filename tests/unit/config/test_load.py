@@ -6,9 +6,9 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
-from rlhf_ray.config.base import Section
 from rlhf_ray.config.load import STAGES, load, resolve, save
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.section import Section
 from rlhf_ray.config.stages import PPOConfig, SFTConfig, StageConfig
 from rlhf_ray.errors import ConfigError
 

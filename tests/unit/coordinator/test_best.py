@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.config.loop import CheckpointConfig
+from rlhf_ray.config.training_loop import CheckpointConfig
 from rlhf_ray.coordinator.best import BestKeeper, BestSoFar
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_ray.config.loop import EarlyStopConfig
+from rlhf_ray.config.training_loop import EarlyStopConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
 
 NAN = float("nan")

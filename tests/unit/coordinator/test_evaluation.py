@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.config.loop import EvaluationConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.training_loop import EvaluationConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
 from rlhf_ray.coordinator.route import Scored
 from rlhf_ray.errors import RewardError, UnscoredSamples

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlhf_ray.config.loop import EarlyStopConfig
+from rlhf_ray.config.training_loop import EarlyStopConfig
 from rlhf_ray.coordinator import live_status
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.errors import RunInterrupted, TrainingError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.algorithms.kl import AdaptiveKL
-from rlhf_ray.config.loop import EarlyStopConfig, EvaluationConfig
+from rlhf_ray.config.training_loop import EarlyStopConfig, EvaluationConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.step_profile import StepProfiler

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig, StepsConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.prompt_table import open_prompts
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.roles.data_readers import HELD_OUT, DataReader, PromptReader

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhf_ray.config.ptx import PtxConfig
+from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.data.pretraining import cut_rows, load_pretraining_text
 from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.errors import DataError

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_ray.config.data import ProcessRowsConfig
-from rlhf_ray.config.steps import StepsConfig
+from rlhf_ray.config.data import ProcessRowsConfig, StepsConfig
 from rlhf_ray.data.process_rows import IGNORE, load_process_rows
 from rlhf_ray.errors import DataError, ModelError
 

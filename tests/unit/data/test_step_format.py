@@ -5,8 +5,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.step_format import FILE, StepTokens, load_steps, save_steps
 from rlhf_ray.errors import ModelError
 

@@ -9,7 +9,7 @@ import pytest
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.export import replacing_export
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.failpoints import VARIABLE, hanging
 from rlhf_ray.files import durable
 from rlhf_ray.files.durable import Progress, fsync_path, progress, work_for

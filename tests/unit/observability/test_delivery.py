@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability import delivery
 from rlhf_ray.observability.delivery import Delivery

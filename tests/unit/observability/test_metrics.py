@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 

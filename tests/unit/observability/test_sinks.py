@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.observability import gauges
 from rlhf_ray.observability.gauges import Gauges, LiveValue, RaySink
 from rlhf_ray.observability.metrics import MetricsWriter

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import ProcessReward
-from rlhf_ray.config.steps import StepsConfig
 from rlhf_ray.data.step_format import save_steps
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.errors import ModelError, RewardError

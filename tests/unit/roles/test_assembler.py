@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.records import Experience, RewardScores, RewardTerms, Rollout, SampleKey, TokenScores, offsets_of
 from rlhf_ray.roles.assembler import Assembler, bigram_codes, prompt_groups, stable_hash
 

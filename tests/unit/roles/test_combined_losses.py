@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.algorithm import AlgorithmConfig, PtxConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel

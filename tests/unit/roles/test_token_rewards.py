@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.records import RewardScores, RewardTerms, TokenScores
 from rlhf_ray.roles.assembler import Assembler
 from tests.unit.roles.conftest import rollout_of

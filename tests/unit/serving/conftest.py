@@ -23,7 +23,7 @@ def reward_directory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def served_model(reward_directory):
-    from rlhf_ray.serving.scoring import ServedModel
+    from rlhf_ray.serving.served_model import ServedModel
 
     return ServedModel(ModelConfig(path=str(reward_directory)), 512)
 
@@ -45,9 +45,8 @@ def asking(served_model):
 
 @asynccontextmanager
 async def application(model: Any, token: str | None, max_bytes: int, max_queue: int) -> AsyncIterator[Any]:
-    from rlhf_ray.serving.app import Service, build_app
+    from rlhf_ray.serving.app import Gate, Service, build_app
     from rlhf_ray.serving.batcher import Batcher
-    from rlhf_ray.serving.gate import Gate
 
     service = Service(model, Batcher(model.score, 512, 0.005, max_queue))
     app = build_app(service)

@@ -144,7 +144,7 @@ def test_the_address_of_a_service_that_has_just_ended_is_free():
 
 
 def test_the_digest_changes_with_one_weight_the_precision_or_the_words(reward_directory, served_model, tmp_path):
-    from rlhf_ray.serving.scoring import ServedModel
+    from rlhf_ray.serving.served_model import ServedModel
 
     def digest(directory, **settings):
         return ServedModel(ModelConfig(path=str(directory), **settings), 512).digest

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError, WorkerError
 from rlhf_ray.files.thread import RunFiles

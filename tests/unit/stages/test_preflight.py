@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
-from rlhf_ray.config.ptx import PtxConfig
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.stages import compare, generate, ppo, preferences, process_reward, reward_model, sft

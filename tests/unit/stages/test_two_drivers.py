@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 
 from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.config.loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability import run_directory
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics

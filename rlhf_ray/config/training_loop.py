@@ -5,8 +5,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_ray.config.base import Section
 from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.section import Section
 
 
 class CoordinatorConfig(Section):

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import SecretStr
 
-from rlhf_ray.config.base import Section
 from rlhf_ray.config.load import load
+from rlhf_ray.config.section import Section
 from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig, SFTConfig, StageConfig
 from rlhf_ray.errors import ConfigError
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ray.config.bundles import Bundles, assigned
+from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 
 

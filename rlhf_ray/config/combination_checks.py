@@ -1,13 +1,74 @@
-"""What GPUs allow: which way weights can travel, and whether roles that share a GPU take turns on it.
+"""Checks of values in several sections that cannot work together, made before anything starts.
 
-Each check raises ValueError with the fields, their values and what to change.
+Numbers with which a run would wait for ever, and what GPUs do not allow: a way for weights to travel, or turns on a
+shared GPU. Each check raises ValueError with the fields, their values and what to change.
 """
 
 from collections.abc import Mapping
 
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PPOLearnerConfig
-from rlhf_ray.config.run import PlacementConfig, PoolConfig
+from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
+from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
+
+BYTES_PER_TOKEN, BYTES_PER_VALUE = 25, 4
+"""Of a token in `records.Experience`: id, mask and five numbers; one number more with a critic."""
+MIB = 2**20
+
+
+def check_chunks(loop: CoordinatorConfig, samples: int, chunk: int, concurrency: int) -> None:
+    """Chunks must hold whole prompts, make up whole batches where batches form past stragglers, and be admitted.
+
+    Args:
+        samples: of one update.
+        chunk: `generator.chunk`.
+        concurrency: most samples with the generators, given or derived.
+    """
+    if chunk % loop.samples_per_prompt:
+        raise ValueError(f"generator.chunk={chunk} is not a multiple of coordinator.samples_per_prompt="
+                         f"{loop.samples_per_prompt}; a prompt's samples travel together")
+    if loop.max_staleness and samples % chunk:
+        raise ValueError(
+            f"with coordinator.max_staleness={loop.max_staleness} batches form past stragglers, so the {samples} "
+            f"samples of a step must be a multiple of generator.chunk={chunk}; change one")
+    if concurrency < chunk:
+        raise ValueError(f"coordinator.concurrency={concurrency} lets no chunk of generator.chunk={chunk} "
+                         "samples start; raise it to at least that (several chunks keep a generator busy)")
+
+
+def check_buffer(
+    buffer: BufferConfig, samples: int, max_staleness: int, longest: int, capacity_mb: int | None, critic: bool
+) -> None:
+    """The buffer must hold what freshness admits, and the bytes of the longest batch there can be.
+
+    Args:
+        samples: of one update.
+        longest: most tokens of a sample.
+        capacity_mb: most MiB of experience, given or derived; None without a bound.
+        critic: whether experience holds a critic's values.
+    """
+    needed = (max_staleness + 1) * samples
+    if buffer.capacity_samples is not None and buffer.capacity_samples < needed:
+        raise ValueError(
+            f"buffer.capacity_samples={buffer.capacity_samples} cannot hold (max_staleness + 1) x {samples} = {needed} "
+            "samples and the loop would wait for ever; raise it or leave it empty")
+    per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if critic else 0)
+    batch_mb = -(-samples * longest * per_token // MIB)
+    if capacity_mb is not None and capacity_mb < batch_mb:
+        name = "buffer.capacity_mb" if buffer.capacity_mb else "half of cluster.object_store_mb"
+        raise ValueError(
+            f"{name}={capacity_mb} may not hold one batch: {samples} samples of up to {longest} tokens "
+            f"(prompts.max_tokens + generator.sampling.max_tokens) are {batch_mb} MiB of experience, and a buffer full "
+            "of less than a batch waits for ever; raise it, or lower coordinator.prompts_per_step or a max_tokens")
+
+
+def check_deadlines(buffer: BufferConfig, cluster: ClusterConfig) -> None:
+    """A lease must outlive the update that it is for."""
+    lease_s, call_s = buffer.lease_timeout_s, cluster.call_timeout_s
+    if lease_s < call_s:
+        raise ValueError(
+            f"buffer.lease_timeout_s={lease_s:g} is less than cluster.call_timeout_s={call_s:g}: experience would come "
+            "back to be trained again while an update may still be training on it; raise it to at least that")
 
 
 def settled_transport(

@@ -117,3 +117,39 @@ def _assigned(pool: PoolConfig, placements: Mapping[str, PlacementConfig], choos
             return place
         bundles.assign(worker, place, number)
     return bundles
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one worker of a role lives."""
+
+    role: str
+    rank: int
+    pool: str
+    bundle: int
+    """Number of the bundle in its pool."""
+
+
+def check_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> None:
+    """Every worker must find a bundle with room for it; errors as in `seats`."""
+    seats(pools, placements)
+
+
+def seats(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> list[Seat]:
+    """The bundle of every worker, as `assigned` chooses it: sums over a pool do not tell.
+
+    Raises:
+        ValueError: a worker finds none.
+    """
+    found = []
+    for name, pool in pools.items():
+        users = {role: place for role, place in placements.items() if place.pool == name}
+        bundles = assigned(pool, users)
+        if not isinstance(bundles, Bundles):
+            role, place = next((role, place) for role, place in users.items() if place is bundles)
+            raise ValueError(
+                f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have room "
+                f"for all workers together, but not one by one: a worker lives in one bundle, and {role} with "
+                f"{place.cpus:g} cpus and {place.gpus:g} gpus finds none; make bundles larger or give {role} less")
+        found += [Seat(role, rank, name, number) for (role, rank), number in bundles.assignments.items()]
+    return found
