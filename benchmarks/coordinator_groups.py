@@ -1,22 +1,25 @@
 """Worker groups whose many ranks are stand-ins: in this process, or in a few Ray actors."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.coordinator_stubs import StubRoles
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
+
+Answer = Callable[..., Awaitable[Any]]
+"""Answers a call: (rank, method, *arguments)."""
 
 
 class StubGroup:
     """What a `WorkerGroup` offers the coordinator, for `workers` ranks of one role."""
 
     def __init__(self, role: str, workers: int) -> None:
-        self.role, self._workers = role, workers
+        self.role, self.workers = role, workers
 
     def __len__(self) -> int:
-        return self._workers
+        return self.workers
 
     @property
     def ranks(self) -> list[int]:
@@ -63,23 +66,32 @@ class HostedGroup(StubGroup):
 class LocalGroup(StubGroup):
     """Ranks in this process: a call is a task of the event loop, and a future stands for each object reference."""
 
-    def __init__(self, role: str, workers: int, roles: StubRoles) -> None:
+    def __init__(self, role: str, workers: int, answer: Answer) -> None:
+        """`answer` runs when a call's arguments are there; a call with several outputs returns as many values."""
         super().__init__(role, workers)
-        self._roles, self._under_way = roles, set[asyncio.Task[None]]()
+        self.answer, self._under_way = answer, set[asyncio.Task[None]]()
 
     def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
         """Begin the call; its futures are resolved as Ray resolves references."""
         loop = asyncio.get_running_loop()
         results = tuple(loop.create_future() for _ in range(outputs + 1))
-        task = loop.create_task(self._answer(results, rank, method, args))
+        task = loop.create_task(self._run(results, self.answer, rank, method, args))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return Call(self.role, rank, method, results[:-1], results[-1], timeout_s or 1800.0, loop.time())
 
-    async def _answer(self, results: tuple[asyncio.Future[Any], ...], rank: int, method: str, args: Any) -> None:
+    async def _run(
+        self, results: tuple[asyncio.Future[Any], ...], answer: Answer, rank: int, method: str, args: Any
+    ) -> None:
         began = asyncio.get_running_loop().time()
-        values = [await value if isinstance(value, asyncio.Future) else value for value in args]
-        result = await getattr(self._roles, method)(rank, *values)
+        try:
+            values = [await value if isinstance(value, Awaitable) else value for value in args]
+            result = await answer(rank, method, *values)
+        except Exception as error:
+            for future in results:
+                future.set_exception(error)
+                future.exception()  # not every result is waited for
+            return
         timing = asyncio.get_running_loop().time() - began
         for future, value in zip(results, (*result, timing) if len(results) > 2 else (result, timing), strict=True):
             future.set_result(value)

@@ -167,9 +167,9 @@ async def over_local(config: PPOConfig) -> dict[str, Any]:
     """All ranks in this process, in a loop that jumps over waiting."""
     clock = asyncio.get_running_loop().time
     stub = StubRoles(config.run.seed, clock)
-    roles = role_groups_of(lambda role, workers: LocalGroup(role, workers, stub), config.generator.workers,
+    roles = role_groups_of(lambda role, workers: LocalGroup(role, workers, stub.answer), config.generator.workers,
                            StepClock(clock))
-    found = await run_coordinator(config, roles, LocalGroup("prompt_reader", 1, stub), live=False)
+    found = await run_coordinator(config, roles, LocalGroup("prompt_reader", 1, stub.answer), live=False)
     return {**found, "generated": await stub.generated(0)}
 
 

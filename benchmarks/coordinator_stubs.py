@@ -62,6 +62,10 @@ class StubRoles:
         self._rollout = _rollout()
         self._per_token = TokenScores(self._rollout.offsets, np.zeros(len(self._rollout.tokens), np.float32))
 
+    async def answer(self, rank: int, method: str, *args: Any) -> Any:
+        """Any of the methods below, by its name."""
+        return await getattr(self, method)(rank, *args)
+
     async def rows(self, rank: int, numbers: list[int], table: str) -> Prompts:
         """As many prompts as are asked for."""
         await self._wait(CONTROL_S)

@@ -1,16 +1,17 @@
-"""Worker groups without workers: plain coroutines behind the calling interface of `cluster.group.WorkerGroup`.
+"""Worker groups without workers: coroutines behind the calling interface of `cluster.group.WorkerGroup`.
 
-The coordinator's order of calls is what is tested with them; roles and engines have tests of their own. A call begins
-at once, waits for the results that it was given by reference, and answers when its role's coroutine does.
+They test the coordinator's order of calls; roles and engines have tests of their own. A call begins at once, waits for
+the results that it is given by reference, and answers when its role's coroutine does.
 """
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Generator, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.calls import Timing
+from benchmarks.coordinator_groups import Answer, LocalGroup
+from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.cursor import PromptCursor
@@ -19,8 +20,7 @@ from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 
-Behaviour = Callable[..., Awaitable[Any]]
-"""Answers (rank, method, *arguments)."""
+FOREVER_S = 1e9
 
 
 def ledger_of(config: PPOConfig, cursor: PromptCursor, directory: str, thread: FileThread | None = None) -> Ledger:
@@ -28,75 +28,28 @@ def ledger_of(config: PPOConfig, cursor: PromptCursor, directory: str, thread: F
     return Ledger.create(Path(directory) / "ledger.sqlite", LedgerFacts.of(config, cursor), thread=thread)
 
 
-class StandInCall:
-    """A call under way, awaited like `cluster.calls.Call`. It is also the reference to its own result."""
+class SharedRef:
+    """Stands for a `ray.ObjectRef`: a wait for it that is given up ends neither the call nor another wait."""
 
-    def __init__(self, role: str, rank: int, method: str, behaviour: Behaviour, args: tuple[Any, ...]) -> None:
-        self.role, self.rank, self.method, self.started = role, rank, method, time.monotonic()
-        self._task = asyncio.ensure_future(self._run(behaviour, args))
+    def __init__(self, future: asyncio.Future[Any]) -> None:
+        self._future = future
 
-    async def _run(self, behaviour: Behaviour, args: tuple[Any, ...]) -> Any:
-        values = [await a._task if isinstance(a, StandInCall) else a for a in args]
-        return await behaviour(self.rank, self.method, *values)
-
-    @property
-    def worker(self) -> str:
-        return f"{self.role}/{self.rank}"
-
-    @property
-    def ref(self) -> "StandInCall":
-        return self
-
-    @property
-    def refs(self) -> "tuple[StandInCall, ...]":
-        return tuple(StandInPart(self, i) for i in range(self.outputs)) if self.outputs > 1 else (self,)
-
-    outputs = 1
-
-    async def done(self) -> Timing:
-        await asyncio.shield(self._task)  # who waits no more leaves the worker at work
-        return Timing(0.0)
-
-    async def value(self, index: int = 0) -> Any:
-        result = await asyncio.shield(self._task)
-        return result[index] if isinstance(result, tuple) else result
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(self._future).__await__()
 
 
-class StandInPart(StandInCall):
-    """One of the results of a call that has two."""
+class StandInGroup(LocalGroup):
+    """`workers` ranks whose calls `answer` answers; `log` has (method, rank) in the order of calling. Calls have no
+    deadline but the one that they are given."""
 
-    def __init__(self, whole: StandInCall, index: int) -> None:
-        self._task = asyncio.ensure_future(whole.value(index))
-
-
-class StandInGroup:
-    """`workers` ranks that all behave alike; `log` keeps (method, rank) in the order of calling."""
-
-    def __init__(self, role: str, behaviour: Behaviour, workers: int = 1) -> None:
-        self.role, self._behaviour, self._workers = role, behaviour, workers
+    def __init__(self, role: str, answer: Answer, workers: int = 1) -> None:
+        super().__init__(role, workers, answer)
         self.log: list[tuple[str, int]] = []
 
-    def __len__(self) -> int:
-        return self._workers
-
-    @property
-    def ranks(self) -> list[int]:
-        return list(range(self._workers))
-
-    def processes(self, rank: int) -> None:
-        return None
-
-    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> StandInCall:
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
         self.log.append((method, rank))
-        call = StandInCall(self.role, rank, method, self._behaviour, args)
-        call.outputs = outputs
-        return call
-
-    def call_all(self, method: str, *args: Any) -> list[StandInCall]:
-        return [self.call(rank, method, *args) for rank in range(len(self))]
-
-    async def values(self, method: str, *args: Any) -> list[Any]:
-        return list(await asyncio.gather(*(call.value() for call in self.call_all(method, *args))))
+        call = super().call(rank, method, *args, outputs=outputs, timeout_s=timeout_s or FOREVER_S)
+        return replace(call, refs=tuple(map(SharedRef, call.refs)), timing=SharedRef(call.timing))
 
 
 class StandInPrompts:
@@ -119,10 +72,10 @@ async def silent(rank: int, method: str, *args: Any) -> None:
     return
 
 
-def role_groups_of(**behaviours: Behaviour | StandInGroup | None) -> RoleGroups:
-    """A team whose groups behave as given, or are not there at all (None); the others are silent."""
+def role_groups_of(**answers: Answer | StandInGroup | None) -> RoleGroups:
+    """Groups that answer as given, or that are absent (None); the others answer None."""
     groups = {}
     for role in ("generators", "reference", "reward", "assembler", "policy", "critic"):
-        given = behaviours.get(role, silent)
+        given = answers.get(role, silent)
         groups[role] = given if isinstance(given, StandInGroup | None) else StandInGroup(role, given)
     return RoleGroups(**groups, clock=StepClock())

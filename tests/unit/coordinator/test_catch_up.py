@@ -82,7 +82,7 @@ class Rebuilt(Publishing):
                     self.mixed.append(rank)
             return answer
 
-        self.group._behaviour = generator
+        self.group.answer = generator
 
     async def replace_learners(self, version):
         """What a run does when one was lost; it goes on from `version`."""
@@ -177,7 +177,7 @@ def test_a_generator_that_joins_while_learners_are_replaced_has_the_weights_of_t
     group = it.group
 
     async def add(timeout_s):
-        group._workers += 1
+        group.workers += 1
         group.incarnations.append(2)
         group.versions.append(0)
         return 1

@@ -17,7 +17,7 @@ from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey, Unscored
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.evaluation_metrics import pass_rates, summarise
-from tests.unit.coordinator.stand_ins import StandInCall, StandInPrompts, role_groups_of
+from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, role_groups_of
 
 
 def part(scores, lengths, finished, digests, bigrams, kl, reference, gold=None, texts=()):
@@ -72,7 +72,7 @@ class StandInPipeline:
 
         async def measure(rank, method, *arguments):
             if method == "sum_up":
-                return (Assembler.sum_up(None, *arguments),)  # the first says whether a KL is told
+                return Assembler.sum_up(None, *arguments)
             assert method == "measure"
             keep_texts, keys, *_ = arguments
             texts = [{"prompt": str(k.row), "response": ""} for k in keys][:keep_texts]
@@ -88,7 +88,7 @@ class StandInPipeline:
         async def answer(rank, method):
             return keys
 
-        call = StandInCall("generators", 0, "generate", answer, ())
+        call = StandInGroup("generators", answer).call(0, "generate")
         return Scored([call.ref], call.ref, call.ref)
 
 

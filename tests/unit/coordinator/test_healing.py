@@ -211,7 +211,7 @@ def test_a_role_s_own_error_and_a_lost_argument_are_no_business_of_healing():
         async def fail(rank, method, *args, error=error):
             raise error
 
-        ward.group._behaviour = fail
+        ward.group.answer = fail
         with pytest.raises(type(error)):
             run_in_virtual_time(ward.ask_all(1))
     assert ward.healing.down == {} and ward.dispatcher.scheduler.up == [0, 1]

@@ -50,9 +50,13 @@ class DiskRun(Run):
             if method == "begin_save":
                 Path(args[0]).mkdir(parents=True, exist_ok=True)
                 (Path(args[0]) / f"rank_{rank}.safetensors").write_text(role)
-            return self.parts if method == "saved" else await trains(rank, method, *args)
+            return await self.saved() if method == "saved" else await trains(rank, method, *args)
 
         return behave
+
+    async def saved(self):
+        """How far the learners' parts are."""
+        return self.parts
 
     def go(self):
         """Run to the end, whatever that is; `went` tells after how many virtual seconds it came."""
@@ -106,25 +110,18 @@ def test_a_rank_whose_disk_hangs_ends_the_run_by_its_name(run):
 
 def test_ranks_that_move_are_waited_for_however_long(ppo_config, summary, tmp_path):
     run = DiskRun(ppo_config(prompts=4, steps=1), summary, tmp_path)
-    loop_time = []
+    began = None
 
-    class Slow:
-        """Moves every five minutes, for an hour."""
+    async def saved():
+        """Moves every five minutes, for half an hour."""
+        nonlocal began
+        now = asyncio.get_running_loop().time()
+        began = now if began is None else began
+        return Saved(now - began > 3 * TIMEOUT_S, (int(now) // 300, 0), "write")
 
-        @property
-        def over(self):
-            loop_time.append(asyncio.get_running_loop().time())
-            return loop_time[-1] - loop_time[0] > 3600
-
-        @property
-        def moved(self):
-            return int(loop_time[-1]) // 300
-
-        doing = "write"
-
-    run.parts = Slow()
+    run.saved = saved
     run.go()
-    assert run.went > 3600
+    assert run.went > 3 * TIMEOUT_S
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "manifest.json"])

@@ -48,14 +48,14 @@ def test_it_says_who_works_on_what_and_how_the_run_ended(run, tmp_path):
 def test_it_says_what_happens_to_chunks_and_who_holds_a_lease(ppo_config, summary):
     """The status of each moment of a run, told when the policy begins its update."""
     run, seen = Run(ppo_config(prompts=4, chunk=2, staleness=1, steps=3), summary), []
-    learn = run.coordinator.roles.policy._behaviour
+    learn = run.coordinator.roles.policy.answer
 
     async def look(rank, method, *args):
         if method == "update" and rank == 0:
             seen.append(live_status.snapshot(run.coordinator))
         return await learn(rank, method, *args)
 
-    run.coordinator.roles.policy._behaviour = look
+    run.coordinator.roles.policy.answer = look
     run.go()
     for step, now in enumerate(seen):
         ((lease),) = now["leases"]

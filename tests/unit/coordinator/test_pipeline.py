@@ -144,7 +144,7 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
                 raise error
             return await assemble(rank, method, terms, keep_texts, ranks, *records)
 
-        world.roles.assembler._behaviour = lose_one
+        world.roles.assembler.answer = lose_one
         keys = await world.train()
         return world, [(k.epoch, k.row) for k in keys]
 
@@ -164,7 +164,7 @@ def test_a_learner_rank_that_missed_a_pass_of_the_others_is_lost(ppo_config, sum
     the pass, and their collectives would meet others of its own from then on."""
     async def run():
         world = World(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
-        tell, lost = world.policy._behaviour, []
+        tell, lost = world.policy.answer, []
 
         async def lose_one(rank, method, *rollouts):
             if rank == ranks - 1 and not lost:
@@ -174,7 +174,7 @@ def test_a_learner_rank_that_missed_a_pass_of_the_others_is_lost(ppo_config, sum
                 raise error
             return await tell(rank, method, *rollouts)
 
-        world.policy._behaviour = lose_one
+        world.policy.answer = lose_one
         await world.train()
 
     if kind == "result":

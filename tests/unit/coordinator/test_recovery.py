@@ -94,7 +94,7 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
 
         workers, again, other, found, restored = setting(tmp_path)
         open_places = await restored.restore(where)
-        refs = [await entry.ref.value() for entry in other.ready_entries()]
+        refs = [await entry.ref for entry in other.ready_entries()]
         return workers, again, other, found, open_places, refs
 
     workers, again, buffer, found, open_places, refs = asyncio.run(run())
