@@ -10,7 +10,7 @@ import torch
 
 from rlhf_ray.checkpoint.export import replacing_export
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, adapter_card
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 
 if TYPE_CHECKING:
     from peft import PeftConfig

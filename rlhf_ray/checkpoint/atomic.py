@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_ray.files.durable import fsync_path, operation
-from rlhf_ray.observability.owner import Term, renaming
+from rlhf_ray.observability.owner_record import Term, renaming
 
 
 def files_under(directory: Path) -> Iterator[Path]:

@@ -29,7 +29,7 @@ from rlhf_ray.checkpoint.manifest import (
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.durable import fsync_path, fsync_tree
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 
 _STEP = re.compile(r"step_(\d+)")
 

@@ -16,7 +16,7 @@ from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_spac
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.durable import fsync_tree
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

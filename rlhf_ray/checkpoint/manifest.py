@@ -24,7 +24,7 @@ from rlhf_ray.files.durable import fsync_path, moved, operation, progress, work_
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 TERM = "term"
-"""Of the extra fields: in which term of the run's directory the checkpoint was made (`observability.owner`)."""
+"""Of the extra fields: in which term of the run's directory the checkpoint was made (`observability.owner_record`)."""
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"}
 _HASH_THREADS = 4
 _PIECE = 2**20

@@ -20,7 +20,7 @@ from rlhf_ray.checkpoint.atomic import replace_directory, temporary_for
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
 from rlhf_ray.errors import CheckpointError, ConfigError, first_line
 from rlhf_ray.files.durable import fsync_tree
-from rlhf_ray.observability.owner import Term, renaming
+from rlhf_ray.observability.owner_record import Term, renaming
 
 CHECKPOINTS = "checkpoints"
 PROBE = ".writable"

@@ -17,7 +17,7 @@ from pathlib import Path
 from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, quieten
 from rlhf_ray.errors import CheckpointError, SupersededError, UploadError, first_line
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 
 LOOK_S = 2.0
 """Between two looks for a new checkpoint."""

@@ -102,7 +102,7 @@ def follow_job(server: "JobServer", job_id: str, address: str | None, skip: int 
 
     from rlhf_ray.cluster.jobs.job import KILLED
     from rlhf_ray.cluster.jobs.log_stream import follow
-    from rlhf_ray.observability.followed import FollowedProgress
+    from rlhf_ray.observability.progress import FollowedProgress
 
     at = f" --address {address}" if address else ""
     try:
@@ -128,7 +128,7 @@ def resume_command(job: "Job", address: str | None) -> str:
 def print_job(name: str, address: str) -> None:
     """Say how a job stands, what it is, and how far its run is."""
     from rlhf_ray.cluster.jobs.server import connect
-    from rlhf_ray.observability.followed import newest_step
+    from rlhf_ray.observability.progress import newest_step
 
     server = connect(address, allow_open=True)  # it only reads, and a token was shown to nobody who did not ask for one
     job = server.job(name)

@@ -77,7 +77,7 @@ for command in (status, scale, profile, ledger, report, doctor):
 def main() -> None:
     """Run the command line; an error meant for a person is one message and its exit code, without a traceback."""
     if any(argument in RUNS for argument in sys.argv[1:2]):
-        from rlhf_ray.observability.output import drain_output, use_non_blocking_output
+        from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
 
         use_non_blocking_output()
         try:

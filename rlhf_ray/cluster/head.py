@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rlhf_ray.errors import ClusterError, ClusterUnavailable, RLHFError, WorkerError, first_line
-from rlhf_ray.observability.output import drain_output, use_non_blocking_output
+from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
 
 CONNECT_S = 10.0
 """For a cluster's address to take a connection."""

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 from rlhf_ray.cluster.beat import BEAT_S
 from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.observability.background import OnFailure, background_task, log_failure
+from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 
 
 class Pulse:

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost, first_line
-from rlhf_ray.observability.background import background_task
+from rlhf_ray.observability.background_task import background_task
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import duration
 

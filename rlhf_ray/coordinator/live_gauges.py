@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.observability.gauges import LiveValue
+from rlhf_ray.observability.prometheus import LiveValue
 
 SECTIONS = {"generator": "generator", "reference_scorer": "reference", "reward_scorer": "reward",
             "assembler": "assembler", "policy_learner": "policy", "critic_learner": "critic"}

@@ -11,8 +11,7 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Station
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, SupersededError
-from rlhf_ray.files.thread import FileThread
-from rlhf_ray.observability.background import OnFailure, background_task, log_failure
+from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 
@@ -31,9 +30,9 @@ async def live_status(
         show: shows it elsewhere, too.
         on_failure: called where the status cannot be made.
     """
-    records, ended = directory.files.records, "failed"
+    ended = "failed"
     try:
-        async with background_task("the status", lambda: _keep_writing(present, directory, show, records), on_failure):
+        async with background_task("the status", lambda: _keep_writing(present, directory, show), on_failure):
             yield
         coordinator = present()
         given_up = coordinator.stopped_early if coordinator else None
@@ -45,8 +44,8 @@ async def live_status(
         if (coordinator := present()) is not None:
             # What the run itself says of its disk must come through, and of another driver that owns it by now.
             with suppress(OSError, DiskStalled, SupersededError):
-                await records.run(directory.write_json, directory.status.name,
-                                  {**snapshot(coordinator), "ended": ended})
+                await directory.files.records.run(directory.write_json, directory.status.name,
+                                                  {**snapshot(coordinator), "ended": ended})
 
 
 def how_it_ended(error: BaseException) -> str:
@@ -58,13 +57,12 @@ def how_it_ended(error: BaseException) -> str:
 
 
 async def _keep_writing(
-    present: Callable[[], Coordinator | None], directory: RunDirectory, show: Callable[[Coordinator], None],
-    records: FileThread,
+    present: Callable[[], Coordinator | None], directory: RunDirectory, show: Callable[[Coordinator], None]
 ) -> None:
     while True:
         if (coordinator := present()) is not None:
             with suppress(OSError):  # a disk that is full for a while: the next one may be written
-                await records.run(directory.write_json, directory.status.name, snapshot(coordinator))
+                await directory.files.records.run(directory.write_json, directory.status.name, snapshot(coordinator))
             show(coordinator)
         await asyncio.sleep(EVERY_S)
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.nodes import draining_nodes, own_node
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.observability.background import OnFailure, background_task, log_failure
+from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 
 LOOK_S = 2.0
 """Between two looks. Clouds give notice of half a minute (Google's spot machines) to two (Amazon's)."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_ray.coordinator.weight_sync import Published
+from rlhf_ray.observability.bottleneck import waiting_shares
 from rlhf_ray.observability.spans import StepClock
-from rlhf_ray.observability.waiting import waiting_shares
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.entries import BufferStats
 

@@ -16,8 +16,7 @@ from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import ConfigError, RLHFError, first_line
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.spans import Span
-from rlhf_ray.observability.step_timeline import chrome_trace
+from rlhf_ray.observability.spans import Span, chrome_trace
 from rlhf_ray.records import WorkerProfile
 
 MOST_RANKS = 4

@@ -14,7 +14,7 @@ from rlhf_ray.files.durable import fsync_descriptor, fsync_path, operation
 
 
 class Owner(Protocol):
-    """The right to write into a directory, which another process may take over (`observability.owner.Term`)."""
+    """The right to write into a directory, which another process may take over (`observability.owner_record.Term`)."""
 
     @property
     def mark(self) -> str:

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from rlhf_ray.errors import ConfigError, DiskStalled, RLHFError, SupersededError, WorkerError
-from rlhf_ray.files.thread import FileThread
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.observability.background import OnFailure, background_task, log_failure
+from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 from rlhf_ray.observability.run_directory import RunDirectory
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
@@ -114,7 +113,7 @@ async def answering(
     tasks: set[asyncio.Task[None]] = set()
     try:
         async with background_task("the answering of requests",
-                                   lambda: _keep_looking(directory, handlers, tasks, records), on_failure):
+                                   lambda: _keep_looking(directory, handlers, tasks), on_failure):
             yield
     finally:
         for task in tasks:
@@ -125,19 +124,17 @@ async def answering(
 
 
 async def _keep_looking(
-    directory: RunDirectory, handlers: Mapping[str, Handler], tasks: set[asyncio.Task[None]], records: FileThread
+    directory: RunDirectory, handlers: Mapping[str, Handler], tasks: set[asyncio.Task[None]]
 ) -> None:
     while True:
-        for question in await records.run(_taken, directory):
-            task = asyncio.create_task(_answer(directory, question, handlers, records),
-                                       name=f"control {question.what}")
+        for question in await directory.files.records.run(_taken, directory):
+            task = asyncio.create_task(_answer(directory, question, handlers), name=f"control {question.what}")
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _answer(directory: RunDirectory, question: Question, handlers: Mapping[str, Handler],
-                  records: FileThread) -> None:
+async def _answer(directory: RunDirectory, question: Question, handlers: Mapping[str, Handler]) -> None:
     said: dict[str, Any] = {"refused": f"the run ended before it had done what {question.what!r} asks for"}
     try:
         if (handler := handlers.get(question.what)) is None:
@@ -149,7 +146,7 @@ async def _answer(directory: RunDirectory, question: Question, handlers: Mapping
     except Exception as bug:  # whoever asks must not wait for ever, nor the run end for it
         said = {"refused": f"{question.what!r} failed: {type(bug).__name__}: {bug}"}
     finally:
-        records.submit(_say, directory, question.name, said)
+        directory.files.records.submit(_say, directory, question.name, said)
 
 
 def _taken(directory: RunDirectory) -> list[Question]:

@@ -13,8 +13,8 @@ from typing import Any
 from rlhf_ray.errors import DataError, WorkerError, WorkerLost
 from rlhf_ray.files.thread import FileThread
 from rlhf_ray.files.writing import append_json_lines
-from rlhf_ray.observability.background import describe_failure
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.background_task import describe_failure
+from rlhf_ray.observability.owner_record import Term
 
 STARTED_AGAIN = "RLHF_RAY_STARTED_AGAIN"
 """Variable of the environment that tells a run that it takes the place of one that died: its end, as JSON."""

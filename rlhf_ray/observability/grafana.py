@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_ray.observability.catalogue import describe
-from rlhf_ray.observability.report_plan import CHARTS, ChartPlan
-from rlhf_ray.observability.series import LIVE, series_of
+from rlhf_ray.observability.chart_plans import CHARTS, ChartPlan
+from rlhf_ray.observability.metric_catalogue import describe
+from rlhf_ray.observability.prometheus import LIVE, series_of
 
 UNITS = {"seconds": "s", "MiB": "mbytes", "bytes": "bytes", "share": "percentunit", "share of time": "percentunit",
          "share of prompts": "percentunit"}

@@ -16,7 +16,7 @@ from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.durable import fsync_descriptor
 from rlhf_ray.files.writing import json_lines, write_atomically
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sinks import open_sinks
 

@@ -10,14 +10,125 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from rlhf_ray.errors import SupersededError
-from rlhf_ray.files.durable import fsync_descriptor
-from rlhf_ray.observability.owner import BEAT_S, GONE, SILENT_S, Record, Term
+from rlhf_ray.errors import ConfigError, SupersededError
+from rlhf_ray.files.durable import fsync_descriptor, moved
+from rlhf_ray.observability.owner_record import (
+    FOLDER,
+    GONE,
+    ProcessIdentity,
+    Record,
+    Term,
+    day_and_time,
+    newest_record,
+    term_numbers,
+)
 
+BEAT_S = 5.0
+"""Between two renewals of a record."""
+SILENT_S = 60.0
+"""A record of another machine that is unchanged for so long is taken over."""
+LOOK_S = 1.0
+"""Between two looks at it."""
 LEAVING_S = 10.0
 """For the record to be closed at the end: a disk that hangs holds nobody up longer."""
+
+
+def claim(
+    directory: Path, process: ProcessIdentity, say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+) -> Term:
+    """Take a directory for the next term. Of several who try at once, one gets it.
+
+    Args:
+        process: who takes it.
+        say: receives a message about what is waited for.
+        clock, sleep: of who takes it, in seconds.
+
+    Raises:
+        ConfigError: somebody else owns it, and lives.
+    """
+    folder = directory.absolute() / FOLDER
+    folder.mkdir(exist_ok=True)
+    while True:
+        found = newest_record(folder)
+        if found and not _is_over(directory, folder, found, process, say, clock, sleep):
+            continue
+        last = Record.read(found[1]) if found else None
+        term = Term(folder.parent, found[0] + 1 if found else 1)
+        before = None if last is None else last.chosen
+        if _create(term, Record(term.number, process, time.time(), time.time(), before=before)):
+            for number in term_numbers(folder):
+                if number < term.number:
+                    (folder / f"term_{number}.json").unlink(missing_ok=True)
+            return term
+
+
+def _create(term: Term, record: Record) -> bool:
+    """Make the record; False where somebody else has."""
+    try:
+        handle = os.open(term.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        os.write(handle, record.encoded())
+        fsync_descriptor(handle, term.path)
+    except BaseException:
+        term.path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+    if max(term_numbers(term.path.parent), default=0) > term.number:  # this term came and went since we looked
+        term.path.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _is_over(
+    directory: Path, folder: Path, found: tuple[int, bytes], process: ProcessIdentity, say: Callable[[str], None],
+    clock: Callable[[], float], sleep: Callable[[float], None],
+) -> bool:
+    """Whether the driver of the newest record is gone; False when the record changed, and has to be judged anew.
+
+    Raises:
+        ConfigError: it lives.
+    """
+    record = Record.read(found[1])
+    if record and record.ended:
+        return True
+    lives = record.process.lives(process) if record else None
+    if record and lives:
+        raise _owned(directory, record)
+    if lives is False:
+        return True
+    who = "being claimed by another driver"
+    if record:
+        who = f"owned by {record.process}, seen last at {day_and_time(record.renewed)} by its clock"
+    until, announced = clock() + SILENT_S, False
+    while (asked := clock()) < until:
+        sleep(LOOK_S)
+        moved()  # this wait has an end of its own
+        now = newest_record(folder)
+        renewed = Record.read(now[1]) if now else None
+        if now is None or now[0] != found[0] or record is None or (renewed and renewed.ended):
+            if now != found:
+                return False
+        elif now != found:
+            raise _owned(directory, renewed or record)
+        if not announced:  # a claim under way is over by now
+            say(f"run.dir={str(directory)!r} is {who}; waiting up to {SILENT_S:g} s for a sign of life of it")
+            announced = True
+        if clock() - asked > LOOK_S + BEAT_S:  # the disk, or this process, stood still: so may the owner's
+            until = clock() + SILENT_S
+    return True
+
+
+def _owned(directory: Path, record: Record) -> ConfigError:
+    return ConfigError(f"run.dir={str(directory)!r} is being written by another run, {record.process}, since "
+                       f"{day_and_time(record.since)}: wait for its end or stop it, or choose another run.dir. If this "
+                       f"directory is a copy of that run's, remove {str(directory / FOLDER)!r} from it")
 
 
 class Ownership:

@@ -14,16 +14,15 @@ from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability import report_page as html
-from rlhf_ray.observability.advice import diagnosis
+from rlhf_ray.observability.bottleneck import diagnosis
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metrics import read_metrics
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.run_directory import RunDirectory, sample_parts
-from rlhf_ray.observability.tables import changes
-from rlhf_ray.observability.whereabouts import whereabouts_text
+from rlhf_ray.observability.tables import changes, workers_text
 
 KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning",
          "process_reward": "Process reward model"}
@@ -98,7 +97,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None, term: Term
         profiles(run),
         "<h2>Details</h2>",
         html.rollouts(_rollouts(run.samples)),
-        html.folded_text("Where the workers ran", whereabouts_text(run.status)),
+        html.folded_text("Where the workers ran", workers_text(run.status)),
         html.folded_text("Summary", json.dumps(summary, indent=2, ensure_ascii=False) if summary else ""),
         html.folded_text("Resolved configuration", config_text),
         html.footer(),

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_ray.observability.catalogue import describe, readable
-from rlhf_ray.observability.report_plan import CHARTS, PHASES, ROLE_COLOURS, ChartPlan, reward_components
-from rlhf_ray.observability.waiting import BUSY, COORDINATOR, mean_shares
+from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, mean_shares
+from rlhf_ray.observability.chart_plans import CHARTS, PHASES, ROLE_COLOURS, ChartPlan, reward_components
+from rlhf_ray.observability.metric_catalogue import describe, readable
 
 Rows = Sequence[dict[str, Any]]
 

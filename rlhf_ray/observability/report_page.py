@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from rlhf_ray.observability.catalogue import readable
+from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.report_charts import Chart
 from rlhf_ray.observability.tables import Change, number
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from rlhf_ray.errors import DataError
+from rlhf_ray.observability.chart_plans import ROLE_COLOURS
+from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.report_page import folded
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.step_timeline import picture
+from rlhf_ray.observability.spans import Lane
 
 SHOWN = 8
 """Operators of each worker in the report; profile.json has more."""
@@ -59,3 +61,42 @@ def _worker(name: str, worker: Mapping[str, Any], where: str) -> str:
              "<p>Nothing was computed on it.</p>")
     return (f'<div class="profile card scroll"><h3>{escape(name)}: <a href="{trace}">trace</a> of '
             f'{worker["seconds"]:.3g} s</h3>{table}</div>')
+
+
+
+LEFT, WIDTH, ROW = 150, 760, 22
+"""Of the picture: room for names, and for the time; height of a worker's row."""
+
+
+def picture(lanes: Sequence[Lane], seconds: float) -> str:
+    """The lanes as an SVG that stands alone: a row a worker, a bar a call; empty without lanes."""
+    workers = _in_order(lanes)
+    if not workers or seconds <= 0:
+        return ""
+    height = ROW * len(workers) + 26
+    parts = [f'<svg class="timeline" viewBox="0 0 {LEFT + WIDTH + 20} {height}" role="img" '
+             'aria-label="Who worked when in the step">']
+    for tick in range(5):
+        x = LEFT + WIDTH * tick / 4
+        parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - 22}"/>'
+                     f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{seconds * tick / 4:.3g} s</text>')
+    for row, worker in enumerate(workers):
+        role, rank = worker.split("/")
+        parts.append(f'<text x="{LEFT - 8}" y="{row * ROW + 15}" text-anchor="end">'
+                     f"{escape(readable(role))} {escape(rank)}</text>")
+        parts += [_bar(row, role, start, end, seconds) for name, start, end in lanes if name == worker]
+    return "".join(parts) + "</svg>"
+
+
+def _in_order(lanes: Sequence[Lane]) -> list[str]:
+    """The workers: roles as they begin to work, ranks of a role together."""
+    roles = list(dict.fromkeys(lane[0].split("/")[0] for lane in lanes))
+    return sorted({lane[0] for lane in lanes},
+                  key=lambda worker: (roles.index(worker.split("/")[0]), int(worker.split("/")[1])))
+
+
+def _bar(row: int, role: str, start: float, end: float, seconds: float) -> str:
+    x, width = LEFT + WIDTH * start / seconds, max(1.0, WIDTH * (end - start) / seconds)
+    colour = ROLE_COLOURS.get(role, "assembler")
+    return (f'<rect x="{x:.1f}" y="{row * ROW + 3}" width="{width:.1f}" height="{ROW - 6}" rx="2" '
+            f'style="fill:var(--{colour})"><title>{start:.3f}–{end:.3f} s</title></rect>')

@@ -20,9 +20,8 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.durable import fsync_descriptor
 from rlhf_ray.files.thread import RunFiles
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.observability.owner import FOLDER, Term, claim
-from rlhf_ray.observability.ownership import Ownership
-from rlhf_ray.observability.process import ProcessIdentity
+from rlhf_ray.observability.owner_record import FOLDER, ProcessIdentity, Term
+from rlhf_ray.observability.ownership import Ownership, claim
 
 MIB = 2**20
 UNFINISHED = re.compile(r"\..+\.(json|jsonl|parquet|html|yaml|safetensors)\.(?:t(\d+)-)?[a-z0-9_]{8}")

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.observability.delivery import Delivery
-from rlhf_ray.observability.gauges import RaySink
+from rlhf_ray.observability.prometheus import RaySink
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.trackers import Mlflow, Wandb
+from rlhf_ray.observability.trackers import Delivery, Mlflow, Wandb
 
 TRACKERS = {"wandb_project": "wandb", "mlflow_experiment": "mlflow"}
 """Packages of those that are asked for by a field of `logging`."""

@@ -7,9 +7,9 @@ hosts do not. A call's own report from another host is placed by when its answer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,3 +134,22 @@ def timeline(spans: Iterable[Span], start: float, end: float, roles: Iterable[st
     for role in busy:
         busy[role] = np.concatenate([[0], np.cumsum(np.where(role_of == role, turns, 0))])
     return Timeline(np.diff(moment[order], prepend=start, append=end), busy)
+
+
+Lane = Sequence[Any]
+"""Worker ("generator/0"), begin and end of a call in seconds from the step's begin."""
+
+
+def chrome_trace(lanes: Sequence[Lane]) -> dict[str, Any]:
+    """The lanes in the Trace Event Format of Chromium's tracing tool: a process a role, a thread a worker, times in
+    microseconds."""
+    workers = sorted({lane[0] for lane in lanes})
+    roles = sorted({worker.split("/")[0] for worker in workers})
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": role}}
+        for number, role in enumerate(roles)]
+    for worker, start, end in lanes:
+        role, rank = worker.split("/")
+        events.append({"ph": "X", "name": worker, "cat": "call", "pid": roles.index(role), "tid": int(rank),
+                       "ts": start * 1e6, "dur": (end - start) * 1e6})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

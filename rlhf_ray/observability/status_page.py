@@ -13,18 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_ray.errors import DataError
-from rlhf_ray.observability.advice import diagnosis
-from rlhf_ray.observability.catalogue import readable
+from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, diagnosis, mean_shares
 from rlhf_ray.observability.control import SILENT_S
 from rlhf_ray.observability.faults import in_one_line, read_faults
+from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.metrics import read_metrics
-from rlhf_ray.observability.owner import day_and_time, read_owner
-from rlhf_ray.observability.process import ProcessIdentity
+from rlhf_ray.observability.owner_record import ProcessIdentity, day_and_time, read_owner
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.waiting import BUSY, COORDINATOR, mean_shares
-from rlhf_ray.observability.whereabouts import whereabouts_table
+from rlhf_ray.observability.tables import workers_table
 
 RECENT_STEPS = 20
 """Steps that shares of time are means over."""
@@ -56,7 +54,7 @@ def status_page(path: Path) -> RenderableType:
         said = diagnosis(steps, live.get("max_staleness", 0))
         parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(said.limit), Text(said.advice)]
     if live and not live.get("ended"):
-        parts += [Text(""), _held(live), Text(""), whereabouts_table(live.get("workers", ()))]
+        parts += [Text(""), _held(live), Text(""), workers_table(live.get("workers", ()))]
     return Group(*parts)
 
 

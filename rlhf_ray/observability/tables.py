@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TextIO
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_ray.observability.catalogue import better
+from rlhf_ray.observability.metric_catalogue import better
 from rlhf_ray.observability.progress import is_terminal
 
 PLAIN_WIDTH = 100
@@ -111,3 +114,35 @@ def _print(table: Table, stream: TextIO) -> None:
         console.print(table)
     stream.writelines(line.rstrip() + "\n" for line in captured.get().splitlines())
     stream.flush()
+
+
+WORKER_COLUMNS = ("node", "pool", "workers (process, GPUs)")
+
+
+def workers_table(workers: Iterable[Mapping[str, Any]]) -> Table:
+    """A line for each pool on each node."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in WORKER_COLUMNS:
+        table.add_column(column)
+    for row in _worker_rows(workers):
+        table.add_row(*row)
+    return table
+
+
+def workers_text(status: Path) -> str:
+    """The same as plain text, from a run's status.json; empty where it tells of no workers."""
+    try:
+        rows = list(_worker_rows(json.loads(status.read_text()).get("workers", ())))
+    except (OSError, ValueError):
+        return ""
+    return "\n".join(f"{node}  {pool}: {workers}" for node, pool, workers in rows)
+
+
+def _worker_rows(workers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for worker in workers:
+        gpus = f", GPU {'+'.join(worker['gpus'])}" if worker["gpus"] else ""
+        found[f"{worker['host']} ({worker['node'][:8]})", worker["pool"]].append(
+            f"{worker['worker']} ({worker['pid']}{gpus})")
+    for (node, pool), here in sorted(found.items()):
+        yield node, pool, ", ".join(here)

@@ -9,7 +9,7 @@ from rlhf_ray.engine.parameter_shards import full_shape, gather_shards, own_shar
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedActorCritic
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
 from rlhf_ray.roles.micro_batch import Meter, MicroBatch, in_line, inference_plan, score_columns, share_of

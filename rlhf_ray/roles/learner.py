@@ -27,7 +27,7 @@ from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import DESCRIPTION, Adapters, check_description, save_description
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import UpdateStats, WeightBucket, WeightOffer, WeightRoute, WeightsPlan, WorkerProfile
 from rlhf_ray.roles.async_checkpoint import Saved, Saving
 from rlhf_ray.roles.micro_batch import Meter

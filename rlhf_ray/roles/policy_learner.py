@@ -21,7 +21,7 @@ from rlhf_ray.engine.ema import WeightAverage
 from rlhf_ray.engine.train_engine import StepResult
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import Meter, MicroBatch, in_line, inference_plan, score_tokens, share_of

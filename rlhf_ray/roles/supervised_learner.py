@@ -29,7 +29,7 @@ from rlhf_ray.models.packed_model import (
     last_token_scores,
 )
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.roles.learner import Gather, Learner
 from rlhf_ray.roles.micro_batch import Meter

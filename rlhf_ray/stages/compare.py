@@ -15,8 +15,7 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.observability.comparison import Comparison, Pair, print_comparison
-from rlhf_ray.observability.comparison_page import comparison_page
+from rlhf_ray.observability.comparison import Comparison, Pair, comparison_page, print_comparison
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import Responder
 from rlhf_ray.roles.prompt_input import Question, read_questions

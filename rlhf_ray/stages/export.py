@@ -8,7 +8,7 @@ from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 

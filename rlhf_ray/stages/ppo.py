@@ -38,9 +38,9 @@ from rlhf_ray.files.thread import FileThread
 from rlhf_ray.models.families import POLICY, Use, check_family
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog
-from rlhf_ray.observability.gauges import Gauges
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.prometheus import Gauges
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import counts, require_sound

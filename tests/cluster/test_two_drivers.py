@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rlhf_ray.errors import SupersededError
-from rlhf_ray.observability.owner import read_owner
+from rlhf_ray.observability.owner_record import read_owner
 from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.outside import wait_for, wait_for_step
 from tests.cluster.resumed import assert_equal_runs
@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 DRIVER = """
 import sys
 from dataclasses import replace
-from rlhf_ray.observability import owner, ownership
-from rlhf_ray.observability.process import ProcessIdentity
+from rlhf_ray.observability import ownership
+from rlhf_ray.observability.owner_record import ProcessIdentity
 own, host = ProcessIdentity.own(), sys.argv.pop(1)
 ProcessIdentity.own = classmethod(lambda _: replace(own, host=host))
-ownership.BEAT_S, owner.SILENT_S = 0.5, 15.0
+ownership.BEAT_S, ownership.SILENT_S = 0.5, 15.0
 from rlhf_ray.cli.main import main
 main()
 """

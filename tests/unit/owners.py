@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_ray.observability.owner import Term, claim
-from rlhf_ray.observability.process import ProcessIdentity
+from rlhf_ray.observability.owner_record import ProcessIdentity, Term
+from rlhf_ray.observability.ownership import claim
 
 
 def host(name: str) -> ProcessIdentity:

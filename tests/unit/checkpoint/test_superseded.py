@@ -12,7 +12,7 @@ from rlhf_ray.checkpoint.export import replacing_export
 from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.uploader import Uploader, bring_back
 from rlhf_ray.errors import SupersededError
-from rlhf_ray.observability.owner import Term
+from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.ownership import Ownership
 from tests.unit.owners import Watch, host, take_over
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_ray.coordinator.live_gauges import WINDOW_S, LiveGauges, pools_of
-from rlhf_ray.observability.series import LIVE
+from rlhf_ray.observability.prometheus import LIVE
 from rlhf_ray.observability.spans import Task
 from tests.unit.coordinator.test_loop import Run
 

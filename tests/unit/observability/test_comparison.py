@@ -8,8 +8,7 @@ from math import sqrt
 import pytest
 
 from rlhf_ray.algorithms.win_rate import Z95, outcome, win_rate
-from rlhf_ray.observability.comparison import Comparison, Pair, print_comparison
-from rlhf_ray.observability.comparison_page import comparison_page
+from rlhf_ray.observability.comparison import Comparison, Pair, comparison_page, print_comparison
 
 
 def compared(scores, tokens=(4, 5), texts=("one", "two"), tie=0.0):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_ray.observability.catalogue import METRICS
 from rlhf_ray.observability.grafana import COLUMNS, dashboard, rows
-from rlhf_ray.observability.series import LIVE, exported
+from rlhf_ray.observability.metric_catalogue import METRICS
+from rlhf_ray.observability.prometheus import LIVE, exported
 
 ROOT = Path(__file__).parents[3] / "launch" / "monitoring"
 OURS = re.compile(r"ray_rlhf_\w+")

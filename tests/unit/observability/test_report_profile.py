@@ -6,9 +6,9 @@ import pytest
 
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.report import write_report
-from rlhf_ray.observability.report_profile import SHOWN, profiles
+from rlhf_ray.observability.report_profile import SHOWN, picture, profiles
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.step_timeline import chrome_trace, picture
+from rlhf_ray.observability.spans import chrome_trace
 
 LANES = [["generator/0", 0.0, 1.0], ["generator/1", 0.0, 1.5], ["policy_learner/0", 1.5, 2.0]]
 

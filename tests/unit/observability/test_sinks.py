@@ -8,9 +8,9 @@ import textwrap
 import pytest
 
 from rlhf_ray.config.training_loop import LoggingConfig
-from rlhf_ray.observability import gauges
-from rlhf_ray.observability.gauges import Gauges, LiveValue, RaySink
+from rlhf_ray.observability import prometheus
 from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.prometheus import Gauges, LiveValue, RaySink
 
 TENSORBOARD = LoggingConfig(tensorboard=True, ray_metrics=False)
 
@@ -45,7 +45,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path):
 def test_without_ray_nothing_is_created_and_ray_is_not_imported():
     code = """
         import sys
-        from rlhf_ray.observability.gauges import Gauges, LiveValue
+        from rlhf_ray.observability.prometheus import Gauges, LiveValue
         gauges = Gauges("r")
         gauges.set_row({"reward/mean": 1.0})
         gauges.set_live([LiveValue("live/step", 1.0, {})])
@@ -58,8 +58,8 @@ def test_without_ray_nothing_is_created_and_ray_is_not_imported():
 @pytest.mark.slow  # tests/cluster/test_interrupt.py looks at the endpoint of a whole run
 def test_a_rows_gauges_are_repeated_until_the_next_for_ray_forgets_them(monkeypatch, wait_for):
     said = []
-    monkeypatch.setattr(gauges, "REPEAT_S", 0.02)
-    monkeypatch.setattr(gauges, "joined", lambda: True)
+    monkeypatch.setattr(prometheus, "REPEAT_S", 0.02)
+    monkeypatch.setattr(prometheus, "joined", lambda: True)
     monkeypatch.setattr(Gauges, "_set", lambda self, series, text, value: said.append((series.name, value)))
     sink = RaySink("r")
     sink.write(1, {"eval/gold": 0.5, "reward/mean": 1.0})

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_ray.errors import DataError
-from rlhf_ray.observability.owner import Record
-from rlhf_ray.observability.process import ProcessIdentity
+from rlhf_ray.observability.owner_record import ProcessIdentity, Record
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.status_page import status_page
 

@@ -10,7 +10,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import ConfigError, SupersededError
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
-from rlhf_ray.observability.owner import Term, read_owner
+from rlhf_ray.observability.owner_record import Term, read_owner
 from rlhf_ray.stages import runtime
 from rlhf_ray.stages.runtime import newest_checkpoint, owned_directory, run_stage
 from tests.checkpoints import new_checkpoint

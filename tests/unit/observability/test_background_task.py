@@ -13,7 +13,7 @@ from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import BackgroundTaskError
 from rlhf_ray.observability import control
-from rlhf_ray.observability.background import AGAIN_S, background_task
+from rlhf_ray.observability.background_task import AGAIN_S, background_task
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog, read_faults
 from rlhf_ray.observability.run_directory import RunDirectory

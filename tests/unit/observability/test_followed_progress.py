@@ -4,8 +4,7 @@ import io
 
 import pytest
 
-from rlhf_ray.observability.followed import STEP, FollowedProgress, newest_step
-from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.progress import STEP, FollowedProgress, StageProgress, newest_step
 
 
 class Terminal(io.StringIO):

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from rlhf_ray.observability.output import MAX_PENDING_BYTES, NonBlockingStream, non_blocking
+from rlhf_ray.observability.non_blocking_output import MAX_PENDING_BYTES, NonBlockingStream, non_blocking
 from rlhf_ray.observability.progress import StageProgress
 
 
@@ -112,7 +112,7 @@ def test_a_stream_that_is_closed_or_raises_ends_nothing(stream):
 
 PROGRAM = """
 import sys, threading, time, warnings, logging
-from rlhf_ray.observability.output import drain_output, use_non_blocking_output
+from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
 from rlhf_ray.observability.progress import StageProgress
 use_non_blocking_output()
 try:

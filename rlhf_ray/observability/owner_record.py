@@ -23,29 +23,75 @@ import errno
 import json
 import os
 import re
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from rlhf_ray.errors import ConfigError, SupersededError
-from rlhf_ray.files.durable import fsync_descriptor, moved
-from rlhf_ray.observability.process import ProcessIdentity
+from rlhf_ray.errors import SupersededError
 
 FOLDER = "owner"
-BEAT_S = 5.0
-"""Between two renewals of a record."""
-SILENT_S = 60.0
-"""A record of another machine that is unchanged for so long is taken over."""
-LOOK_S = 1.0
-"""Between two looks at it."""
 GONE = (errno.ENOENT, errno.ESTALE)
 """Errors of a file that another machine has removed."""
 RECORD_BYTES = 1024
 """All records have one length, so that one is renewed in place by one write."""
 _NAME = re.compile(r"term_(\d+)\.json")
+_BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
+_DEAD = ("Z", "X")
+"""States of a process that has ended and was not reaped by its parent."""
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process and the place where its number means something."""
+
+    host: str
+    boot: str
+    """Random id of the boot of its machine; empty where the system has none. Containers have that of their machine."""
+    pid_namespace: int
+    """Inode of the namespace of its number: containers of one machine number their processes apart."""
+    pid: int
+    started: int
+    """Clock ticks from boot to its start: another process that has its number later started later."""
+
+    @classmethod
+    def own(cls) -> Self:
+        """This process."""
+        try:
+            boot, namespace = _BOOT.read_text().strip(), os.stat(_NAMESPACE).st_ino
+        except OSError:
+            boot, namespace = "", 0
+        return cls(socket.gethostname(), boot, namespace, os.getpid(), (_state(os.getpid()) or ("", 0))[1])
+
+    def lives(self, seen_by: ProcessIdentity) -> bool | None:
+        """Whether the process lives, stopped ones included; None where `seen_by`, who asks, cannot tell: on another
+        machine or boot, or in another namespace of process numbers."""
+        here = (seen_by.host, seen_by.boot, seen_by.pid_namespace)
+        if not self.boot or (self.host, self.boot, self.pid_namespace) != here:
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # somebody else's, and there
+            pass
+        state = _state(self.pid)
+        return state is None or (state[0] not in _DEAD and state[1] == self.started)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _state(pid: int) -> tuple[str, int] | None:
+    """State and start of a process, from /proc/PID/stat; None where that is hidden or missing."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
+    except OSError:
+        return None
+    return fields[0], int(fields[19])
 
 
 @dataclass(frozen=True)
@@ -126,7 +172,7 @@ class Term:
         """
         try:
             os.close(os.open(self.path, os.O_RDONLY))
-            newest = max(_terms(self.path.parent), default=0)
+            newest = max(term_numbers(self.path.parent), default=0)
         except OSError as error:
             if error.errno not in GONE:
                 raise
@@ -177,110 +223,15 @@ def renaming(term: Term | None) -> AbstractContextManager[None]:
 def read_owner(directory: Path) -> Record | None:
     """The record of who owns a run's directory, or owned it last; None where there is none."""
     try:
-        found = _newest(directory / FOLDER)
+        found = newest_record(directory / FOLDER)
     except OSError:
         return None
     return Record.read(found[1]) if found else None
 
 
-def claim(
-    directory: Path, process: ProcessIdentity, say: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-) -> Term:
-    """Take a directory for the next term. Of several who try at once, one gets it.
-
-    Args:
-        process: who takes it.
-        say: receives a message about what is waited for.
-        clock, sleep: of who takes it, in seconds.
-
-    Raises:
-        ConfigError: somebody else owns it, and lives.
-    """
-    folder = directory.absolute() / FOLDER
-    folder.mkdir(exist_ok=True)
-    while True:
-        found = _newest(folder)
-        if found and not _is_over(directory, folder, found, process, say, clock, sleep):
-            continue
-        last = Record.read(found[1]) if found else None
-        term = Term(folder.parent, found[0] + 1 if found else 1)
-        before = None if last is None else last.chosen
-        if _create(term, Record(term.number, process, time.time(), time.time(), before=before)):
-            for number in _terms(folder):
-                if number < term.number:
-                    (folder / f"term_{number}.json").unlink(missing_ok=True)
-            return term
-
-
-def _create(term: Term, record: Record) -> bool:
-    """Make the record; False where somebody else has."""
-    try:
-        handle = os.open(term.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        return False
-    try:
-        os.write(handle, record.encoded())
-        fsync_descriptor(handle, term.path)
-    except BaseException:
-        term.path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(handle)
-    if max(_terms(term.path.parent), default=0) > term.number:  # this term came and went since we looked
-        term.path.unlink(missing_ok=True)
-        return False
-    return True
-
-
-def _is_over(
-    directory: Path, folder: Path, found: tuple[int, bytes], process: ProcessIdentity, say: Callable[[str], None],
-    clock: Callable[[], float], sleep: Callable[[float], None],
-) -> bool:
-    """Whether the driver of the newest record is gone; False when the record changed, and has to be judged anew.
-
-    Raises:
-        ConfigError: it lives.
-    """
-    record = Record.read(found[1])
-    if record and record.ended:
-        return True
-    lives = record.process.lives(process) if record else None
-    if record and lives:
-        raise _owned(directory, record)
-    if lives is False:
-        return True
-    who = "being claimed by another driver"
-    if record:
-        who = f"owned by {record.process}, seen last at {day_and_time(record.renewed)} by its clock"
-    until, announced = clock() + SILENT_S, False
-    while (asked := clock()) < until:
-        sleep(LOOK_S)
-        moved()  # this wait has an end of its own
-        now = _newest(folder)
-        renewed = Record.read(now[1]) if now else None
-        if now is None or now[0] != found[0] or record is None or (renewed and renewed.ended):
-            if now != found:
-                return False
-        elif now != found:
-            raise _owned(directory, renewed or record)
-        if not announced:  # a claim under way is over by now
-            say(f"run.dir={str(directory)!r} is {who}; waiting up to {SILENT_S:g} s for a sign of life of it")
-            announced = True
-        if clock() - asked > LOOK_S + BEAT_S:  # the disk, or this process, stood still: so may the owner's
-            until = clock() + SILENT_S
-    return True
-
-
-def _owned(directory: Path, record: Record) -> ConfigError:
-    return ConfigError(f"run.dir={str(directory)!r} is being written by another run, {record.process}, since "
-                       f"{day_and_time(record.since)}: wait for its end or stop it, or choose another run.dir. If this "
-                       f"directory is a copy of that run's, remove {str(directory / FOLDER)!r} from it")
-
-
-def _newest(folder: Path) -> tuple[int, bytes] | None:
+def newest_record(folder: Path) -> tuple[int, bytes] | None:
     """The highest term and the bytes of its record."""
-    while numbers := _terms(folder):
+    while numbers := term_numbers(folder):
         try:
             return max(numbers), (folder / f"term_{max(numbers)}.json").read_bytes()
         except OSError as error:
@@ -289,7 +240,7 @@ def _newest(folder: Path) -> tuple[int, bytes] | None:
     return None
 
 
-def _terms(folder: Path) -> list[int]:
+def term_numbers(folder: Path) -> list[int]:
     try:
         return [int(match[1]) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
     except FileNotFoundError:

@@ -14,10 +14,9 @@ import pytest
 
 from rlhf_ray.errors import ConfigError, SupersededError
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.observability import owner, run_directory
-from rlhf_ray.observability.owner import SILENT_S, Record, Term, claim, read_owner
-from rlhf_ray.observability.ownership import Ownership
-from rlhf_ray.observability.process import ProcessIdentity
+from rlhf_ray.observability import ownership, run_directory
+from rlhf_ray.observability.owner_record import ProcessIdentity, Record, Term, read_owner
+from rlhf_ray.observability.ownership import SILENT_S, Ownership, claim
 from rlhf_ray.observability.run_directory import RunDirectory
 from tests.unit.owners import Watch, host, take_over
 
@@ -131,8 +130,8 @@ CHALLENGER = """
 import sys, time
 from pathlib import Path
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.observability.owner import claim
-from rlhf_ray.observability.process import ProcessIdentity
+from rlhf_ray.observability.ownership import claim
+from rlhf_ray.observability.owner_record import ProcessIdentity
 directory = Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -181,15 +180,15 @@ def test_of_many_threads_one_wins_however_often(tmp_path):
 def test_a_challenger_that_comes_back_to_a_term_long_over_does_not_get_it(tmp_path, monkeypatch):
     """It saw that term 1 is over, and meanwhile another driver had term 2 and left, and a third one has term 3."""
     Ownership(Watch().claim(tmp_path, host("a"))).renew(ended=True)
-    create = owner._create
+    create = ownership._create
 
     def late(term, record):
-        monkeypatch.setattr(owner, "_create", create)
+        monkeypatch.setattr(ownership, "_create", create)
         Ownership(Watch().claim(tmp_path, host("b"))).renew(ended=True)
         Watch().claim(tmp_path, ProcessIdentity.own())
         return create(term, record)
 
-    monkeypatch.setattr(owner, "_create", late)
+    monkeypatch.setattr(ownership, "_create", late)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
         claim_here(tmp_path)
     assert records(tmp_path) == ["term_3.json"]

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from rlhf_ray.observability.catalogue import METRICS
-from rlhf_ray.observability.series import LIVE, exported, gauge_name, help_of, labels_of, series_of
+from rlhf_ray.observability.metric_catalogue import METRICS
+from rlhf_ray.observability.prometheus import LIVE, exported, gauge_name, help_of, labels_of, series_of
 
 
 @pytest.mark.parametrize("metric, name, labels", [

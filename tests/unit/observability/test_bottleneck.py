@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ray.observability.advice import recommend
+from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, bottleneck, recommend, waiting_shares
 from rlhf_ray.observability.spans import Span
-from rlhf_ray.observability.waiting import BUSY, COORDINATOR, bottleneck, waiting_shares
 
 ROLES = {"generator": 2, "reward_scorer": 1, "policy_learner": 1}
 

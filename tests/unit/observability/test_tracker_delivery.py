@@ -12,10 +12,9 @@ import pytest
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.observability import delivery
-from rlhf_ray.observability.delivery import Delivery
+from rlhf_ray.observability import trackers
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
-from rlhf_ray.observability.trackers import MLFLOW_RUN
+from rlhf_ray.observability.trackers import MLFLOW_RUN, Delivery
 
 ANSWERS = {
     "experiments/get-by-name": {"experiment": {"experiment_id": "7", "name": "e", "artifact_location": "/x"}},
@@ -95,7 +94,7 @@ class Gated(HttpTracker):
 def hasty(monkeypatch):
     """Deadlines that a test can wait for."""
     for name in ("OPENING_S", "LATE_S", "CLOSING_S"):
-        monkeypatch.setattr(delivery, name, 0.5)
+        monkeypatch.setattr(trackers, name, 0.5)
 
 
 def said(caplog):
@@ -134,7 +133,7 @@ def test_a_server_that_never_answers_holds_nobody_up_and_is_told_of_once(hasty, 
 
 
 def test_what_waits_is_bounded_and_the_newest_rows_are_left_out(monkeypatch, caplog):
-    monkeypatch.setattr(delivery, "MOST_ROWS", 10)
+    monkeypatch.setattr(trackers, "MOST_ROWS", 10)
     with server("nothing") as (url, _):
         tracker = Gated(url)
         sink = Delivery(tracker, must_open=True)
@@ -182,7 +181,7 @@ MLFLOW = LoggingConfig(mlflow_experiment="e", tensorboard=False, ray_metrics=Fal
 @pytest.mark.parametrize("hangs_at", ["runs/log-batch", "runs/update"])
 def test_a_run_beside_a_real_mlflow_client_goes_on_when_its_server_hangs(
         hasty, hangs_at, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(delivery, "OPENING_S", 30)
+    monkeypatch.setattr(trackers, "OPENING_S", 30)
     with server(hangs_at) as (url, asked):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         writer = MetricsWriter(tmp_path, MLFLOW)
