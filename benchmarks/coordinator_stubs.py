@@ -28,7 +28,7 @@ from rlhf_ray.records import (
     WeightsPlan,
     offsets_of,
 )
-from rlhf_ray.roles.async_checkpoint import Saved
+from rlhf_ray.roles.async_checkpoint import SaveProgress
 
 CHUNK = 16
 """Samples of a rollout record, the default of `generator.chunk`."""
@@ -153,9 +153,9 @@ class StubRoles:
     async def begin_save(self, rank: int, directory: str) -> None:
         """Nothing of a learner is kept."""
 
-    async def saved(self, rank: int) -> Saved:
+    async def saved(self, rank: int) -> SaveProgress:
         """It is on disk."""
-        return Saved(True, (0, 0), "")
+        return SaveProgress(True, (0, 0), "")
 
     async def save(self, rank: int, *args: Any) -> None:
         """The end of the run."""

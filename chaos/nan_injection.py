@@ -16,7 +16,7 @@ from chaos.injection_log import INJECTION_LOG, InjectionLog
 from rlhf_ray.engine.train_engine import StepResult
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
 
@@ -51,7 +51,7 @@ class NaNInjection(Learner):
         self._step = step
         return super().update(step, *rest)  # type: ignore[misc]
 
-    def share(self, part: Any, whole: Any, counted: bool, meter: Meter) -> Tensor:
+    def share(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
         """As the real learner; when there is an order for this rank, the loss or its gradient is NaN."""
         loss = super().share(part, whole, counted, meter)
         injections = InjectionLog(Path(os.environ[INJECTION_LOG]))
@@ -66,7 +66,7 @@ class NaNInjection(Learner):
         loss.register_hook(lambda gradient: gradient * torch.nan)
         return loss
 
-    def optimize(self, mini_batch: Any, meter: Meter) -> StepResult:
+    def optimize(self, mini_batch: Any, meter: AverageMeter) -> StepResult:
         """As the real learner; logs "recovered" when a step is applied again."""
         result = super().optimize(mini_batch, meter)
         if result.applied and self._unrecovered is not None:

@@ -1,1 +1,1 @@
-"""The one room that imports DeepSpeed: build an engine, step it, save and load it, gather its weights."""
+"""The only package that imports DeepSpeed: build an engine, step it, save and load its state, gather its weights."""

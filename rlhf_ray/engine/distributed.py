@@ -1,4 +1,4 @@
-"""Process groups of a learner's ranks: one worker process a rank, gloo on CPUs and NCCL on GPUs."""
+"""The process group of a learner's ranks, one worker process per rank: gloo on CPUs, NCCL on GPUs."""
 
 import os
 import socket
@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 
 def free_address(host: str) -> str:
-    """`tcp://host:port` of a free port on this machine, which other nodes know as `host`."""
+    """`tcp://host:port` with a free port of this machine; `host` is the address under which other nodes reach it."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
 def accelerator_environment(gpus: float) -> dict[str, str]:
-    """Variables a process needs before it imports torch or DeepSpeed. Without GPUs of its own it must not see any: Ray
-    hides GPUs only from workers that ask for some."""
+    """Environment variables that a process needs before it imports torch or DeepSpeed. A worker without GPUs must not
+    see any: Ray hides GPUs only from workers that request some."""
     return {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -25,14 +25,14 @@ def join(address: str, rank: int, world: int, timeout_s: float) -> None:
     """Join the process group at `address` as `rank` of `world`, for torch and DeepSpeed alike.
 
     Args:
-        timeout_s: longest wait for the other ranks, now and in every later collective call.
+        timeout_s: longest wait for the other ranks, here and in every later collective call, in seconds.
     """
     import deepspeed
 
     cuda = torch.cuda.is_available()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
     if not cuda:
-        # Otherwise the first init on a CPU compiles a shared-memory kernel for 30-50 s that gloo does without.
+        # Otherwise the first init on a CPU compiles a shared-memory kernel for 30-50 s, which gloo does not use.
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -44,20 +44,21 @@ def join(address: str, rank: int, world: int, timeout_s: float) -> None:
 
 
 def _import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon optimizer as plain Python. DeepSpeed asks whether ours is one, and the import alone,
-    whose functions are marked for compilation, would load all of torch's compiler: a third of a learner's start."""
+    """Import DeepSpeed's Muon optimizer without compilation. DeepSpeed checks whether our optimizer is a Muon, and
+    that import alone, whose functions are marked for compilation, loads all of torch's compiler: a third of a
+    learner's start-up time."""
     from deepspeed.runtime import compiler
 
-    marked = compiler.compile
+    original = compiler.compile
     compiler.compile = lambda *_, **__: lambda function: function
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:
-        compiler.compile = marked
+        compiler.compile = original
 
 
 def leave() -> None:
-    """Leave the process group, if one was joined."""
+    """Leave the process group; does nothing if none was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -68,7 +69,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of_ranks(numbers: list[float]) -> list[float]:
-    """Of each number the largest that a rank gives; a collective call."""
+    """Element-wise maximum over all ranks; a collective call."""
     largest: list[float] = _reduced(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
     return largest
 
@@ -76,7 +77,7 @@ def largest_of_ranks(numbers: list[float]) -> list[float]:
 def _reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # NCCL reduces nothing that lies on the CPU
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # NCCL cannot reduce CPU tensors
     result = values.to(device)
     dist.all_reduce(result, op=operation)
     return result.cpu()

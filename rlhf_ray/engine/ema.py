@@ -1,7 +1,7 @@
 """An exponential moving average of the weights under training (Polyak and Juditsky 1992; Ouyang et al. 2022, app. C.4).
 
-Every rank keeps the average of its own shard of every trained parameter, in float32, under all ZeRO stages: it costs
-one model's memory over all ranks together and nothing travels until the average is asked for.
+Under every ZeRO stage each rank averages its own shard of every trained parameter, in float32. That takes the memory of
+one model over all ranks together, and no communication until the average is gathered.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,59 +16,60 @@ from rlhf_ray.errors import CheckpointError
 
 
 class WeightAverage:
-    """average <- decay x average + (1 - decay) x weights, beginning with the weights as they are.
+    """average <- decay x average + (1 - decay) x weights, starting at the current weights.
 
-    It is updated after each optimizer step: that is where InstructGPT's 0.992 is used by the public trainers that have
-    one (DeepSpeed-Chat, OpenRLHF), and the average then does not jump when epochs or mini-batches are changed.
+    It is updated after each optimizer step, as in the public trainers that use InstructGPT's 0.992 (DeepSpeed-Chat,
+    OpenRLHF). So a change of epochs or mini-batches causes no jump in the average.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        """Call it on every rank, once the module is under DeepSpeed's care."""
+        """Call it on every rank, after DeepSpeed has wrapped the module."""
         self.decay = decay
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._shards = {name: shard.to(torch.float32, copy=True) for name, shard in self._weights()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present weights in."""
+        """Update the average with the current weights."""
         for name, weights in self._weights():
             self._shards[name].lerp_(weights.float(), 1 - self.decay)
 
-    def gather(self, names: list[str], others: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def gather(self, names: list[str], gather_frozen: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Whole averages by name, on the CPU; a collective call.
 
         Args:
-            names: of parameters of the inner model (`module.model`).
-            others: gives those that are not trained, and so have no average.
+            names: names of parameters of the inner model (`module.model`).
+            gather_frozen: gathers parameters that are not trained and have no average.
         """
         averaged = [name for name in names if f"model.{name}" in self._shards]
-        rest = [name for name in names if name not in averaged]
-        found = others(rest) if rest else {}
+        frozen = [name for name in names if name not in averaged]
+        tensors = gather_frozen(frozen) if frozen else {}
         for name in averaged:
             shape = full_shape(self._parameters[f"model.{name}"])
-            found[name] = gather_shards(self._shards[f"model.{name}"], shape).cpu()
-        return found
+            tensors[name] = gather_shards(self._shards[f"model.{name}"], shape).cpu()
+        return tensors
 
     def copy(self) -> dict[str, Tensor]:
         """A copy of this rank's shards, for `torch.save`."""
         return {name: shard.to("cpu", copy=True) for name, shard in self._shards.items()}
 
     def load(self, *paths: Path) -> None:
-        """Take back the shards of all ranks from files, in their order, however many there were.
+        """Restore the average from the files of all ranks, in rank order; the number of ranks may have changed.
 
         Raises:
-            CheckpointError: nothing was saved, or other parameters.
+            CheckpointError: there are no files, or they hold other parameters.
         """
         if not paths:
-            raise CheckpointError("the checkpoint has no average of the weights: the run that saved it had no "
-                                  "policy.ema_decay. Leave it empty to go on, or begin a new run.")
+            raise CheckpointError("the checkpoint has no average of the weights: it was saved without "
+                                  "policy.ema_decay. Leave policy.ema_decay empty to resume, or start a new run.")
         saved = [load_tensors(path) for path in paths]
         for name, shard in self._shards.items():
             numel = full_shape(self._parameters[name]).numel()
-            parts = [found[name] for found in saved if name in found]
+            parts = [shards[name] for shards in saved if name in shards]
             if [len(part) for part in parts] != [-(-numel // len(saved))] * len(saved):
                 raise CheckpointError(f"{paths[0].parent} holds averages of other weights than this run trains: "
-                                      f"{name} is not there, or of another size")
+                                      f"{name} is missing or has another size. Resume with the model it was saved "
+                                      "with, or start a new run.")
             shard.copy_(shard_of(torch.cat(parts)[:numel]))
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
-"""Which stretch of which parameter a rank answers for, at every ZeRO stage, and where AdamW keeps what goes with it.
+"""Which slice of which parameter each rank saves and restores, at every ZeRO stage, and where AdamW keeps its state.
 
-At stage 0 each rank holds all and answers for an equal share; at stages 1 and 2 for what lies in its partition of the
-flattened parameters; at stage 3 for its shard. The stretches of all ranks together are the parameters, each once.
+At stage 0 every rank holds all parameters and saves an equal share; at stages 1 and 2 its partition of the flattened
+parameters; at stage 3 its shard. The slices of all ranks together cover every parameter exactly once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,43 +13,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of every weight (Kingma and Ba 2015: m and v)."""
+"""AdamW's state per weight (Kingma and Ba 2015: m and v)."""
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """A stretch of one flattened parameter."""
+    """A slice of one flattened parameter."""
 
     name: str
     numel: int
-    """Of the whole parameter."""
+    """Elements of the whole parameter."""
     start: int
     weights: Tensor
-    """[length] the weights that the optimizer changes; a view."""
+    """[length] the weights that the optimizer updates; a view."""
     owner: Tensor
-    """Whose state the optimizer keeps: the parameter, or what many of them are flattened into."""
+    """The optimizer's key for its state: the parameter itself, or the flat tensor that holds many parameters."""
     offset: int
-    """Where the stretch begins in the flattened owner."""
+    """Where the slice begins in the flattened owner."""
 
-    def of(self, like_owner: Tensor) -> Tensor:
-        """[length] its stretch of a tensor of the owner's shape; a view."""
+    def view_of(self, like_owner: Tensor) -> Tensor:
+        """[length] this slice of a tensor of the owner's shape; a view."""
         return like_owner.view(-1).narrow(0, self.offset, len(self.weights))
 
     @property
     def stop(self) -> int:
-        """The end of the stretch."""
+        """Where the slice ends in the flattened parameter."""
         return self.start + len(self.weights)
 
 
 def optimizer_shards(
     engine: Any, stage: int, parameters: Mapping[str, nn.Parameter], whole: bool = False
 ) -> Iterator[OptimizerShard]:
-    """The stretches of this rank.
+    """The slices of this rank.
 
     Args:
-        engine: DeepSpeed's.
-        parameters: those under training, by name.
-        whole: at stage 0, where every rank steps every weight, all of each parameter.
+        engine: DeepSpeed's engine.
+        parameters: the trained parameters by name.
+        whole: at stage 0, where every rank updates every weight: whole parameters instead of this rank's share.
     """
     for name, parameter in parameters.items():
         if stage == 0:
@@ -60,10 +60,10 @@ def optimizer_shards(
             yield from _partitioned(name, parameter, engine.optimizer)
 
 
-def adamw(engine: Any, stage: int) -> torch.optim.Optimizer:
-    """The optimizer under DeepSpeed's, whose state `Portion.owner` is a key of."""
-    found: torch.optim.Optimizer = engine.optimizer.optimizer if stage else engine.optimizer
-    return found
+def inner_optimizer(engine: Any, stage: int) -> torch.optim.Optimizer:
+    """The AdamW that DeepSpeed wraps; its state is keyed by `OptimizerShard.owner`."""
+    optimizer: torch.optim.Optimizer = engine.optimizer.optimizer if stage else engine.optimizer
+    return optimizer
 
 
 def _replicated(name: str, parameter: nn.Parameter, whole: bool) -> Iterator[OptimizerShard]:
@@ -76,17 +76,16 @@ def _replicated(name: str, parameter: nn.Parameter, whole: bool) -> Iterator[Opt
 
 def _partitioned(name: str, parameter: nn.Parameter, optimizer: Any) -> Iterator[OptimizerShard]:
     mapping = parameter._hp_mapping
-    if mapping is not None:  # else it lies in other ranks' partitions
+    if mapping is not None:  # otherwise the parameter is in other ranks' partitions
         owner = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-        yield OptimizerShard(name, parameter.numel(), mapping.lp_fragment_address.start,
-                             mapping.hp_fragment.data, owner,
-                      mapping.hp_fragment_address.start)
+        yield OptimizerShard(name, parameter.numel(), mapping.lp_fragment_address.start, mapping.hp_fragment.data,
+                             owner, mapping.hp_fragment_address.start)
 
 
 def _sharded(name: str, parameter: Any, optimizer: Any) -> Iterator[OptimizerShard]:
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = dist.get_rank() * size
-    length = min(size, parameter.ds_numel - start)  # the last shards may be filled up
+    length = min(size, parameter.ds_numel - start)  # the last shards may be padded
     if length > 0:
         owner = optimizer.fp32_partitioned_groups_flat[group]
         yield OptimizerShard(name, parameter.ds_numel, start, owner.data.narrow(0, offset, length), owner, offset)

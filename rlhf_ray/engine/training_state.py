@@ -1,8 +1,7 @@
-"""A learner's state on disk: weights and AdamW's moments by the parameter's name, of each rank what it answers for.
+"""A learner's state on disk: weights and AdamW's moments by parameter name, one file per rank with that rank's slices.
 
-Nothing in it depends on how many ranks there were or at which ZeRO stage, so another number of them, at another stage,
-can go on from it: whole tensors are put together from all ranks' files, and each takes what it needs. The files are
-safetensors, which hold numbers and names and nothing that could run.
+The format does not depend on the number of ranks or on the ZeRO stage, so both may change at a resume: each rank joins
+whole tensors from all files and takes the part it needs. The files are safetensors, which cannot contain code.
 """
 
 import json
@@ -23,10 +22,10 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part, in memory of its own: training may go on while it is written."""
+    """A copy of one rank's part, so training may continue while it is written."""
 
     tensors: Mapping[str, Tensor]
-    """By "kind:start:parameter"."""
+    """Keys are "kind:start:parameter"."""
     notes: Mapping[str, Any]
 
     @property
@@ -35,7 +34,7 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, path: Path) -> None:
-        """Write it to a file."""
+        """Write the copy to a file."""
         from safetensors.torch import save_file
 
         save_file(dict(self.tensors), path, metadata={"notes": json.dumps(self.notes)})
@@ -43,11 +42,11 @@ class Snapshot:
 
 def snapshot(shards: Iterable[OptimizerShard], states: Mapping[Tensor, Mapping[str, Any]], notes: Mapping[str, Any]
              ) -> Snapshot:
-    """Copy what this rank answers for.
+    """Copy this rank's slices.
 
     Args:
-        states: what the optimizer keeps, by `Portion.owner`; nothing before its first step.
-        notes: numbers about the engine, the same on all ranks.
+        states: the optimizer's state by `OptimizerShard.owner`; empty before its first step.
+        notes: counters of the engine, the same on all ranks.
     """
     tensors, steps = {}, {}
     for shard in shards:
@@ -55,18 +54,18 @@ def snapshot(shards: Iterable[OptimizerShard], states: Mapping[Tensor, Mapping[s
         tensors[f"{WEIGHTS}:{shard.start}:{shard.name}"] = shard.weights.to("cpu", copy=True)
         for moment in MOMENTS:
             if moment in state:
-                tensors[f"{moment}:{shard.start}:{shard.name}"] = shard.of(state[moment]).to("cpu", copy=True)
+                tensors[f"{moment}:{shard.start}:{shard.name}"] = shard.view_of(state[moment]).to("cpu", copy=True)
                 steps[shard.name] = int(state["step"])
     return Snapshot(tensors, {**notes, "steps": steps})
 
 
 class TrainingState:
-    """What all ranks wrote to a directory."""
+    """The files that all ranks wrote to a directory."""
 
     def __init__(self, directory: Path) -> None:
         """
         Raises:
-            CheckpointError: there is nothing, something is not such a file, or a rank's is missing.
+            CheckpointError: no file is there, one is not a learner's state, or a rank's file is missing.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -79,25 +78,26 @@ class TrainingState:
                 file = safe_open(path, "pt")
                 notes = json.loads(file.metadata()["notes"])
             except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-                raise CheckpointError(f"{path} is no learner's state and was not read: {error}") from error
+                raise CheckpointError(f"{path} is not a learner's state: {error}. Use another "
+                                      "checkpoint.") from error
             self.notes = {**notes, "steps": {**self.notes["steps"], **notes["steps"]}}
-            for key in file.keys():  # noqa: SIM118 - no mapping
+            for key in file.keys():  # noqa: SIM118 - not a mapping
                 kind, start, name = key.split(":", 2)
                 self._spans[kind, name].append((int(start), file, key))
         if not files or self.notes["world"] != len(files):
             raise CheckpointError(f"{directory} holds no learner state to load: {len(files)} files of "
                                   f"{self.notes.get('world', 'unknown')} ranks. Use another checkpoint (earlier "
-                                  "versions wrote another layout), or begin a new run.")
+                                  "versions wrote another layout), or start a new run.")
 
     def names(self) -> set[str]:
-        """Parameters whose weights there are."""
+        """Names of the parameters whose weights are saved."""
         return {name for kind, name in self._spans if kind == WEIGHTS}
 
     def whole(self, kind: str, name: str, numel: int) -> Tensor | None:
-        """[numel] the flattened tensor of one parameter; None where there was none.
+        """[numel] the flattened tensor of one parameter; None if none was saved.
 
         Raises:
-            CheckpointError: the stretches are not exactly the parameter.
+            CheckpointError: the saved slices do not cover the parameter exactly.
         """
         spans = sorted(self._spans.get((kind, name), ()), key=lambda span: span[0])
         if not spans:
@@ -109,6 +109,7 @@ class TrainingState:
             parts.append(file.get_tensor(key))
             reached += len(parts[-1])
         if reached != numel or len(parts) < len(spans):
-            raise CheckpointError(f"{self._directory} holds {kind} of {name} in {len(spans)} stretches that are "
-                                  f"not the {numel} numbers of this run's parameter: it is another model's")
+            raise CheckpointError(f"{self._directory} holds {kind} of {name} in {len(spans)} slices that do "
+                                  f"not cover the {numel} elements of this run's parameter: it belongs to another "
+                                  "model. Resume with that model, or start a new run.")
         return torch.cat(parts)

@@ -149,12 +149,12 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
 
 
-def save_description(adapters: Adapters, file: Path) -> None:
+def save_adapter_description(adapters: Adapters, file: Path) -> None:
     """Write `adapters.json`."""
     file.write_text(json.dumps(adapters.describe()))
 
 
-def check_description(adapters: Adapters | None, directory: Path) -> None:
+def check_adapter_description(adapters: Adapters | None, directory: Path) -> None:
     """Refuse a checkpoint whose weights are not those of this learner.
 
     Raises:

@@ -50,7 +50,7 @@ class Chunks:
 CHUNKS = Chunks()
 
 
-def token_answers(
+def token_logprobs_and_entropies(
     model: "PreTrainedModel", hidden: Tensor, targets: Tensor, temperature: float, chunks: Chunks, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """[n] log-probabilities of `targets` [n] given the states `hidden` [n, hidden] before them, and [n] entropies or
@@ -100,8 +100,8 @@ class PackedLanguageModel(nn.Module):
             [n] float32 log-probabilities at the temperature, and [n] entropies in nats or None.
         """
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
-        return token_answers(self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunks,
-                             entropy)
+        return token_logprobs_and_entropies(self.model, hidden, tokens[predicted], temperature or self.temperature,
+                                            self.chunks, entropy)
 
 
 class PackedScalarModel(nn.Module):
@@ -135,8 +135,8 @@ class PackedActorCritic(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As `PackedLanguageModel.forward`, and with [n] float32 values of the states before the tokens asked about."""
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
-        logprobs, entropies = token_answers(self.model, hidden, tokens[predicted], temperature or self.temperature,
-                                            self.chunks, entropy)
+        logprobs, entropies = token_logprobs_and_entropies(
+            self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunks, entropy)
         values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return logprobs, entropies, wide(values)
 

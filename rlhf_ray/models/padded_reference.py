@@ -86,7 +86,7 @@ def answers(module: nn.Module, rows: PaddedRows) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def own_layers(model: "PreTrainedModel", attention: str) -> Iterator[None]:
+def transformers_layers(model: "PreTrainedModel", attention: str) -> Iterator[None]:
     """Inside, the model computes attention and linear layers as transformers has them; restored whatever happens."""
     ours, layers = model.config._attn_implementation, [m for m in model.modules() if type(m) is OneDNNLinear]
     try:
@@ -100,7 +100,7 @@ def own_layers(model: "PreTrainedModel", attention: str) -> Iterator[None]:
         model.set_attn_implementation(ours)
 
 
-def attention_for(model: "PreTrainedModel", rows: int, tokens: int) -> str:
+def attention_implementation_for(model: "PreTrainedModel", rows: int, tokens: int) -> str:
     """Which of transformers' implementations is right for this family and affordable for such padded rows."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     if rows * heads * tokens**2 <= LARGEST_SCORES or not model._supports_sdpa:
@@ -108,7 +108,7 @@ def attention_for(model: "PreTrainedModel", rows: int, tokens: int) -> str:
     return "sdpa"
 
 
-def affordable(model: "PreTrainedModel", tokens: int) -> int:
+def longest_affordable_row(model: "PreTrainedModel", tokens: int) -> int:
     """The longest row, of at most so many tokens, that transformers' own attention computes in bounded memory."""
     if model._supports_sdpa:
         return tokens

@@ -21,8 +21,14 @@ from torch import Tensor, nn
 from rlhf_ray.errors import ModelError, first_line
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.models.padded_reference import PaddedRows, affordable, answers, attention_for, own_layers
-from rlhf_ray.models.parity_pass import Outcome, at_rest, forward_replaced, in_pieces, outcome
+from rlhf_ray.models.padded_reference import (
+    PaddedRows,
+    answers,
+    attention_implementation_for,
+    longest_affordable_row,
+    transformers_layers,
+)
+from rlhf_ray.models.parity_pass import PassResult, dropout_disabled, logits_in_pieces, replace_forward, run_pass
 from rlhf_ray.models.short_row_attention import LONGEST
 
 SEED = 20240229
@@ -91,7 +97,7 @@ class ProbeRows:
 
 
 @dataclass(frozen=True)
-class Way:
+class CodePath:
     """One way of a set of rows through our code."""
 
     name: str
@@ -102,7 +108,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Difference:
     """How far one way is from the reference, and how far it may be."""
 
     of: str
@@ -158,7 +164,7 @@ class ParityProbe:
             ModelError: the two differ by more than rounding, or one of them cannot be computed.
         """
         began, largest = time.perf_counter(), 0.0
-        with at_rest(self._module), torch.set_grad_enabled(self._gradients):
+        with dropout_disabled(self._module), torch.set_grad_enabled(self._gradients):
             try:
                 for rows, ways in self._sets():
                     largest = max(largest, self._compare(rows, ways, who))
@@ -170,7 +176,7 @@ class ParityProbe:
                     f"before any work on packed rows: {type(error).__name__}: {first_line(error)}. {REMEDY}") from error
         return {"probe_seconds": time.perf_counter() - began, "probe_difference": largest}
 
-    def _compare(self, rows: ProbeRows, ways: list[Way], who: str) -> float:
+    def _compare(self, rows: ProbeRows, ways: list[CodePath], who: str) -> float:
         """The largest difference of answers of these rows; a second reference is made where one is over what is always
         tolerated."""
         found = [self._packed(rows, way) for way in ways]
@@ -186,18 +192,18 @@ class ParityProbe:
             largest = max(largest, *(f.difference for f in findings if not f.is_gradient))
         return largest
 
-    def _sets(self) -> Iterator[tuple[ProbeRows, list[Way]]]:
+    def _sets(self) -> Iterator[tuple[ProbeRows, list[CodePath]]]:
         """Short rows in one grid and in several, two of one length among them; the longest among shorter ones."""
         top = min(self._limits.longest, LONGEST)
         short = [top, top, *(max(2, top * part // 12) for part in (9, 6, 4))]
         yield self._draw(short), [
-            Way("short rows in one grid", block_tokens=sum(short)),
-            Way("short rows in several blocks, logits in several pieces", block_tokens=2 * top, pieces=True)]
-        longest = affordable(self._model, self._limits.longest)
+            CodePath("short rows in one grid", block_tokens=sum(short)),
+            CodePath("short rows in several blocks, logits in several pieces", block_tokens=2 * top, pieces=True)]
+        longest = longest_affordable_row(self._model, self._limits.longest)
         if longest > top:
             room = max(self._limits.budget - longest, 24)
             yield (self._draw([longest, min(longest // 2, room * 2 // 3), min(longest // 4, room // 3)]),
-                   [Way(f"rows of up to {longest} tokens")])
+                   [CodePath(f"rows of up to {longest} tokens")])
 
     def _draw(self, lengths: list[int]) -> ProbeRows:
         """Rows of these lengths; compared are the first and the last position of each and some between."""
@@ -212,13 +218,13 @@ class ParityProbe:
             seen.append(torch.as_tensor(np.unique([0, *between, places - 1]), device=self._device))
         return ProbeRows(rows, seen)
 
-    def _packed(self, rows: ProbeRows, way: Way) -> Outcome:
+    def _packed(self, rows: ProbeRows, way: CodePath) -> PassResult:
         """One pass of ours."""
         packing = replace(Packing.of(np.array([len(row) for row in rows.rows]), self._device),
                           block_tokens=way.block_tokens)
         elements = -(-len(rows.flat) // 3) * self._model.config.get_text_config().vocab_size
-        with in_pieces(self._module, elements) if way.pieces else ExitStack():
-            return outcome(self._module, lambda: self._answers(rows, packing),
+        with logits_in_pieces(self._module, elements) if way.pieces else ExitStack():
+            return run_pass(self._module, lambda: self._answers(rows, packing),
                            torch.arange(packing.tokens, device=self._device), self._weights(len(rows.flat)))
 
     def _answers(self, rows: ProbeRows, packing: Packing) -> tuple[Tensor, ...]:
@@ -232,7 +238,7 @@ class ParityProbe:
                 logits = self._call(rows.tokens, packing, rows.flat)
                 return (logits.float().log_softmax(-1).gather(-1, rows.targets[:, None])[:, 0],)
 
-    def _padded(self, rows: ProbeRows, extra: int, rounding: float = 0.0) -> Outcome:
+    def _padded(self, rows: ProbeRows, extra: int, rounding: float = 0.0) -> PassResult:
         """The reference: short rows in one padded grid, long ones each alone, since a grid of them would be larger than
         any pass of the run."""
         every, parts, first = list(range(len(rows.rows))), [], 0
@@ -241,11 +247,11 @@ class ParityProbe:
             seen = [rows.seen[i] for i in group]
             those = slice(first, first := first + sum(map(len, seen)))
             grid = PaddedRows.of([rows.rows[i] for i in group], seen, rows.targets[those], extra)
-            with (own_layers(self._model, attention_for(self._model, *grid.tokens.shape)),
-                  forward_replaced(self._module, partial(self._reference, grid))):
-                parts.append(outcome(self._module, self._call, grid.cells,
+            with (transformers_layers(self._model, attention_implementation_for(self._model, *grid.tokens.shape)),
+                  replace_forward(self._module, partial(self._reference, grid))):
+                parts.append(run_pass(self._module, self._call, grid.cells,
                                      None if weights is None else weights[:, those], rounding))
-        return Outcome.joined(parts)
+        return PassResult.joined(parts)
 
     def _reference(self, grid: PaddedRows) -> tuple[Tensor, ...]:
         if torch.is_autocast_enabled(torch.device(self._device).type):
@@ -271,23 +277,24 @@ class ParityProbe:
             case _:
                 return ("log-probabilities",)
 
-    def _findings(self, rows: ProbeRows, one: Outcome, other: Outcome) -> list[Finding]:
+    def _findings(self, rows: ProbeRows, one: PassResult, other: PassResult) -> list[Difference]:
         """How far `one` is from `other`, and what is always tolerated; the same on all ranks."""
         found = list(self._differences(rows, one, other))
         numbers = self._largest([f.difference for f in found] + [f.tolerated for f in found])
         return [replace(f, difference=apart, tolerated=tolerated)
                 for f, apart, tolerated in zip(found, numbers[: len(found)], numbers[len(found) :], strict=True)]
 
-    def _differences(self, rows: ProbeRows, one: Outcome, other: Outcome) -> Iterator[Finding]:
+    def _differences(self, rows: ProbeRows, one: PassResult, other: PassResult) -> Iterator[Difference]:
         counts = [len(seen) for seen in rows.seen]
         for name, ours, theirs in zip(self._names, one.columns, other.columns, strict=True):
             unit = _size(theirs) if name in SCALARS else 1.0
-            yield Finding(name, max(map(_size, _apart(ours, theirs).split(counts))), VALUES[self._precision] * unit)
+            yield Difference(name, max(map(_size, _apart(ours, theirs).split(counts))), VALUES[self._precision] * unit)
         typical = max(map(_size, other.gradients.values()), default=0.0)
         for name, theirs in other.gradients.items():
             unit = max(_size(theirs), SMALLEST_GRADIENT[self._precision] * typical)
             ours = one.gradients.get(name, torch.zeros_like(theirs))
-            yield Finding(f"{GRADIENT} {name}", _size(_apart(ours, theirs)) / (unit or 1.0), GRADIENTS[self._precision])
+            yield Difference(
+                f"{GRADIENT} {name}", _size(_apart(ours, theirs)) / (unit or 1.0), GRADIENTS[self._precision])
 
     @property
     def _rounding(self) -> float:
@@ -298,7 +305,7 @@ class ParityProbe:
     def _family(self) -> str:
         return str(self._model.config.model_type)
 
-    def _refusal(self, who: str, way: Way, findings: list[Finding]) -> str:
+    def _refusal(self, who: str, way: CodePath, findings: list[Difference]) -> str:
         """Of answers rather than of gradients, which follow them."""
         worst = max(findings, key=lambda f: (f.excess > 0, not f.is_gradient, f.excess))
         unit = " of their size" if worst.is_gradient or worst.of in SCALARS else " nats"

@@ -22,7 +22,7 @@ EMBEDDED = "the embedding's output"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PassResult:
     """What a pass gave."""
 
     columns: tuple[Tensor, ...]
@@ -31,7 +31,7 @@ class Outcome:
     """By name, a sample of each; the embedding's as `[t, columns]`. Empty where none were asked for."""
 
     @classmethod
-    def joined(cls, parts: Sequence["Outcome"]) -> "Outcome":
+    def joined(cls, parts: Sequence["PassResult"]) -> "PassResult":
         """That of rows which went through in several passes, from theirs."""
         names = {name: None for part in parts for name in part.gradients}  # a part may not reach every expert
         found = {name: [part.gradients[name] for part in parts if name in part.gradients] for name in names}
@@ -41,10 +41,10 @@ class Outcome:
         return cls(tuple(torch.cat(column) for column in columns), gradients)
 
 
-def outcome(
+def run_pass(
     module: nn.Module, run: Callable[[], tuple[Tensor, ...]], cells: Tensor, weights: Tensor | None,
     rounding: float = 0.0,
-) -> Outcome:
+) -> PassResult:
     """Run a pass.
 
     Args:
@@ -56,7 +56,7 @@ def outcome(
     with _embedding_as_leaf(module.model, rounding) as leaves:
         columns = run()
     if weights is None:
-        return Outcome(tuple(column.float() for column in columns), {})
+        return PassResult(tuple(column.float() for column in columns), {})
     names, parameters = zip(*_sampled_parameters(module), strict=True)
     (leaf,) = leaves
     of_leaf, *gradients = torch.autograd.grad(
@@ -65,11 +65,11 @@ def outcome(
     some = torch.from_numpy(np.linspace(0, width - 1, min(COLUMNS, width)).astype(np.int64)).to(leaf.device)
     found = {EMBEDDED: of_leaf.reshape(-1, width).index_select(0, cells).index_select(1, some).float()}
     found |= {name: _sample(g).float() for name, g in zip(names, gradients, strict=True) if g is not None}
-    return Outcome(tuple(column.detach().float() for column in columns), found)
+    return PassResult(tuple(column.detach().float() for column in columns), found)
 
 
 @contextmanager
-def at_rest(module: nn.Module) -> Iterator[None]:
+def dropout_disabled(module: nn.Module) -> Iterator[None]:
     """Inside, nothing is dropped at random, and layers that are computed again in the backward pass still are."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -92,7 +92,7 @@ def at_rest(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def in_pieces(module: Any, elements: int) -> Iterator[None]:
+def logits_in_pieces(module: Any, elements: int) -> Iterator[None]:
     """Inside, a module that makes logits makes so many entries of them at a time."""
     chunks = getattr(module, "chunks", None)
     try:
@@ -105,7 +105,7 @@ def in_pieces(module: Any, elements: int) -> Iterator[None]:
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, calling the module (under whatever hooks it has) runs `forward`."""
     own = vars(module).get("forward")
     try:

@@ -12,7 +12,7 @@ from rlhf_ray.models.packed_model import PackedActorCritic
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
-from rlhf_ray.roles.micro_batch import Meter, MicroBatch, in_line, inference_plan, score_columns, share_of
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, in_line, inference_plan, score_columns, share_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.ppo_update import training_batch
 
@@ -51,7 +51,7 @@ class ActorCriticLearner(PolicyLearner):
         critic["explained_variance"] = explained_variance(training_batch(experiences, whiten=False))
         return replace(both, metrics=policy), replace(both, metrics=critic)
 
-    def share(self, part: Batch, whole: Batch, counted: bool, meter: Meter) -> Tensor:
+    def share(self, part: Batch, whole: Batch, counted: bool, meter: AverageMeter) -> Tensor:
         """As `Learner.share`. Each of the two losses is divided by its own count, which may be rows for the policy."""
         a, micro = self.algorithm, MicroBatch(part, self.engine.device)
         logprobs, entropy, values = self.engine.forward(

@@ -17,7 +17,7 @@ Writers = Mapping[str, Callable[[Path], object]]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveProgress:
     """How far a rank's part of a checkpoint is."""
 
     over: bool
@@ -28,7 +28,7 @@ class Saved:
     """The file operation under way."""
 
 
-class Saving:
+class AsyncCheckpointWriter:
     """One directory at a time."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Saving:
         """Begin to write files into `directory`, which is made if it is missing."""
         self._under_way = self._thread.submit(_write, directory, writers)
 
-    def saved(self) -> Saved:
+    def saved(self) -> SaveProgress:
         """How far what was begun last is.
 
         Raises:
@@ -48,7 +48,7 @@ class Saving:
         """
         if self._under_way is not None and self._under_way.done():
             self.wait()
-        return Saved(self._under_way is None, self._thread.moved, self._thread.progress.doing)
+        return SaveProgress(self._under_way is None, self._thread.moved, self._thread.progress.doing)
 
     def wait(self) -> None:
         """Wait for what was begun last; errors as in `saved`."""

@@ -35,7 +35,7 @@ from rlhf_ray.records import (
 )
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
-from rlhf_ray.roles.engines.partial_rollouts import AbortableEngine, ContinuingEngine
+from rlhf_ray.roles.engines.partial_rollouts import AbortableEngine, PartialRolloutEngine
 from rlhf_ray.roles.engines.vllm_adapter import engine_kind, fused_layers, generator_environment
 from rlhf_ray.weights.manifest import fused_groups
 from rlhf_ray.weights.receiver import Receiver
@@ -279,7 +279,7 @@ def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] =
         from rlhf_ray.roles.engines.in_process import InProcessEngine
 
         engine = InProcessEngine(settings)
-    return engine if in_flight == "keep" else cast(SamplingEngine, ContinuingEngine(engine))
+    return engine if in_flight == "keep" else cast(SamplingEngine, PartialRolloutEngine(engine))
 
 
 def transfer_info(route: WeightRoute, offset: int) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from rlhf_ray.engine import distributed
 from rlhf_ray.engine.train_engine import StepResult, TrainEngine
 from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.models.lora import DESCRIPTION, Adapters, check_description, save_description
+from rlhf_ray.models.lora import DESCRIPTION, Adapters, check_adapter_description, save_adapter_description
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import UpdateStats, WeightBucket, WeightOffer, WeightRoute, WeightsPlan, WorkerProfile
-from rlhf_ray.roles.async_checkpoint import Saved, Saving
-from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.async_checkpoint import AsyncCheckpointWriter, SaveProgress
+from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.profiling import TorchProfile
 from rlhf_ray.weights.manifest import expand_fused_groups
 from rlhf_ray.weights.publisher import Publisher
@@ -64,7 +64,7 @@ class Learner:
         self.rank, self.world, self.seed = rank, world, seed
         self.total_steps, self.longest = total_steps, longest or config.micro_batch_tokens
         self.adapters: Adapters | None = None
-        self._saving = Saving()
+        self._saving = AsyncCheckpointWriter()
         self._profile = TorchProfile()
         self._sender: Sender | None = None
         self._publisher: Publisher | None = None
@@ -100,9 +100,10 @@ class Learner:
         self.engine = TrainEngine(module, self.config, self.total_steps)
         probe = ParityProbe(
             module, RowLimits.of(module.model.config, self.longest, self.config.micro_batch_tokens), self.engine.device,
-            gradients=True, call=self.engine.apart, largest=distributed.largest_of_ranks if self.lockstep else None)
+            gradients=True, call=self.engine.forward_without_engine,
+            largest=distributed.largest_of_ranks if self.lockstep else None)
         compared = probe.check(f"{type(self).__name__} of {getattr(self.model_config, 'path', 'a new model')!r}")
-        self.engine.release()
+        self.engine.release_gathered()
         return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **sizes, **compared}
 
     def build(self) -> "nn.Module":
@@ -121,21 +122,21 @@ class Learner:
         """What the statistics of some rows are means over, where that is not what the loss is a mean over."""
         return self.count(part)
 
-    def optimize(self, mini_batch: Any, meter: Meter) -> StepResult:
+    def optimize(self, mini_batch: Any, meter: AverageMeter) -> StepResult:
         """One optimizer step on a mini-batch that all ranks hold whole; each works on its share of the rows.
 
         The result does not depend on the number of ranks or on `micro_batch_tokens`.
         """
         return self.engine.step(self._shares(mini_batch, meter))
 
-    def _shares(self, mini_batch: Any, meter: Meter) -> Iterator[Tensor]:
+    def _shares(self, mini_batch: Any, meter: AverageMeter) -> Iterator[Tensor]:
         """This rank's parts of the mini-batch's loss; over all ranks and micro-batches they sum to it."""
         for rows in rank_plan(mini_batch.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
             # A rank with nothing left joins the collective calls with another's row and a loss of weight zero.
             part = mini_batch.select(rows if len(rows) else [0])
             yield self.share(part, mini_batch, len(rows) > 0, meter)
 
-    def share(self, part: Any, whole: Any, counted: bool, meter: Meter) -> Tensor:
+    def share(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
         """What some rows add to the loss of a mini-batch: nothing, if they are not counted."""
         loss, stats = self.loss(part)
         weight = self.count(part) if counted else 0.0
@@ -182,7 +183,7 @@ class Learner:
         """`save` from a copy made now: training may go on while it is written. One at a time."""
         self._saving.begin(Path(directory), self.copies())
 
-    def saved(self) -> Saved:
+    def saved(self) -> SaveProgress:
         """How far what `begin_save` began is on its way to the disk; errors as in `save`."""
         return self._saving.saved()
 
@@ -194,7 +195,7 @@ class Learner:
             f"rng_{self.rank}.pt": lambda path: torch.save(rng, path),
         }
         if self.adapters is not None and self.rank == 0:
-            found[DESCRIPTION] = partial(save_description, self.adapters)
+            found[DESCRIPTION] = partial(save_adapter_description, self.adapters)
         return found
 
     def load(self, directory: str) -> None:
@@ -204,7 +205,7 @@ class Learner:
             CheckpointError: nothing is there, or adapters of another base model or shape.
         """
         path, self.last_update = Path(directory), None
-        check_description(self.adapters, path)
+        check_adapter_description(self.adapters, path)
         self.engine.load(path)
         if (own := path / f"rng_{self.rank}.pt").is_file():  # else there were fewer ranks
             set_rng_state(load_tensors(own))
@@ -266,7 +267,7 @@ class Learner:
         if self._sender is None and not self.lockstep:
             return None
         offer, tensors = self._planned().offer(version, index, whole, self._gather_in_place)
-        handles = self._sender.offered(tensors) if self._sender else []
+        handles = self._sender.offer(tensors) if self._sender else []
         return None if self.rank else replace(offer, handles=handles)
 
     def send_bucket(self) -> None:

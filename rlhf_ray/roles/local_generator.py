@@ -1,7 +1,7 @@
-"""One model that answers prompts in this process: what `rlhf-ray generate` and `rlhf-ray compare` talk to.
+"""One model that generates responses in this process, for `rlhf-ray generate` and `rlhf-ray compare`.
 
-It is a generator with the settings that a machine by itself suggests. Prompts come as texts or chat messages, answers
-go as texts with their tokens, ready to be judged by any source of rewards.
+It wraps a `Generator` with settings derived from this machine. Prompts are texts or chat messages; responses are texts
+with their tokens, in the form that every reward source takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.rewards.requests import requests_of
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.roles.prompt_input import Question, encode_questions
+from rlhf_ray.roles.prompt_input import PromptInput, encode_prompt_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,100 +34,104 @@ MIB = 2**20
 CACHE_BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPUs."""
 SMALLEST_CACHE_MB = 64
-AT_A_TIME = 16
-"""Questions whose answers appear together."""
+PROMPTS_PER_CALL = 16
+"""Prompts whose responses are returned together."""
 
 
-class Responder:
-    """Answers questions with one model, in an order and with seeds that do not depend on what it answered before."""
+class LocalGenerator:
+    """Generates with one model, in an order and with seeds that do not depend on earlier prompts."""
 
     def __init__(self, model: ModelConfig, sampling: SamplingConfig, seed: int, chat: bool, sequences: int) -> None:
         """
         Args:
-            seed: every answer's own seed follows from it and the answer's key.
-            chat: put texts into the tokenizer's chat template, as a user's turn, where it has one.
-            sequences: most answers that are drawn at the same time.
+            seed: each response's seed is derived from it and the response's key.
+            chat: put texts into the tokenizer's chat template, as a user turn, if it has one.
+            sequences: maximum number of responses generated at the same time.
         """
         self.model, self._sampling, self._seed, self._chat = model, sampling, seed, chat
         self._sequences = sequences
 
-    async def start(self, questions: Sequence[Question] = (), room: int = 0) -> None:
+    async def start(self, prompts: Sequence[PromptInput] = (), prompt_tokens: int = 0) -> None:
         """Load tokenizer and model.
 
         Args:
-            questions: to be asked; the context is made long enough for them.
-            room: tokens of prompt to make room for besides, as far as the model's context reaches.
+            prompts: prompts to come; the context is made long enough for them.
+            prompt_tokens: at least this many prompt tokens fit, as far as the model's context allows.
 
         Raises:
             ModelError: the model is missing or cannot be run.
-            DataError: a question is too long for the model.
+            DataError: a prompt is too long for the model.
         """
         self._tokenizer = load_tokenizer(self.model)
         config = pretrained_config(self.model)
-        longest = max((len(row) for row in self._encode(questions)[1]), default=0)
-        self.context = _context(config, longest, room, self._sampling.max_tokens, self.model.path)
-        self._generator = Generator(self.model, local_generation(config, self.model, self.context, self._sequences),
-                                    self._seed, self.context, Path(self.model.path).name)
+        longest = max((len(row) for row in self._encode(prompts)[1]), default=0)
+        self.context = _context(config, longest, prompt_tokens, self._sampling.max_tokens, self.model.path)
+        generation = local_generation_config(config, self.model, self.context, self._sequences)
+        self._generator = Generator(self.model, generation, self._seed, self.context, Path(self.model.path).name)
         await self._generator.start()
 
-    async def answer(
-        self, questions: Sequence[Question], samples: int = 1, epoch: int = 0
+    async def generate(
+        self, prompts: Sequence[PromptInput], samples: int = 1, epoch: int = 0
     ) -> AsyncIterator[list[RewardRequest]]:
-        """Answers in the order of the questions, those of one question together, some questions at a time as they are
-        done. All are drawn side by side. Asking the same again in another `epoch` draws other answers.
+        """Responses in the order of the prompts, those of one prompt together; yields `PROMPTS_PER_CALL` prompts at a
+        time. All are generated concurrently. The same prompts in another `epoch` get other responses.
 
         Raises:
-            DataError: a question leaves no room for an answer.
+            DataError: a prompt leaves no room for a response.
         """
-        prompts = self._prompts(questions)
-        rows = [range(i, min(i + AT_A_TIME, len(questions))) for i in range(0, len(questions), AT_A_TIME)]
-        parts = [asyncio.create_task(self._draw(prompts, [SampleKey(epoch, row, sample) for row in some
-                                                          for sample in range(samples)])) for some in rows]
+        encoded = self._prompts(prompts)
+        starts = range(0, len(prompts), PROMPTS_PER_CALL)
+        keys = [[SampleKey(epoch, row, sample) for row in range(start, min(start + PROMPTS_PER_CALL, len(prompts)))
+                 for sample in range(samples)] for start in starts]
+        tasks = [asyncio.create_task(self._generate(encoded, some)) for some in keys]
         try:
-            for part in parts:
-                rollout = await part
-                yield requests_of(rollout, prompts, self._tokenizer)
+            for task in tasks:
+                yield requests_of(await task, encoded, self._tokenizer)
         finally:
-            for part in parts:
-                part.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def stop(self) -> None:
-        """Let go of model and memory."""
+        """Release the model and its memory."""
         await self._generator.stop()
 
-    async def _draw(self, prompts: Prompts, keys: list[SampleKey]) -> Rollout:
+    async def _generate(self, prompts: Prompts, keys: list[SampleKey]) -> Rollout:
         return await self._generator.generate(prompts, keys, self._seed, self._sampling)
 
-    def _encode(self, questions: Sequence[Question]) -> tuple[list[str], list[list[int]], list[Messages | None] | None]:
-        return encode_questions(questions, self._tokenizer, self._chat)
+    def _encode(
+        self, prompts: Sequence[PromptInput]
+    ) -> tuple[list[str], list[list[int]], list[Messages | None] | None]:
+        return encode_prompt_inputs(prompts, self._tokenizer, self._chat)
 
-    def _prompts(self, questions: Sequence[Question]) -> Prompts:
-        texts, rows, messages = self._encode(questions)
-        for question, row in zip(questions, rows, strict=True):
+    def _prompts(self, prompts: Sequence[PromptInput]) -> Prompts:
+        texts, rows, messages = self._encode(prompts)
+        for prompt, row in zip(prompts, rows, strict=True):
             if not 0 < len(row) < self.context:
-                raise DataError(f"{question.place}: the prompt has {len(row)} tokens, and prompts of 1 to "
-                                f"{self.context - 1} can be answered here")
+                raise DataError(f"{prompt.location}: the prompt has {len(row)} tokens, and prompts of 1 to "
+                                f"{self.context - 1} fit the context here; shorten it")
         return Prompts(
             offsets=offsets_of([len(row) for row in rows]), tokens=flat_tokens(rows), texts=texts,
-            metadata=[dict(question.metadata) for question in questions], rows=np.arange(len(rows)), messages=messages,
+            metadata=[dict(prompt.metadata) for prompt in prompts], rows=np.arange(len(rows)), messages=messages,
         )
 
 
-def _context(config: PretrainedConfig, prompt: int, room: int, response: int, model: str) -> int:
-    """Tokens of prompt (the longest one, or `room`) and response to make room for, as far as the model's context goes.
+def _context(config: PretrainedConfig, prompt: int, at_least: int, response: int, model: str) -> int:
+    """Context in tokens for the longest prompt (or `at_least` tokens of prompt) and a response, up to the model's own.
 
     Raises:
-        DataError: the model's context does not even hold the prompt and one token.
+        DataError: the model's context does not hold the prompt and one token.
     """
-    wanted = max(prompt, room) + response
+    wanted = max(prompt, at_least) + response
     limit = getattr(config, "max_position_embeddings", None) or wanted
     if prompt >= limit:
-        raise DataError(f"a prompt has {prompt} tokens, and the context of {model} is {limit}; shorten it")
+        raise DataError(f"a prompt has {prompt} tokens, and the context of {model} is {limit}; shorten the prompt")
     return min(wanted, limit)
 
 
-def local_generation(config: PretrainedConfig, model: ModelConfig, context: int, sequences: int) -> GenerationConfig:
-    """vLLM's settings for one model alone on this machine: a GPU if there is one, else all cores that may be used."""
+def local_generation_config(
+    config: PretrainedConfig, model: ModelConfig, context: int, sequences: int
+) -> GenerationConfig:
+    """vLLM's settings for one model on this machine: a GPU if there is one, else all cores of this process."""
     import torch
 
     if torch.cuda.is_available():
@@ -137,7 +141,7 @@ def local_generation(config: PretrainedConfig, model: ModelConfig, context: int,
 
 
 def _cache_mb(config: Any, model: ModelConfig, context: int, sequences: int) -> int:
-    """MiB of keys and values (two of them a layer and head) of `sequences` contexts, in whole cache blocks."""
+    """MiB of keys and values (both, per layer and head) for `sequences` contexts, in whole cache blocks."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

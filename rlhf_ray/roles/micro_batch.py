@@ -130,7 +130,7 @@ def split_scores(scores: TokenScores, rollouts: Sequence[Rollout]) -> tuple[Toke
                  for rollout, values in zip(rollouts, np.split(scores.values, ends[:-1]), strict=True))
 
 
-class Meter:
+class AverageMeter:
     """Adds weighted numbers up; `means` divides once, over all ranks."""
 
     def __init__(self) -> None:

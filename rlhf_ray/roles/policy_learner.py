@@ -24,7 +24,7 @@ from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import Meter, MicroBatch, in_line, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, in_line, inference_plan, score_tokens, share_of
 from rlhf_ray.roles.ppo_update import run_update, training_batch
 from rlhf_ray.roles.ptx import PretrainingMix
 
@@ -89,7 +89,7 @@ class PolicyLearner(Learner):
         stats.metrics.setdefault("entropy", -float(batch.old_logprobs[batch.response_mask].mean()))
         return stats
 
-    def optimize(self, mini_batch: Batch, meter: Meter) -> StepResult:
+    def optimize(self, mini_batch: Batch, meter: AverageMeter) -> StepResult:
         """As `Learner.optimize`, with pretraining text if there is some; the average takes the new weights in."""
         losses = self._shares(mini_batch, meter)
         result = self.engine.step(self.ptx.join(self, losses, meter) if self.ptx else losses)

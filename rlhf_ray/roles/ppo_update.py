@@ -17,7 +17,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.micro_batch import AverageMeter
 
 
 def training_batch(experiences: Sequence[Experience], whiten: bool) -> Batch:
@@ -53,7 +53,7 @@ def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step:
         if step != last.step + 1:
             raise TrainingError(f"update {step} was asked for after update {last.step}: each batch is trained on once, "
                                 "one after the other. Go on with --resume from the last checkpoint")
-    began, meter = time.perf_counter(), Meter()
+    began, meter = time.perf_counter(), AverageMeter()
     norms, skipped, rate = [], 0, 0.0
     for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, learner.seed, step):
         before = meter.copy()

@@ -80,7 +80,7 @@ def profiler_config(directory: str) -> ProfilerConfig:
                           max_iterations=PROFILED_STEPS)
 
 
-def taken_over(directory: Path, trace: Path) -> WorkerProfile | None:
+def collect_vllm_trace(directory: Path, trace: Path) -> WorkerProfile | None:
     """Move the trace that vLLM has just written to where it is wanted, and sum it up; None if there is none."""
     found = sorted(directory.glob("*.pt.trace.json.gz"))
     if not found:

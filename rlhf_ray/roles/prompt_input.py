@@ -1,4 +1,4 @@
-"""Prompts as people give them: on the command line, in a file, through a pipe; as text or as chat messages."""
+"""Prompts that a user supplies on the command line, in a file or through a pipe, as text or as chat messages."""
 
 from __future__ import annotations
 
@@ -19,82 +19,82 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptInput:
     """One prompt."""
 
-    asked: str | Messages
-    place: str
-    """Where it stands, for messages: "prompts.jsonl, line 3"."""
+    content: str | Messages
+    location: str
+    """Where it was read, for messages: "prompts.jsonl, line 3"."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of its row: an answer to check, a label."""
+    """The other columns of its row, such as the correct answer or a label."""
 
 
-def read_questions(path: str, column: str, limit: int | None = None) -> list[Question]:
-    """The prompts of a data file or Hub data set (`column` holds them), or of a text file: a line a prompt.
+def read_prompt_inputs(path: str, column: str, limit: int | None = None) -> list[PromptInput]:
+    """The prompts of a data file or Hub data set (in `column`), or of a text file with one prompt per line.
 
     Raises:
-        DataError: no such file, nothing in it, or a row without that column.
+        DataError: the file is missing or empty, or a row lacks the column.
     """
     if Path(path).suffix == ".txt" and Path(path).is_file():
         with Path(path).open(encoding="utf-8") as lines:
-            return questions_of_lines(lines, path, column)[:limit]
+            return prompt_inputs_of_lines(lines, path, column)[:limit]
     rows = replace(read_rows(path, "train", limit), fields={column: "--column"})
-    return [Question(rows.value(i, column), rows.place(i), rows.others(i, column)) for i in range(len(rows))]
+    return [PromptInput(rows.value(i, column), rows.place(i), rows.others(i, column)) for i in range(len(rows))]
 
 
-def questions_of_lines(lines: Iterable[str], source: str, column: str) -> list[Question]:
-    """A prompt a line; a line that is a JSON object is a row with its prompt in `column`. Empty lines say nothing.
+def prompt_inputs_of_lines(lines: Iterable[str], source: str, column: str) -> list[PromptInput]:
+    """One prompt per line. A line that is a JSON object is a row with its prompt in `column`; empty lines are skipped.
 
     Raises:
-        DataError: no prompt at all, a row without that column, or what cannot be read as text.
+        DataError: there is no prompt, a row lacks the column, or the input is not UTF-8 text.
     """
     try:
-        questions = [_question(line, f"{source}, line {number}", column)
-                     for number, line in enumerate(lines, start=1) if line.strip()]
+        prompts = [_parse_line(line, f"{source}, line {number}", column)
+                   for number, line in enumerate(lines, start=1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source} cannot be read as UTF-8 text: {error}") from error
-    if not questions:
-        raise DataError(f"{source}: no prompt; write one a line")
-    return questions
+        raise DataError(f"{source} cannot be read as UTF-8 text: {error}. Save it as UTF-8") from error
+    if not prompts:
+        raise DataError(f"{source}: no prompt; write one per line")
+    return prompts
 
 
-def encode_questions(
-    questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, chat: bool
+def encode_prompt_inputs(
+    prompts: Sequence[PromptInput], tokenizer: PreTrainedTokenizerBase, chat: bool
 ) -> tuple[list[str], list[list[int]], list[Messages | None] | None]:
-    """([N] texts as the model sees them, [N] token ids, [N] chat messages, None for a prompt that is a text).
+    """([N] texts as the model sees them, [N] token ids, [N] chat messages or None for a text prompt).
 
-    Messages go through the tokenizer's chat template, and with `chat` texts do too, as a user's turn, where there is a
-    template.
+    Messages go through the tokenizer's chat template. With `chat`, texts do too, as one user turn, if the tokenizer
+    has a template. The third value is None if no prompt has messages.
 
     Raises:
-        DataError: a question that is neither text nor messages.
-        ModelError: messages, and the tokenizer has no chat template.
+        DataError: a prompt is neither text nor messages.
+        ModelError: a prompt has messages, and the tokenizer has no chat template.
     """
     form = PromptFormat(tokenizer, "prompt")
-    prompts = [_prompt(form, question, chat and bool(tokenizer.chat_template)) for question in questions]
-    messages = [prompt.messages for prompt in prompts]
-    texts = [prompt.text for prompt in prompts]
-    return texts, encode_prompts(tokenizer, prompts), messages if any(messages) else None
+    formatted = [_format(form, prompt, chat and bool(tokenizer.chat_template)) for prompt in prompts]
+    messages = [prompt.messages for prompt in formatted]
+    texts = [prompt.text for prompt in formatted]
+    return texts, encode_prompts(tokenizer, formatted), messages if any(messages) else None
 
 
-def _prompt(form: PromptFormat, question: Question, as_chat: bool) -> PromptText:
-    """What the model is given, as the tokenizer will see it."""
-    asked, place = question.asked, question.place
-    if isinstance(asked, list):
-        form.template.require(place, "prompt")
-        return form.chat(checked_messages(asked, place, "prompt"), place)
-    text = checked_text(asked, place, "prompt")
-    return form.chat([{"role": "user", "content": text}], place) if as_chat else PromptText(text, None)
+def _format(form: PromptFormat, prompt: PromptInput, as_chat: bool) -> PromptText:
+    """The prompt as the tokenizer receives it."""
+    content, location = prompt.content, prompt.location
+    if isinstance(content, list):
+        form.template.require(location, "prompt")
+        return form.chat(checked_messages(content, location, "prompt"), location)
+    text = checked_text(content, location, "prompt")
+    return form.chat([{"role": "user", "content": text}], location) if as_chat else PromptText(text, None)
 
 
-def _question(line: str, place: str, column: str) -> Question:
+def _parse_line(line: str, location: str, column: str) -> PromptInput:
     if not line.lstrip().startswith("{"):
-        return Question(line.rstrip("\r\n"), place)
+        return PromptInput(line.rstrip("\r\n"), location)
     try:
         row = json.loads(line)
     except ValueError:
-        return Question(line.rstrip("\r\n"), place)  # a text that begins with a brace
+        return PromptInput(line.rstrip("\r\n"), location)  # a text that begins with a brace
     if column not in row:
-        raise DataError(f"{place}: no column {column!r}; the row has {sorted(row)}. Name the right one by --column, or "
-                        "add it")
-    return Question(row[column], place, {name: value for name, value in row.items() if name != column})
+        raise DataError(f"{location}: no column {column!r}; the row has {sorted(row)}. Name the right one by --column, "
+                        "or add it")
+    return PromptInput(row[column], location, {name: value for name, value in row.items() if name != column})

@@ -20,7 +20,7 @@ from rlhf_ray.data.sequences import Sequences
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.supervised_learner import predictable
 
 
@@ -31,7 +31,7 @@ class PretrainingMix:
         self.config, self._text = config, text
         self._cursor = PromptCursor(len(text), seed, shuffle=True)
 
-    def join(self, learner: Learner, losses: Iterable[Tensor], meter: Meter) -> Iterator[Tensor]:
+    def join(self, learner: Learner, losses: Iterable[Tensor], meter: AverageMeter) -> Iterator[Tensor]:
         """The losses of one optimizer step, and behind them the text's; `ptx_loss`, in nats per token, in the meter.
 
         With a coefficient of 0 the loss is measured and nothing is added.
@@ -49,7 +49,7 @@ class PretrainingMix:
         """The rows of the next optimizer step."""
         return self._text.select([row for _, row in self._cursor.next(self.config.batch_size)])
 
-    def shares(self, learner: Learner, rows: Sequences, meter: Meter) -> Iterator[Tensor]:
+    def shares(self, learner: Learner, rows: Sequences, meter: AverageMeter) -> Iterator[Tensor]:
         """This rank's parts of the mean loss of the rows; over all ranks and micro-batches they sum to it."""
         engine, whole = learner.engine, float(predictable(rows).sum())
         for numbers in rank_plan(rows.lengths, learner.world, learner.config.micro_batch_tokens)[learner.rank]:

@@ -32,7 +32,7 @@ from rlhf_ray.models.packing import Packing
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.roles.learner import Gather, Learner
-from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.micro_batch import AverageMeter
 
 
 class SupervisedLearner(Learner):
@@ -62,7 +62,7 @@ class SupervisedLearner(Learner):
         Raises:
             TrainingError: as `TrainEngine.count_update`.
         """
-        began, meter = time.perf_counter(), Meter()
+        began, meter = time.perf_counter(), AverageMeter()
         batch = self._train.select(self._rows_of(step))
         result = self.optimize(batch, meter)
         self.engine.count_update(result.applied)
@@ -75,7 +75,7 @@ class SupervisedLearner(Learner):
         """Mean loss and statistics over the held-out rows, all ranks together; empty without such rows."""
         if not len(self._held_out):
             return {}
-        meter = Meter()
+        meter = AverageMeter()
         for rows in rank_plan(self._held_out.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
             part = self._held_out.select(rows if len(rows) else [0])
             loss, stats = self.loss(part)

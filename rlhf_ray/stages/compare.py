@@ -17,8 +17,8 @@ from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.comparison import Comparison, Pair, comparison_page, print_comparison
 from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.roles.local_generator import Responder
-from rlhf_ray.roles.prompt_input import Question, read_questions
+from rlhf_ray.roles.local_generator import LocalGenerator
+from rlhf_ray.roles.prompt_input import PromptInput, read_prompt_inputs
 from rlhf_ray.stages.command_arguments import check_output, model_at
 from rlhf_ray.stages.scorers import check_labels, check_scorer, scorer_of, told_by_option
 
@@ -65,7 +65,7 @@ def run(options: CompareOptions) -> Comparison:
         raise ConfigError(f"--output {options.output} is where the numbers go; name the page, e.g. "
                           f"{options.output.with_suffix('.html')}")
     models = [_model(name, which) for name, which in ((options.first, "A"), (options.second, "B"))]
-    questions = read_questions(options.prompts, options.column, options.limit)
+    questions = read_prompt_inputs(options.prompts, options.column, options.limit)
     check_labels(options.scorer, questions)
     check_scorer(options.scorer, models[0], "--scorer")
     comparison = asyncio.run(_compare(options, models, questions))
@@ -84,7 +84,9 @@ def _model(name: str, argument: str) -> ModelConfig:
     return model
 
 
-async def _compare(options: CompareOptions, models: Sequence[ModelConfig], questions: Sequence[Question]) -> Comparison:
+async def _compare(
+    options: CompareOptions, models: Sequence[ModelConfig], questions: Sequence[PromptInput]
+) -> Comparison:
     answers = [await _answers(options, model, questions) for model in models]
     scores = await _scores(options.scorer, models, answers)
     pairs = [
@@ -104,17 +106,17 @@ async def _compare(options: CompareOptions, models: Sequence[ModelConfig], quest
 
 
 async def _answers(
-    options: CompareOptions, model: ModelConfig, questions: Sequence[Question]
+    options: CompareOptions, model: ModelConfig, questions: Sequence[PromptInput]
 ) -> list[RewardRequest]:
     """All answers of one model, which is gone afterwards."""
     print(f"{model.path}: answering {len(questions)} prompts", file=sys.stderr)
-    responder = Responder(model, options.sampling, options.seed, options.chat,
-                          min(SEQUENCES, len(questions) * options.n))
-    await responder.start(questions)
+    generator = LocalGenerator(model, options.sampling, options.seed, options.chat,
+                               min(SEQUENCES, len(questions) * options.n))
+    await generator.start(questions)
     try:
-        return [answer async for some in responder.answer(questions, options.n) for answer in some]
+        return [answer async for some in generator.generate(questions, options.n) for answer in some]
     finally:
-        await responder.stop()
+        await generator.stop()
 
 
 async def _scores(
@@ -141,12 +143,12 @@ async def _scored(name: str, model: ModelConfig, answers: list[RewardRequest]) -
             await scorer.stop()
 
 
-def _repeated(questions: Sequence[Question], n: int) -> list[Question]:
+def _repeated(questions: Sequence[PromptInput], n: int) -> list[PromptInput]:
     return [question for question in questions for _ in range(n)]
 
 
-def _asked(question: Question) -> str:
+def _asked(question: PromptInput) -> str:
     """The prompt as it was given: a text, or its messages as a script."""
-    if isinstance(question.asked, str):
-        return question.asked
-    return "\n".join(f"{m['role']}: {m['content']}" for m in question.asked)
+    if isinstance(question.content, str):
+        return question.content
+    return "\n".join(f"{m['role']}: {m['content']}" for m in question.content)

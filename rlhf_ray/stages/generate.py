@@ -23,8 +23,8 @@ from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.observability.tables import visible
 from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.roles.local_generator import Responder
-from rlhf_ray.roles.prompt_input import Question, questions_of_lines, read_questions
+from rlhf_ray.roles.local_generator import LocalGenerator
+from rlhf_ray.roles.prompt_input import PromptInput, prompt_inputs_of_lines, read_prompt_inputs
 from rlhf_ray.stages.command_arguments import check_output, model_at
 from rlhf_ray.stages.scorers import Scorer, check_scorer, scorer_of
 
@@ -82,12 +82,12 @@ def _refuse_contradictions(options: GenerateOptions) -> None:
         raise ConfigError(f"--temperature 0 gives the same answer {options.n} times; leave --n away, or raise it")
 
 
-def _questions(options: GenerateOptions, stdin: TextIO) -> list[Question]:
+def _questions(options: GenerateOptions, stdin: TextIO) -> list[PromptInput]:
     if options.prompts:
-        return [Question(text, f"--prompt {number}") for number, text in enumerate(options.prompts, start=1)]
+        return [PromptInput(text, f"--prompt {number}") for number, text in enumerate(options.prompts, start=1)]
     if options.file is not None:
-        return read_questions(options.file, options.column)
-    return questions_of_lines(stdin, "standard input", options.column)
+        return read_prompt_inputs(options.file, options.column)
+    return prompt_inputs_of_lines(stdin, "standard input", options.column)
 
 
 class _Asker:
@@ -103,25 +103,25 @@ class _Asker:
             check_scorer(options.reward, self._model, "--reward")
         self._scorer: Scorer | None = scorer_of(options.reward, self._model) if options.reward else None
 
-    async def ask(self, questions: Sequence[Question], talking: bool) -> list[dict[str, Any]]:
+    async def ask(self, questions: Sequence[PromptInput], talking: bool) -> list[dict[str, Any]]:
         """Load, answer, let go. Returns the answers as rows, or none of a conversation."""
         options = self._options
         sequences = min(64, max(1, len(questions)) * options.n)
-        responder = Responder(self._model, options.sampling, options.seed, options.chat, sequences)
-        await responder.start(questions, room=TALK_ROOM if talking else 0)
+        generator = LocalGenerator(self._model, options.sampling, options.seed, options.chat, sequences)
+        await generator.start(questions, prompt_tokens=TALK_ROOM if talking else 0)
         try:
             if self._scorer:
                 await self._scorer.start()
             if talking:
-                await self._talk(responder)
+                await self._talk(generator)
                 return []
-            return await self._answer(responder, questions, 0, said=options.output is None)
+            return await self._answer(generator, questions, 0, said=options.output is None)
         finally:
-            await responder.stop()
+            await generator.stop()
             if self._scorer:
                 await self._scorer.stop()
 
-    async def _talk(self, responder: Responder) -> None:
+    async def _talk(self, generator: LocalGenerator) -> None:
         """Prompts from the terminal until it ends. Each is a prompt of its own: nothing of before is remembered."""
         with suppress(ImportError):  # not in every Python
             import readline  # noqa: F401 - arrow keys and history in input()
@@ -129,15 +129,15 @@ class _Asker:
         epoch = 0
         while line := _typed():
             try:
-                await self._answer(responder, [Question(line, "this prompt")], epoch, said=True, prompt=False)
+                await self._answer(generator, [PromptInput(line, "this prompt")], epoch, said=True, prompt=False)
             except DataError as error:
                 print(error)
             epoch += 1
 
-    async def _answer(self, responder: Responder, questions: Sequence[Question], epoch: int, *, said: bool,
+    async def _answer(self, generator: LocalGenerator, questions: Sequence[PromptInput], epoch: int, *, said: bool,
                       prompt: bool = True) -> list[dict[str, Any]]:
         rows = []
-        async for answers in responder.answer(questions, self._options.n, epoch):
+        async for answers in generator.generate(questions, self._options.n, epoch):
             scores = (await self._scorer.score(answers)).scores.tolist() if self._scorer else [None] * len(answers)
             for answer, score in zip(answers, scores, strict=True):
                 rows.append(_row(answer, score, self._options.seed))

@@ -20,7 +20,7 @@ from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import check_model_directory, check_scalar_head, load_tokenizer
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
-from rlhf_ray.roles.prompt_input import Question
+from rlhf_ray.roles.prompt_input import PromptInput
 
 MICRO_BATCH_TOKENS = 8192
 YAML = (".yaml", ".yml")
@@ -125,7 +125,7 @@ def told_by_option(name: str, option: str) -> Iterator[None]:
         raise type(error)(text if option in text else f"{option} {name}: {text}") from None
 
 
-def check_labels(name: str, questions: Sequence[Question]) -> None:
+def check_labels(name: str, questions: Sequence[PromptInput]) -> None:
     """Refuse to begin where the scorer will miss the answers to compare with.
 
     Raises:
@@ -135,8 +135,8 @@ def check_labels(name: str, questions: Sequence[Question]) -> None:
     for column in filter(None, columns):
         for question in questions:
             if column not in question.metadata:
-                raise DataError(f"{question.place}: no column {column!r}, which the scorer {name!r} compares responses "
-                                f"with; the row has {sorted(question.metadata)} beside the prompt")
+                raise DataError(f"{question.location}: no column {column!r}, which the scorer {name!r} compares "
+                                f"responses with; the row has {sorted(question.metadata)} beside the prompt")
 
 
 def rewards_called(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry, WeightOffer
-from rlhf_ray.weights.direct_transport import GlooBroadcast, arguments_of
+from rlhf_ray.weights.direct_transport import GlooBroadcast, handle_arguments
 from rlhf_ray.weights.fingerprint import require_fingerprint
 from rlhf_ray.weights.manifest import torch_dtype
 from rlhf_ray.weights.vllm_backend import ObjectStoreWeightTransferEngine
@@ -115,7 +115,7 @@ class VerifiedIPCEngine(_Verified, IPCWeightTransferEngine):
 
     def receive_weights(self, update_info: Any) -> None:
         """One bucket."""
-        handles = [{gpu: arguments_of(handle) for gpu, handle in of_tensor.items()}
+        handles = [{gpu: handle_arguments(handle) for gpu, handle in of_tensor.items()}
                    for of_tensor in update_info.handles]
         self.verified(update_info, IPCWeightTransferUpdateInfo(
             update_info.names, update_info.dtype_names, update_info.shapes, ipc_handles=handles))

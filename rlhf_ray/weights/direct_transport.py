@@ -27,7 +27,7 @@ TENSOR_CLASS, SIZES, STORAGE_CLASS, DTYPE = 0, (1, 2), 4, 5
 GLOO_TIMEOUT = timedelta(minutes=5)
 
 
-def plain(arguments: Sequence[Any]) -> list[Any]:
+def plain_handle(arguments: Sequence[Any]) -> list[Any]:
     """The arguments without classes.
 
     Raises:
@@ -39,7 +39,7 @@ def plain(arguments: Sequence[Any]) -> list[Any]:
     return [None if place in (TENSOR_CLASS, STORAGE_CLASS) else _plain(value) for place, value in enumerate(arguments)]
 
 
-def arguments_of(handle: Sequence[Any]) -> tuple[Any, ...]:
+def handle_arguments(handle: Sequence[Any]) -> tuple[Any, ...]:
     """What `plain` was given.
 
     Raises:

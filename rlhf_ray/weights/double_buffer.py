@@ -35,7 +35,7 @@ CACHE_LINE = 64
 
 
 @dataclass
-class Twin:
+class LayerCopy:
     """A layer's double: everything else is shared, its parameters are its own."""
 
     layer: nn.Module
@@ -62,12 +62,12 @@ class Twin:
             layer[name] = double[name] = value
 
 
-class Shadow:
+class DoubleBuffer:
     """One publication's weights beside a running model; a `receiver.Stage`."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        self._twins: dict[str, Twin] = {}
+        self._twins: dict[str, LayerCopy] = {}
         self._missing: dict[str, set[str]] = {}
         self._has_head = any(isinstance(layer, ParallelLMHead) for layer in routes.layers.values())
 
@@ -83,7 +83,7 @@ class Shadow:
                 if not self._missing[route.layer]:
                     self._complete(route.layer)
 
-    def require_whole_layers(self) -> None:
+    def require_complete_layers(self) -> None:
         """Raise unless every layer got all of its tensors, or none.
 
         Raises:
@@ -99,9 +99,9 @@ class Shadow:
         for twin in self._twins.values():
             twin.exchange()
 
-    def _twin(self, path: str) -> Twin:
+    def _twin(self, path: str) -> LayerCopy:
         if path not in self._twins:
-            self._twins[path] = twin_of(self._routes.layers[path])
+            self._twins[path] = copy_layer(self._routes.layers[path])
             self._missing[path] = set(self._routes.sources(path))
         return self._twins[path]
 
@@ -110,7 +110,7 @@ class Shadow:
         twin = self._twins[path]
         for tie in self._routes.ties.get(path, ()):
             shared = {tie.name_there: twin.double._parameters[tie.name]}
-            self._twins[tie.other] = twin_of(self._routes.layers[tie.other], shared)
+            self._twins[tie.other] = copy_layer(self._routes.layers[tie.other], shared)
             self._twins[tie.other].process()
         # Where there is a head, nothing multiplies with the embedding, and packing it would be for nothing.
         if isinstance(twin.layer, ParallelLMHead) or not (
@@ -119,7 +119,7 @@ class Shadow:
             twin.process()
 
 
-def twin_of(layer: nn.Module, given: dict[str, Any] | None = None) -> Twin:
+def copy_layer(layer: nn.Module, given: dict[str, Any] | None = None) -> LayerCopy:
     """A double of `layer` with empty parameters as a checkpoint fills them, and `given` ones as they are."""
     double = layer.__new__(type(layer))
     double.__dict__.update(layer.__dict__)
@@ -137,7 +137,7 @@ def twin_of(layer: nn.Module, given: dict[str, Any] | None = None) -> Twin:
             if isinstance(layer, LinearBase):
                 spread_rows(parameter)
         double.register_parameter(name, parameter)
-    return Twin(layer, double, {})
+    return LayerCopy(layer, double, {})
 
 
 def spread_rows(parameter: Tensor) -> None:

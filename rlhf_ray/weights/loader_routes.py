@@ -50,7 +50,7 @@ class Routes:
         """By the path of the layer that tensors are routed to."""
         self._known: dict[str, list[Route]] = {}
         self._sources: dict[str, set[str]] = {}
-        with recorded(model) as calls:
+        with recorded_loaders(model) as calls:
             for name, shape in shapes.items():
                 tensor = torch.empty(shape, device="meta")
                 found = _asked(model, calls, name, tensor)
@@ -71,7 +71,7 @@ class Routes:
         if name in self._known:
             return [Route(route.layer, route.parameter, tensor, route.arguments, route.keywords)
                     for route in self._known[name]]
-        with recorded(self._model) as calls:
+        with recorded_loaders(self._model) as calls:
             return _asked(self._model, calls, name, tensor)
 
 
@@ -94,7 +94,7 @@ def _asked(model: nn.Module, calls: list[Route], name: str, tensor: Tensor) -> l
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[list[Route]]:
+def recorded_loaders(model: nn.Module) -> Iterator[list[Route]]:
     """Inside, weight loaders of `model` note how they are called, and load nothing."""
     calls: list[Route] = []
     before: list[tuple[nn.Parameter, Any]] = []

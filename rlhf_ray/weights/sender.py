@@ -17,16 +17,16 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rlhf_ray.records import WeightRoute
-from rlhf_ray.weights.direct_transport import GlooBroadcast, plain
+from rlhf_ray.weights.direct_transport import GlooBroadcast, plain_handle
 
-LENT = 2
+KEPT_BUCKETS = 2
 """Buckets whose memory is kept: the one that is read, and the next, which is offered meanwhile."""
 
 
 class Sender(Protocol):
     """Hands one bucket after the other to the generators."""
 
-    def offered(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
+    def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
         """Keep a bucket for them; returns the tensors' handles, where it has some. A collective call for ipc."""
         ...
 
@@ -63,7 +63,7 @@ class NullSyncClient:
         """Generators finish when the coordinator says so."""
 
 
-class Bucket(WeightSource):
+class BucketSource(WeightSource):
     """The tensors of the present bucket."""
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class NCCLSender:
     def __init__(self, route: WeightRoute) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        self._bucket = Bucket()
+        self._bucket = BucketSource()
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
             NCCLTrainerInitInfo(route.host, route.port, route.world, packed=True, rank=0), client=NullSyncClient(),
             source=self._bucket)
 
-    def offered(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
+    def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
         """See `Sender.offered`."""
         self._bucket.tensors = tensors
         return []
@@ -113,19 +113,19 @@ class IPCSender:
     def __init__(self, rank: int) -> None:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        self._bucket, self._told = Bucket(), NullSyncClient()
-        self._lent: deque[Mapping[str, Tensor]] = deque(maxlen=LENT)
+        self._bucket, self._told = BucketSource(), NullSyncClient()
+        self._lent: deque[Mapping[str, Tensor]] = deque(maxlen=KEPT_BUCKETS)
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
             IPCTrainerInitInfo(rank=rank, packed=False), client=self._told, source=self._bucket)
 
-    def offered(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
+    def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
         """See `Sender.offered`."""
         self._lent.append(tensors)
         self._bucket.tensors = tensors
         self._engine.send_weights()
         update, self._told.update = self._told.update, None
         found = update["ipc_handles"] if update else []
-        return [{gpu: plain(arguments) for gpu, arguments in of_tensor.items()} for of_tensor in found]
+        return [{gpu: plain_handle(arguments) for gpu, arguments in of_tensor.items()} for of_tensor in found]
 
     def send(self) -> None:
         """See `Sender.send`."""
@@ -149,7 +149,7 @@ class GlooSender:
         self._broadcast = GlooBroadcast(route.host, route.port, 0, route.world)
         self._tensors: Mapping[str, Tensor] = {}
 
-    def offered(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
+    def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
         """See `Sender.offered`."""
         self._tensors = tensors
         return []

@@ -15,7 +15,7 @@ import torch
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.errors import DataError, WeightsError, WorkerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
-from rlhf_ray.roles.engines.partial_rollouts import ContinuingEngine
+from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine
 from rlhf_ray.weights.manifest import expand_fused_groups
 from tests.cluster.generators import (
     CONTEXT,
@@ -223,7 +223,7 @@ def test_weights_published_in_flight_take_effect_from_one_token_to_the_next(loop
 def aborted_and_continued(loop, generator, model):
     """A rollout as `publish_in_flight` makes it, of a generator that aborts what new weights meet."""
     kept = generator._engine
-    generator._engine = ContinuingEngine(kept)
+    generator._engine = PartialRolloutEngine(kept)
     try:
         return loop.run_until_complete(publish_in_flight(generator, model))
     finally:
@@ -280,11 +280,12 @@ def test_a_publication_under_way_leaves_generation_on_the_old_weights(loop, runn
 def test_matrices_that_get_packed_arrive_with_room_after_each_row_and_others_without(running):
     from vllm.model_executor.layers.linear import LinearBase
 
-    from rlhf_ray.weights.double_buffer import CACHE_LINE, twin_of
+    from rlhf_ray.weights.double_buffer import CACHE_LINE, copy_layer
 
     _, generator, _ = running
     layers = list(generator._engine._model.modules())
-    doubles = {layer: twin_of(layer).double.weight for layer in layers if getattr(layer, "weight", None) is not None}
+    doubles = {layer: copy_layer(layer).double.weight for
+ layer in layers if getattr(layer, "weight", None) is not None}
     packed = [weight for layer, weight in doubles.items() if isinstance(layer, LinearBase)]
     assert len(packed) == 4 * len(generator._engine._model.model.layers)
     assert {(4 * (w.stride(0) - w.shape[1]), w.stride(1)) for w in packed} == {(CACHE_LINE, 1)}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhf_ray.records import TensorEntry
-from rlhf_ray.weights.direct_transport import arguments_of, plain
+from rlhf_ray.weights.direct_transport import handle_arguments, plain_handle
 from rlhf_ray.weights.fingerprint import fingerprint
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def read(handle, answers):
     """In another process: the sum of what a handle leads to."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    answers.put(float(rebuild_cuda_tensor(*arguments_of(handle)).sum()))
+    answers.put(float(rebuild_cuda_tensor(*handle_arguments(handle)).sum()))
 
 
 def test_another_process_reads_memory_by_a_plain_handle(gpu):
@@ -38,7 +38,7 @@ def test_another_process_reads_memory_by_a_plain_handle(gpu):
     _, arguments = reduce_tensor(tensor)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    reader = context.Process(target=read, args=(plain(arguments), answers))
+    reader = context.Process(target=read, args=(plain_handle(arguments), answers))
     reader.start()
     assert answers.get(timeout=120) == float(tensor.sum())
     reader.join(30)

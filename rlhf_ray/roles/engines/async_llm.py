@@ -29,7 +29,7 @@ from rlhf_ray.roles.engines.vllm_adapter import (
     sampling_parameters,
     scoring_parameters,
 )
-from rlhf_ray.roles.profiling import profiler_config, taken_over
+from rlhf_ray.roles.profiling import collect_vllm_trace, profiler_config
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class AsynchronousEngine:
     async def end_profile(self, trace: Path) -> WorkerProfile | None:
         """See `SamplingEngine.end_profile`. Of several tensor-parallel processes, the first one's."""
         await self._living().stop_profile()
-        return await asyncio.to_thread(taken_over, Path(self._traces.name), trace)
+        return await asyncio.to_thread(collect_vllm_trace, Path(self._traces.name), trace)
 
     async def drop_profile(self) -> None:
         """See `SamplingEngine.drop_profile`."""

@@ -42,7 +42,7 @@ from rlhf_ray.roles.engines.vllm_adapter import (
 from rlhf_ray.roles.profiling import TorchProfile
 
 if TYPE_CHECKING:
-    from rlhf_ray.weights.double_buffer import Shadow
+    from rlhf_ray.weights.double_buffer import DoubleBuffer
     from rlhf_ray.weights.loader_routes import Routes
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ Request = tuple[list[int], Callable[[], Any]]
 """A prompt, and what makes vLLM's sampling parameters."""
 
 
-class KeptBuckets:
+class StagedBuckets:
     """One publication's tensors, left where they are: in the object store."""
 
     def __init__(self) -> None:
@@ -129,18 +129,18 @@ class InProcessEngine:
         """See `SamplingEngine.score`."""
         return await self._finish([(row, scoring_parameters) for row in rows], prompt_logprobs_of)
 
-    def open_stage(self) -> Shadow | KeptBuckets:
+    def open_stage(self) -> DoubleBuffer | StagedBuckets:
         """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded beside the running model."""
         if self._settings.generation.gpus > 0:
-            return KeptBuckets()
-        from rlhf_ray.weights.double_buffer import Shadow
+            return StagedBuckets()
+        from rlhf_ray.weights.double_buffer import DoubleBuffer
         from rlhf_ray.weights.loader_routes import Routes
 
         if self._routes is None:
             self._routes = Routes(self._model, self._settings.shapes)
-        return Shadow(self._routes)
+        return DoubleBuffer(self._routes)
 
-    async def apply(self, stage: Shadow | KeptBuckets, version: int) -> float:
+    async def apply(self, stage: DoubleBuffer | StagedBuckets, version: int) -> float:
         """See `SamplingEngine.apply`."""
         return await self._on_thread(lambda: self._apply(stage, version))
 
@@ -277,12 +277,12 @@ class InProcessEngine:
             ended.append(request_id)
         self._engine.abort_request(ended)
 
-    def _apply(self, stage: Shadow | KeptBuckets, version: int) -> float:
+    def _apply(self, stage: DoubleBuffer | StagedBuckets, version: int) -> float:
         began = time.perf_counter()
-        if not isinstance(stage, KeptBuckets):
-            stage.require_whole_layers()
+        if not isinstance(stage, StagedBuckets):
+            stage.require_complete_layers()
         try:
-            if isinstance(stage, KeptBuckets):
+            if isinstance(stage, StagedBuckets):
                 self._load(stage)
             else:
                 stage.exchange()
@@ -297,7 +297,7 @@ class InProcessEngine:
             self._die(broken)
             raise broken from error
 
-    def _load(self, kept: KeptBuckets) -> None:
+    def _load(self, kept: StagedBuckets) -> None:
         from rlhf_ray.weights.vllm_backend import bucket_info
 
         self._engine.collective_rpc("start_weight_update")

@@ -34,7 +34,7 @@ class AbortableEngine(SamplingEngine, Protocol):
         ...
 
 
-class ContinuingEngine:
+class PartialRolloutEngine:
     """Another engine, but for what happens to responses in flight when weights are put in service."""
 
     def __init__(self, engine: AbortableEngine) -> None:
@@ -81,10 +81,10 @@ def continuation(request: SampleRequest, made: Completion | None) -> SampleReque
     if made is None or not count:
         return request
     return replace(request, prompt=[*request.prompt, *made.tokens.tolist()], max_tokens=request.max_tokens - count,
-                   seed=continued_seed(request.seed, count))
+                   seed=resumed_seed(request.seed, count))
 
 
-def continued_seed(seed: int, count: int) -> int:
+def resumed_seed(seed: int, count: int) -> int:
     """The seed of what follows the first `count` tokens of a response, in [0, 2**63)."""
     return int.from_bytes(hashlib.blake2b(f"{seed}+{count}".encode(), digest_size=8).digest()) >> 1
 

@@ -107,7 +107,7 @@ def test_a_checkpoint_without_an_average_is_refused_by_a_run_that_keeps_one(rank
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files, 1, SMALL))
     learners.do("save", str(tmp_path))
     learners = ranks.make(2, "PolicyLearner", averaged(files))
-    with pytest.raises(CheckpointError, match=r"no average of the weights: .* had no policy.ema_decay"):
+    with pytest.raises(CheckpointError, match=r"no average of the weights: .* without policy.ema_decay"):
         learners.do("load", str(tmp_path))
 
 

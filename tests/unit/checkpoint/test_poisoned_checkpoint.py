@@ -49,7 +49,7 @@ def test_torch_files(tmp_path, sentinel, write, read):
 @pytest.mark.parametrize("write", [zipped, legacy, bare])
 def test_a_torch_file_in_the_place_of_a_learner_s_state(tmp_path, sentinel, write):
     write(Sentinel(sentinel), tmp_path / "rank_0.safetensors")
-    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors is no learner's state and was not read"):
+    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors is not a learner's state"):
         TrainingState(tmp_path)
 
 

@@ -18,7 +18,7 @@ from rlhf_ray.failpoints import VARIABLE, hanging
 from rlhf_ray.files.thread import HURRY_S, RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
-from rlhf_ray.roles.async_checkpoint import Saved
+from rlhf_ray.roles.async_checkpoint import SaveProgress
 from tests.unit.coordinator.stand_ins import ledger_of
 from tests.unit.coordinator.test_loop import Run
 
@@ -32,7 +32,7 @@ class DiskRun(Run):
         texts = [{"prompt": "p", "response": "r"}]
         super().__init__(config, lambda keys, version=0: summary(keys, version, samples=texts), **arguments)
         world, coordinator, self.files = self.world, self.coordinator, RunFiles(TIMEOUT_S)
-        self.parts, self.place, self.went = Saved(True, (0, 0), ""), place, 0.0
+        self.parts, self.place, self.went = SaveProgress(True, (0, 0), ""), place, 0.0
         world.ledger = ledger_of(config, world.state.cursor, place, self.files.records)
         coordinator.pipeline = world.pipeline_of(config, world.roles)
         coordinator.files = self.files
@@ -101,7 +101,7 @@ def test_each_file_whose_flush_hangs_ends_the_run_by_its_name(run, hang, file):
 
 
 def test_a_rank_whose_disk_hangs_ends_the_run_by_its_name(run):
-    run.parts = Saved(False, (1, 0), "flush /runs/a/rank_0.safetensors")
+    run.parts = SaveProgress(False, (1, 0), "flush /runs/a/rank_0.safetensors")
     with pytest.raises(DiskStalled, match=r"/0: flush /runs/a/rank_0.safetensors.* no progress for 60\d s"):
         run.go()
     assert run.went < 2 * TIMEOUT_S

@@ -18,7 +18,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.roles.async_checkpoint import Saved
+from rlhf_ray.roles.async_checkpoint import SaveProgress
 from tests.unit.coordinator.stand_ins import role_groups_of
 from tests.unit.replay.ledgers import begin
 
@@ -43,7 +43,7 @@ class Workers:
                 self.asked += 1
             else:
                 self.loaded.append((path / "weights").read_text())
-            return Saved(self.disk.is_set(), (0, 0), "flush weights")
+            return SaveProgress(self.disk.is_set(), (0, 0), "flush weights")
 
         return behave
 

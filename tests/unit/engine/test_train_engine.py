@@ -84,4 +84,4 @@ def test_several_updates_in_a_row_that_apply_nothing_are_too_many(told):
     assert told["in_vain"]["counts"] == [1, 2, 0, 1, 2, 3]
     said = told["in_vain"]["said"]
     assert said.startswith("TrainingError: ")
-    assert "3 updates in a row (optimizer.max_consecutive_skipped_updates)" in said
+    assert "3 consecutive updates (optimizer.max_consecutive_skipped_updates)" in said

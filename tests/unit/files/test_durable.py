@@ -17,7 +17,7 @@ from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.roles.async_checkpoint import Saving
+from rlhf_ray.roles.async_checkpoint import AsyncCheckpointWriter
 from tests.checkpoints import new_checkpoint
 
 
@@ -32,7 +32,7 @@ def export(place):
 
 
 def learner(place):
-    saving = Saving()
+    saving = AsyncCheckpointWriter()
     saving.begin(place / "policy", {"rank_0.safetensors": lambda path: path.write_bytes(b"w")})
     saving.wait()
 

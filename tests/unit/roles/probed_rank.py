@@ -20,7 +20,7 @@ from rlhf_ray.engine import distributed
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models import onednn_linear, parity
 from rlhf_ray.records import offsets_of
-from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner, SupervisedLearner
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def update(it: SupervisedLearner) -> str:
     rows = Sequences(offsets_of(lengths), random_rows.integers(2, 40, lengths.sum()).astype(np.int32),
                      np.ones(lengths.sum(), dtype=bool))
     for _ in range(2):
-        it.optimize(rows, Meter())
+        it.optimize(rows, AverageMeter())
     return digest([getattr(p, "ds_tensor", p).detach().float().numpy().tobytes()
                    for p in it.engine.module.parameters()])
 
@@ -81,7 +81,8 @@ def compared(model: ModelConfig, rank: int, address: str) -> dict[str, Any]:
         def watched(probe: Any, who: str) -> dict[str, float]:
             before = untouched(it)
             told = check(probe, who)
-            it.engine.release()
+            it.engine.release_gathered()
+
             changed.update({"told": told, "changed": [k for k, v in untouched(it).items() if before[k] != v]})
             return told
 

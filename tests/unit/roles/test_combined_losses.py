@@ -20,7 +20,7 @@ from rlhf_ray.models.attention import register
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel
 from rlhf_ray.records import Batch, offsets_of
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
-from rlhf_ray.roles.micro_batch import Meter, MicroBatch
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from tests.unit.roles.conftest import VOCABULARY
 
@@ -94,7 +94,7 @@ def learner(cls, module, text=None, rank=0, world=1, budget=1000, **algorithm):
 
 def total(made, part, meter=None):
     """The loss of one optimizer step, as this rank adds it up."""
-    meter = meter or Meter()
+    meter = meter or AverageMeter()
     losses = made._shares(part, meter)
     return sum(made.ptx.join(made, losses, meter) if made.ptx else losses)
 
@@ -137,7 +137,7 @@ def test_gradient_check_of_the_whole_objective(modules, cls, with_text, changes)
 def test_the_text_s_loss_is_added_with_its_coefficient(modules):
     module, text = modules[PolicyLearner], sequences()
     alone = total(learner(PolicyLearner, module), batch())
-    meter = Meter()
+    meter = AverageMeter()
     both = total(learner(PolicyLearner, module, text), batch(), meter)
     rows = learner(PolicyLearner, module, text).ptx.next_rows()
     losses = []
@@ -154,7 +154,7 @@ def test_the_text_s_loss_is_added_with_its_coefficient(modules):
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
 def test_the_critic_s_loss_is_added_per_token_with_its_coefficient(modules, aggregate):
-    module, part, meter = modules[ActorCriticLearner], batch(), Meter()
+    module, part, meter = modules[ActorCriticLearner], batch(), AverageMeter()
     both = total(learner(ActorCriticLearner, module, aggregate=aggregate), part, meter)
     policy = total(learner(PolicyLearner, lambda *args: module(*args)[:2], aggregate=aggregate), part).detach()
     micro = MicroBatch(part, "cpu")

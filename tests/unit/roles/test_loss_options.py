@@ -17,7 +17,7 @@ from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.records import Batch, offsets_of
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
-from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
 KL_COEF = 0.3
@@ -131,7 +131,7 @@ def loss_of_critic(a):
 def loss_of_both(a):
     learner = policy_learner(ActorCriticLearner, a)
     learner.engine.forward = lambda *asked: (*forward(*asked), torch.tensor(VALUES))
-    return float(learner.share(batch(), batch(), True, Meter()))
+    return float(learner.share(batch(), batch(), True, AverageMeter()))
 
 
 LEARNERS = {

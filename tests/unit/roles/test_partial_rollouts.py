@@ -6,7 +6,7 @@ import numpy as np
 
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
-from rlhf_ray.roles.engines.partial_rollouts import ContinuingEngine, continued_seed
+from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine, resumed_seed
 
 REQUEST = SampleRequest([1, 2], SamplingConfig(max_tokens=5), 5, seed=7, stop_tokens=[0])
 
@@ -52,7 +52,7 @@ def cut_after(tokens, requests, updates=1):
 
     async def run():
         inner = ScriptedEngine()
-        engine = ContinuingEngine(inner)
+        engine = PartialRolloutEngine(inner)
         drawing = asyncio.ensure_future(engine.sample(requests))
         for version in range(1, updates + 1):
             while not inner.requests or (tokens and inner.version < version - 1):
@@ -75,7 +75,7 @@ def test_a_cut_response_goes_on_after_what_it_had_with_the_new_weights():
     ((first,), (second,)) = inner.requests
     had = 5 - second.max_tokens
     assert first == REQUEST and 0 < had < 5
-    assert second.prompt == [1, 2, *completion.tokens[:had]] and second.seed == continued_seed(7, had)
+    assert second.prompt == [1, 2, *completion.tokens[:had]] and second.seed == resumed_seed(7, had)
     assert completion.versions.tolist() == [0] * had + [1] * (5 - had)
     assert completion.finish_reason == "length" and len(completion.logprobs) == 5
 
@@ -100,6 +100,6 @@ def test_a_response_may_be_cut_more_than_once():
 
 
 def test_the_seed_of_the_rest_follows_from_seed_and_length_alone():
-    seeds = {continued_seed(seed, count) for seed in range(50) for count in range(1, 50)}
+    seeds = {resumed_seed(seed, count) for seed in range(50) for count in range(1, 50)}
     assert len(seeds) == 50 * 49 and all(0 <= seed < 2**63 for seed in seeds)
-    assert (continued_seed(7, 3), continued_seed(0, 1)) == (6957114533726009097, 4745132817472036307), "on any machine"
+    assert (resumed_seed(7, 3), resumed_seed(0, 1)) == (6957114533726009097, 4745132817472036307), "on any machine"

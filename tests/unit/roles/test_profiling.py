@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from rlhf_ray.roles.profiling import TorchProfile, summed, taken_over
+from rlhf_ray.roles.profiling import TorchProfile, collect_vllm_trace, summed
 
 
 def test_a_profile_holds_what_was_computed_between_begin_and_end_and_nothing_else(tmp_path):
@@ -57,7 +57,7 @@ def test_vllms_trace_is_moved_and_those_of_other_ranks_are_removed(tmp_path):
     for rank in (0, 1):
         path = tmp_path / f"vllm/rank{rank}.1234.pt.trace.json.gz"
         path.write_bytes(gzip.compress(json.dumps({"traceEvents": [event(f"op{rank}", 0, 2e6)]}).encode()))
-    found = taken_over(tmp_path / "vllm", tmp_path / "generator_0.trace.json.gz")
+    found = collect_vllm_trace(tmp_path / "vllm", tmp_path / "generator_0.trace.json.gz")
     assert (found.trace, found.seconds, found.operators[0].name) == ("generator_0.trace.json.gz", 2.0, "op0")
     assert list((tmp_path / "vllm").iterdir()) == [] and (tmp_path / found.trace).exists()
-    assert taken_over(tmp_path / "vllm", tmp_path / "x.json.gz") is None
+    assert collect_vllm_trace(tmp_path / "vllm", tmp_path / "x.json.gz") is None

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.rewards.requests import finished, rollout_texts
-from rlhf_ray.roles.micro_batch import Meter
+from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.pair_ranker import PairRanker
 from tests.unit.roles.conftest import rollout_of
 
@@ -73,7 +73,7 @@ def test_pairs_too_close_are_left_out_in_place(rank):
 
 
 def test_a_meter_divides_once():
-    meter = Meter()
+    meter = AverageMeter()
     meter.add(3, {"loss": 1.0})
     meter.add(1, {"loss": 5.0})
     meter.add(0, {"loss": float("nan")})

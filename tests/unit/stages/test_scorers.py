@@ -10,7 +10,7 @@ from rlhf_ray.config.rewards import ExactMatchReward, FunctionReward, HTTPReward
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.roles.prompt_input import Question
+from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.stages.command_arguments import model_at
 from rlhf_ray.stages.compare import CompareOptions, run
 from rlhf_ray.stages.scorers import check_labels, check_scorer, rewards_called, scorer_of
@@ -92,14 +92,14 @@ def test_a_scorer_that_cannot_judge_is_refused_by_the_name_of_its_option(scorer,
 def test_compare_refuses_its_scorer_before_a_model_answers(model, tmp_path, monkeypatch):
     (tmp_path / "p.jsonl").write_text('{"prompt": "w2"}\n')
     (tmp_path / "rewards.py").write_text("")
-    monkeypatch.setattr("rlhf_ray.stages.compare.Responder", None)  # no model gets as far as being loaded
+    monkeypatch.setattr("rlhf_ray.stages.compare.LocalGenerator", None)  # no model gets as far as being loaded
     with pytest.raises(ConfigError, match="--scorer"):
         run(CompareOptions(model.path, model.path, str(tmp_path / "p.jsonl"), f"{tmp_path}/rewards.py:brief",
                            tmp_path / "page.html", SamplingConfig()))
 
 
 def test_labels_are_looked_for_before_anything_is_asked():
-    questions = [Question("w2", "p, line 1", {"answer": 1}), Question("w3", "p, line 2", {"level": 1})]
+    questions = [PromptInput("w2", "p, line 1", {"answer": 1}), PromptInput("w3", "p, line 2", {"level": 1})]
     check_labels("exact_match", questions[:1])
     check_labels("vader", questions)
     with pytest.raises(DataError, match=r"p, line 2: no column 'answer'.*\['level'\]"):

@@ -67,7 +67,7 @@ class Both:
     def publish(self, change=lambda offer: offer):
         for index in range(self.publisher.plan.whole.buckets):
             offer, tensors = self.publisher.offer(1, index, True, lambda names: {n: TENSORS[n] for n in names})
-            offer = replace(change(offer), handles=self.sender.offered(tensors))
+            offer = replace(change(offer), handles=self.sender.offer(tensors))
             receive = [partial(engine.update_weights, offer_info(offer)) for engine in self.engines]
             self.together(self.sender.send, *receive)
         self.sender.release()

@@ -12,7 +12,7 @@ from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import WeightRoute
 from rlhf_ray.roles.generator import transfer_info
 from rlhf_ray.weights.direct_backend import VerifiedGlooEngine
-from rlhf_ray.weights.direct_transport import ARGUMENTS, arguments_of, plain
+from rlhf_ray.weights.direct_transport import ARGUMENTS, handle_arguments, plain_handle
 from rlhf_ray.weights.manifest import plan_buckets
 from rlhf_ray.weights.publisher import Publisher
 from rlhf_ray.weights.receiver import Receiver
@@ -33,7 +33,7 @@ class TestHandles:
                  1024, 512, False, b"ref", 8, b"event", True)
 
     def test_they_travel_as_text_and_come_back(self):
-        assert arguments_of(json.loads(json.dumps(plain(self.ARGUMENTS)))) == self.ARGUMENTS
+        assert handle_arguments(json.loads(json.dumps(plain_handle(self.ARGUMENTS)))) == self.ARGUMENTS
 
     def test_torch_describes_memory_as_we_know_it(self):
         """The arguments of torch's function are the seam: another number of them must be seen here, not on a GPU."""
@@ -48,9 +48,9 @@ class TestHandles:
 
     def test_others_are_refused(self):
         with pytest.raises(WeightsError, match=r"in 14 parts .* object_store"):
-            plain(self.ARGUMENTS[:-1])
+            plain_handle(self.ARGUMENTS[:-1])
         with pytest.raises(WeightsError, match="3 parts"):
-            arguments_of([1, 2, 3])
+            handle_arguments([1, 2, 3])
 
 
 class TestOffers:
@@ -116,9 +116,9 @@ class TestLoader:
 
 class TestTrainers:
     def test_a_bucket_is_what_vllm_takes_for_a_source_of_weights(self):
-        from rlhf_ray.weights.sender import Bucket
+        from rlhf_ray.weights.sender import BucketSource
 
-        bucket = Bucket()
+        bucket = BucketSource()
         bucket.tensors = TENSORS
         assert [(m.name, m.dtype, m.shape) for m in bucket.metadata()] == [
             ("a", torch.float32, (2, 3)), ("b", torch.float32, (4,))]
