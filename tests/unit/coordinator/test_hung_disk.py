@@ -117,7 +117,7 @@ def test_ranks_that_move_are_waited_for_however_long(ppo_config, summary, tmp_pa
         nonlocal began
         now = asyncio.get_running_loop().time()
         began = now if began is None else began
-        return Saved(now - began > 3 * TIMEOUT_S, (int(now) // 300, 0), "write")
+        return SaveProgress(now - began > 3 * TIMEOUT_S, (int(now) // 300, 0), "write")
 
     run.saved = saved
     run.go()
