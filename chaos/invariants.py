@@ -98,7 +98,7 @@ def _ends(record: RunRecord) -> Iterator[str]:
 
 def _books(record: RunRecord) -> Iterator[str]:
     with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
-        yield from (f"ledger: {problem.invariant}: {problem.found}" for problem in audit(db, ended=True))
+        yield from (f"ledger: {problem.invariant}: {problem.violation}" for problem in audit(db, ended=True))
     books = Books.of(record)
     if books.lost or books.duplicated:
         yield f"of {books.wanted} samples {books.lost} are lost and {books.duplicated} were trained on twice"

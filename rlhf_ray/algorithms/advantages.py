@@ -22,7 +22,7 @@ def gae(
 
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where "next" is the row's next True
     token and both are 0 after the last one. Gaps inside a response (tool output) are thus skipped undiscounted: the
-    result is that of the row with its gaps cut out. What stands outside the mask, rewards and NaN included, is ignored.
+    result is that of the row with its gaps cut out. Values outside the mask, NaN included, are ignored.
 
     Args:
         rewards, values: `[B, T]`; `values[:, t]` is of the state before token t.
@@ -62,7 +62,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 @torch.no_grad()
 def group_advantages(scores: Tensor, groups: Tensor, kind: GroupKind = "rloo") -> Tensor:
-    """How much better each sample scored than the samples of its group (usually: of its prompt).
+    """Each sample's score relative to the samples of its group (usually those of its prompt).
 
     rloo: score minus the mean of the *other* samples (Kool et al. 2019; Ahmadian et al. 2024).
     mean: score minus the group's mean, itself included: REINFORCE with a group baseline.
@@ -85,7 +85,7 @@ def group_advantages(scores: Tensor, groups: Tensor, kind: GroupKind = "rloo") -
     counts = torch.bincount(member, minlength=len(labels))
     centred = exact - (_group_sums(exact, member, counts) / counts)[member]
     if kind == "rloo":
-        _require_company(labels, counts)
+        _require_groups_of_two(labels, counts)
         centred *= (counts / (counts - 1))[member]  # s - (sum - s) / (n-1) = (s - mean) * n / (n-1)
     elif kind == "grpo":
         variances = _group_sums(centred.square(), member, counts) / (counts - 1).clamp(min=1)
@@ -100,7 +100,7 @@ def _group_sums(x: Tensor, member: Tensor, counts: Tensor) -> Tensor:
     return x.new_zeros(len(counts)).index_add_(0, member, x)
 
 
-def _require_company(labels: Tensor, counts: Tensor) -> None:
+def _require_groups_of_two(labels: Tensor, counts: Tensor) -> None:
     alone = labels[counts == 1].tolist()
     if alone:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""From scored responses to advantages: one small function per estimator, chosen by name.
+"""Advantage estimators: one small function each, chosen by name.
 
-Owns which estimator reads what: token rewards, a critic's values, or the other samples of the prompt. The sums
-themselves are in `advantages`. No estimator whitens: that is a later step, over the whole batch.
+Defines which inputs an estimator reads: token rewards, a critic's values, or the other samples of the prompt. The
+formulas are in `advantages`. No estimator whitens: that is a later step, over the whole batch.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ScoredResponses:
-    """What an estimator may look at."""
+    """The inputs of an estimator."""
 
     scores: Tensor
-    """[B] what falls on each response's last token, penalties and clip included."""
+    """[B] reward of each response's last token, penalties and clip included."""
     penalties: Tensor
     """[B, T] added to every token's reward: minus coefficient times KL, or zeros where the KL is in the loss."""
     mask: Tensor
@@ -42,7 +42,7 @@ class ScoredResponses:
 
     @property
     def outcomes(self) -> Tensor:
-        """[B] everything that a response was given, as one number: its score and its step rewards."""
+        """[B] total of a response: its score and its step rewards."""
         scores = wide(self.scores)
         return scores if self.step_rewards is None else scores + select(self.step_rewards, self.mask).sum(-1)
 

@@ -24,7 +24,7 @@ def approx_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator = "k1
         logprobs, ref_logprobs: of one shape, any.
 
     Returns:
-        the same shape, float32 or wider. No mask: mask what you make of it (entries outside may be NaN).
+        the same shape, float32 or wider. No mask is applied: mask the result (entries outside may be NaN).
 
     Raises:
         ConfigError: an unknown estimator.
@@ -83,7 +83,7 @@ class AdaptiveKL(FixedKL):
         self.horizon = float(horizon)
 
     def update(self, observed: float, n: int) -> None:
-        """Takes the mean KL of `n` samples. A NaN observation says nothing and changes nothing.
+        """Takes the mean KL of `n` samples. A NaN observation changes nothing.
 
         Raises:
             ConfigError: n is 5 horizons or more: a single update could turn the coefficient to 0 or below.

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of next-token distributions, without a second copy of the logits.
 
 The logits of a batch are its largest tensor. Autograd's own path would keep a float32 copy of them and make several
-more in the backward pass. Here both passes work through a few rows at a time: what is kept is the logits as they came,
-and what is made is their gradient, in their own dtype.
+more in the backward pass. Here both passes process a few rows at a time: only the logits as given are kept, and only
+their gradient is allocated, in their own dtype.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.errors import ConfigError
 
 CHUNK_ELEMENTS = {"cpu": 2**17}
-"""Entries handled at a time, by device type: on a CPU what stays in its cache (512 KiB of float32)."""
+"""Entries processed at a time, by device type: on a CPU as many as fit its cache (512 KiB of float32)."""
 CHUNK_ELEMENTS_ELSEWHERE = 2**24
 """On a GPU the work of one kernel should be large: 64 MiB of float32."""
 
@@ -40,7 +40,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
         ConfigError: temperature is not positive.
     """
     if not temperature > 0:
-        raise ConfigError(f"temperature={temperature} makes no distribution of logits; use a positive one")
+        raise ConfigError(f"temperature={temperature} must be positive: logits are divided by it")
     flat = logits.reshape(-1, logits.shape[-1])
     picked: Tensor = _TokenLogprobs.apply(flat, tokens.reshape(-1).long(), float(temperature))
     return picked.view(tokens.shape)

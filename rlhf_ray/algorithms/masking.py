@@ -1,4 +1,4 @@
-"""Means and whitening over the True tokens of a mask. Whatever stands outside the mask, NaN included, has no effect.
+"""Means and whitening over the True tokens of a mask. Values outside the mask, NaN included, have no effect.
 
 Reductions run in float32 at least, so bfloat16 inputs lose nothing in the sum. The mean of nothing is 0, with a graph.
 """
@@ -69,10 +69,10 @@ def aggregate_mean(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
 
 
 def denominator(mask: Tensor, aggregate: Aggregate) -> Tensor:
-    """What `aggregate_mean` divides by: True tokens, or rows that have any. An int64 scalar.
+    """The divisor of `aggregate_mean`: True tokens, or rows that have any. An int64 scalar.
 
     A micro-batch's share of the loss of a whole batch is `loss * denominator(part) / denominator(whole)`: summed over
-    the parts it is the loss of the whole, however the rows were dealt out.
+    the parts it is the loss of the whole, however the rows were distributed.
 
     Raises:
         ConfigError: an unknown `aggregate`.

@@ -20,7 +20,7 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs 1 <= k <= samples={samples}")
     if not 0 <= solved <= samples:
-        raise ValueError(f"solved={solved} of samples={samples} cannot be")
+        raise ValueError(f"solved={solved} must lie between 0 and samples={samples}")
     return 1.0 - comb(samples - solved, k) / comb(samples, k)
 
 

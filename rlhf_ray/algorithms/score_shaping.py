@@ -1,4 +1,4 @@
-"""What happens to a response's score before it becomes a reward: normalisation over the run, length penalties, clip.
+"""Changes of a response's score before it becomes a reward: normalisation over the run, length penalties.
 
 Pure functions and one small running statistic. Scores are `[B]`, one per response.
 """
@@ -11,7 +11,7 @@ from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.errors import ConfigError
 
 MIN_DEVIATION = 1e-6
-"""Scores that hardly differ are not blown up: a standard deviation below this counts as 1."""
+"""Scores that hardly differ are not scaled up: a standard deviation below this counts as 1."""
 
 
 class RunningMoments:
@@ -21,7 +21,7 @@ class RunningMoments:
         self.count, self.mean, self._squares = 0, 0.0, 0.0
 
     def update(self, scores: Tensor) -> None:
-        """Takes more scores `[B]`; those that are not finite say nothing and are left out."""
+        """Takes more scores `[B]`; those that are not finite are left out."""
         new = scores[scores.isfinite()].double()
         if not len(new):
             return

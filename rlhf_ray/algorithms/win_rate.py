@@ -1,4 +1,4 @@
-"""Who of two wins, from paired scores: wins, ties, losses, and a rate with its interval."""
+"""Win rate of one of two models over the other, from paired scores, with a confidence interval."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class WinRate:
 
 
 def outcome(first: float, second: float, tie: float = 0.0) -> Outcome:
-    """What the second side's score is against the first's; scores at most `tie` apart are a tie.
+    """The outcome for the second side; scores at most `tie` apart are a tie.
 
     Raises:
         ValueError: a score is NaN, which neither wins nor loses.
@@ -40,8 +40,8 @@ def win_rate(outcomes: Sequence[Sequence[Outcome]]) -> WinRate:
     """The rate over prompts, each with the outcomes of its pairs. A tie is half a win for either side.
 
     Pairs of one prompt are not independent, so the interval counts prompts: every prompt gives one number in [0, 1],
-    the mean of its pairs. Such a number varies no more than a coin of the same mean, so Wilson's interval, made for
-    coins, is if anything too wide here (with ties, or several pairs a prompt).
+    the mean of its pairs. Such a number varies no more than a Bernoulli variable of the same mean, so Wilson's interval
+    is conservative here (with ties, or several pairs a prompt).
 
     Raises:
         ValueError: no prompts, or a prompt without pairs.

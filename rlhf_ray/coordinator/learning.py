@@ -13,7 +13,7 @@ from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.records import ExperienceSummary, UpdateStats
-from rlhf_ray.replay.entries import Lease
+from rlhf_ray.replay.buffer_state import Lease
 
 
 @dataclass(frozen=True)

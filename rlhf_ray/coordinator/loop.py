@@ -30,7 +30,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import SampleWriter
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.entries import BufferStats, Lease
+from rlhf_ray.replay.buffer_state import BufferStats, Lease
 
 
 @dataclass

@@ -23,9 +23,9 @@ from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.entries import CommitOutcome, Entry, Eviction, Lease, Reservation
-from rlhf_ray.replay.freshness import AdmissionRule
+from rlhf_ray.replay.buffer_state import CommitOutcome, Entry, Eviction, Lease, Reservation
 from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.replay.staleness import AdmissionRule
 
 
 class Station(NamedTuple):

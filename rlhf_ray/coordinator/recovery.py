@@ -18,7 +18,7 @@ from rlhf_ray.failpoints import reached
 from rlhf_ray.files.thread import ProgressDeadline, RunFiles
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.entries import Entry, Reservation
+from rlhf_ray.replay.buffer_state import Entry, Reservation
 from rlhf_ray.replay.ledger import Ledger
 
 LEDGER = "ledger.sqlite"

@@ -1,12 +1,15 @@
-"""What must hold of a ledger at any moment, and when its run has come to its end. Reads only.
+"""The invariants of a ledger: those that hold at any moment, and those of a finished run. Reads only.
 
-The first invariant, at any moment: the samples in the ledger are those of the prompts that the data cursor has handed
-out by the position that stands beside them, each once, and no others. (The prompts are enumerated anew, see
-`handed_out`: a source's epoch is handed out whole before its next one begins, whatever is still under way, for batches
-reach from one epoch into the next.) While the run goes on, a sample is open (admitted, leased, generated, scored),
-consumed or settled: committed, not_applied or quarantined. When the run has ended it is settled, or left unused: the
-run said of it that it was under way, or waited, when the last update was made. At most η + 1 batches are open or
-unused; and at η = 0 updates take the prompts in the order in which they were handed out, so that none is left behind.
+The first invariant, at any moment: the ledger's samples are those of the prompts that the data cursor has handed out
+by its recorded position, each once, and no others. The prompts are enumerated here (`Source`) by code that shares
+nothing with the cursor. A source's epoch is an order of its rows that follows from seed, epoch and source; epochs
+follow one another, and the position counts rows over all of them. So of a source of R rows at position p, epochs 0 to
+p // R - 1 are complete, and of the next one the first p mod R rows are handed out.
+
+During a run, a sample is open (admitted, leased, generated, scored), consumed, or settled: committed, not_applied or
+quarantined. After the run it is settled, or unused: it was under way or waited when the last update was made. At most
+η + 1 batches are open or unused; and at η = 0 updates take the prompts in the order in which they were handed out, so
+that none is left behind.
 
 The staleness of a sample that update `step` consumed is `step - 1 - version`: update number 1 starts from version 0.
 """
@@ -16,19 +19,21 @@ from __future__ import annotations
 import math
 import operator
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_ray.errors import LedgerError
-from rlhf_ray.replay.handed_out import Source, out_of_turn, sources
-from rlhf_ray.replay.ledger_tables import OPEN, LedgerFacts, State, unharmed
+from rlhf_ray.replay.ledger_tables import OPEN, LedgerFacts, State, reading_errors
 
 SHOWN = 3
-"""Examples named of what is wrong."""
+"""Examples in the message about a problem."""
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,25 +41,25 @@ class Problem:
     """One invariant that does not hold."""
 
     invariant: str
-    found: str
+    violation: str
 
 
 def counts(db: sqlite3.Connection) -> dict[str, int]:
-    """Samples by state, in the order of their life, and the attempts that came to nothing."""
-    with unharmed(db):
-        found = dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
-        lost = db.execute("SELECT count(*) FROM attempts").fetchone()[0]
-    return {**{state.value: found.get(state, 0) for state in State}, "attempts given up": lost}
+    """Samples by state, in the order of their life cycle, and the number of attempts given up."""
+    with reading_errors(db):
+        samples = dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
+        attempts = db.execute("SELECT count(*) FROM attempts").fetchone()[0]
+    return {**{state.value: samples.get(state, 0) for state in State}, "attempts given up": attempts}
 
 
 def require_sound(db: sqlite3.Connection, ended: bool) -> None:
-    """Raise unless the audit finds nothing; arguments as in `audit`.
+    """Raise unless every invariant holds; arguments as in `audit`.
 
     Raises:
-        LedgerError: lists every invariant that does not hold.
+        LedgerError: lists the invariants that do not hold.
     """
     if problems := audit(db, ended):
-        listed = "\n".join(f"- {problem.invariant}: {problem.found}" for problem in problems)
+        listed = "\n".join(f"- {problem.invariant}: {problem.violation}" for problem in problems)
         raise LedgerError(f"the ledger audit failed:\n{listed}")
 
 
@@ -62,7 +67,7 @@ def audit(db: sqlite3.Connection, ended: bool) -> list[Problem]:
     """The invariants that do not hold.
 
     Args:
-        ended: the run says that it came to its end, so nothing may be under way any more.
+        ended: the run has finished, so no sample may be open.
     """
     facts = LedgerFacts.read(db)
     checks = [_states(db), _steps(db, facts), _staleness(db, facts), _groups(db, facts), _handed_out(db, facts),
@@ -71,13 +76,13 @@ def audit(db: sqlite3.Connection, ended: bool) -> list[Problem]:
         checks.append(_in_order(db, facts))
     if ended:
         checks.append(_nothing_open(db))
-    with unharmed(db), _one_moment(db):
+    with reading_errors(db), _one_moment(db):
         return [problem for check in checks for problem in check]
 
 
 @contextmanager
 def _one_moment(db: sqlite3.Connection) -> Iterator[None]:
-    """All reads see the ledger as it is at the first one, though a run may be writing it."""
+    """All reads in the block see the ledger as of the first one, although a run may be writing it."""
     if db.in_transaction:
         yield
         return
@@ -90,7 +95,7 @@ def _one_moment(db: sqlite3.Connection) -> Iterator[None]:
 
 def _states(db: sqlite3.Connection) -> Iterator[Problem]:
     known = ", ".join(f"'{state}'" for state in State)
-    yield from _examples(db, "every sample is in a state of its life", f"state NOT IN ({known})")
+    yield from _examples(db, "every sample is in a known state", f"state NOT IN ({known})")
     yield from _examples(db, "a sample has a step exactly if an update was made with it",
                          "(step IS NOT NULL) != (state IN ('consumed', 'committed', 'not_applied'))")
     yield from _examples(db, "a sample that was quarantined, left unused, or not trained on by its update has a reason",
@@ -98,26 +103,28 @@ def _states(db: sqlite3.Connection) -> Iterator[Problem]:
 
 
 def _steps(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
-    """Updates follow one another, each consumed a whole batch, and no later one is committed before an earlier one.
-    Those that changed nothing are counted, and never committed."""
+    """Updates are numbered consecutively, each consumed a whole batch, and they are committed in order. Those that
+    changed no weight are counted, and never committed."""
     rows = db.execute("SELECT step, count(*), sum(state = 'committed'), sum(state = 'not_applied') FROM samples WHERE "
                       "step IS NOT NULL GROUP BY step ORDER BY step").fetchall()
     numbers = [step for step, *_ in rows]
     if numbers != list(range(1, len(rows) + 1)):
         yield Problem("updates are numbered 1, 2, 3, ... without a gap", f"there are updates {_short(numbers)}")
-    for step, samples, committed, vain in rows:
+    for step, samples, committed, skipped in rows:
         if samples != facts.samples_per_step:
             yield Problem("each update consumed one batch",
                           f"update {step} consumed {samples} samples, a batch has {facts.samples_per_step}")
         if committed not in (0, samples):
-            yield Problem("an update is committed whole", f"{committed} of {samples} samples of update {step} are")
-        if vain not in (0, samples):
-            yield Problem("an update is applied or not", f"{vain} of {samples} samples of update {step} say not")
-    applied = [(step, bool(committed)) for step, _, committed, vain in rows if not vain]
+            yield Problem("an update is committed whole", f"{committed} of {samples} samples of update {step} are "
+                                                          "committed")
+        if skipped not in (0, samples):
+            yield Problem("an update is applied or not", f"{skipped} of {samples} samples of update {step} are "
+                                                         "not_applied")
+    applied = [(step, bool(committed)) for step, _, committed, skipped in rows if not skipped]
     whole = [committed for _, committed in applied]
     if whole != sorted(whole, reverse=True):
         yield Problem("updates are committed in order",
-                      f"update {applied[whole.index(False)][0]} is not, a later one is")
+                      f"update {applied[whole.index(False)][0]} is not committed, a later one is")
 
 
 def _staleness(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
@@ -127,18 +134,18 @@ def _staleness(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 
 
 def _groups(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
-    """The samples of a prompt are admitted together, and one update is made with all of them."""
+    """The samples of a prompt are admitted together, and one update consumes all of them."""
     partial = db.execute(
         "SELECT epoch, row, count(*) FROM samples GROUP BY epoch, row HAVING count(*) != ?1 OR min(sample) != 0 OR "
         "max(sample) != ?1 - 1 LIMIT ?2", (facts.samples_per_prompt, SHOWN)).fetchall()
     if partial:
         named = ", ".join(f"{n} of row {row} in epoch {epoch}" for epoch, row, n in partial)
         yield Problem(f"each prompt that was visited has its {facts.samples_per_prompt} samples", f"there are {named}")
-    parted = db.execute("SELECT epoch, row, min(step), max(step) FROM samples GROUP BY epoch, row HAVING min(step) != "
+    split = db.execute("SELECT epoch, row, min(step), max(step) FROM samples GROUP BY epoch, row HAVING min(step) != "
                         "max(step) OR count(step) NOT IN (0, count(*)) LIMIT ?", (SHOWN,)).fetchall()
-    if parted:
-        named = ", ".join(f"row {row} in epoch {epoch} (updates {one} to {other})" for epoch, row, one, other in parted)
-        yield Problem("one update is made with all samples of a prompt", f"it is not so for {named}")
+    if split:
+        named = ", ".join(f"row {row} in epoch {epoch} (updates {one} to {other})" for epoch, row, one, other in split)
+        yield Problem("one update consumes all samples of a prompt", f"several did of {named}")
 
 
 def _handed_out(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
@@ -146,7 +153,7 @@ def _handed_out(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]
     position = _position(db, facts)
     if wrong := out_of_turn(facts, position):
         yield Problem("sources are handed out in proportion to their weights",
-                      f"of {sum(position)} prompts {position[wrong[0]]} are source {wrong[0]}'s, whose weight is "
+                      f"{position[wrong[0]]} of {sum(position)} prompts are of source {wrong[0]}, whose weight is "
                       f"{facts.weights[wrong[0]]:g} of {sum(facts.weights):g}")
     for source in sources(facts, position):
         yield from _source(db, source)
@@ -154,11 +161,11 @@ def _handed_out(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]
 
 
 def _position(db: sqlite3.Connection, facts: LedgerFacts) -> list[int]:
-    found = dict(db.execute("SELECT source, handed_out FROM cursor"))
-    position = [operator.index(found[source]) for source in range(len(facts.source_rows))]
-    if len(found) != len(position) or min(position, default=-1) < 0 or len(facts.weights) != len(position) or min(
+    handed_out = dict(db.execute("SELECT source, handed_out FROM cursor"))
+    position = [operator.index(handed_out[source]) for source in range(len(facts.source_rows))]
+    if len(handed_out) != len(position) or min(position, default=-1) < 0 or len(facts.weights) != len(position) or min(
             *facts.source_rows, *facts.weights) <= 0:
-        raise ValueError(f"a cursor over {facts.source_rows} rows, weights {facts.weights}, cannot stand at {found}")
+        raise ValueError(f"a cursor over {facts.source_rows} rows, weights {facts.weights}, cannot be at {handed_out}")
     return position
 
 
@@ -179,14 +186,14 @@ def _source(db: sqlite3.Connection, source: Source) -> Iterator[Problem]:
         extra += [(epoch, int(row)) for row in rows[~np.isin(rows, out)]]
     if missing:
         yield Problem("every prompt that the data cursor handed out is in the ledger",
-                      f"of source {source.number}, at {source.handed_out} prompts, {_prompts(missing)} is not")
+                      f"source {source.number}, at {source.handed_out} prompts, lacks {_prompts(missing)}")
     if extra:
-        yield Problem("nothing is in the ledger that the data cursor did not hand out",
-                      f"of source {source.number}, at {source.handed_out} prompts, {_prompts(extra)} is")
+        yield Problem("every prompt in the ledger was handed out by the data cursor",
+                      f"source {source.number}, at {source.handed_out} prompts, has not handed out {_prompts(extra)}")
 
 
 def _open(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
-    """What admission lets be under way: see `freshness`."""
+    """At most as many samples are under way as admission allows; see `staleness`."""
     most = (facts.max_staleness + 1) * facts.samples_per_step
     condition = f"state IN ({', '.join(repr(str(state)) for state in (*OPEN, State.UNUSED))})"
     if db.execute(f"SELECT count(*) FROM samples WHERE {condition}").fetchone()[0] > most:
@@ -207,7 +214,7 @@ def _in_order(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
                 step = by_row.get((epoch, row), latest)
                 if step < latest:
                     yield Problem("without staleness, prompts are trained on in the order in which they are handed out",
-                                  f"update {step:g} was made with row {row} of epoch {epoch}, and row {before[1]} of "
+                                  f"update {step:g} consumed row {row} of epoch {epoch}, and row {before[1]} of "
                                   f"epoch {before[0]}, which comes before it, "
                                   + ("is not trained on" if latest == math.inf else f"was left for update {latest:g}"))
                     return
@@ -216,12 +223,12 @@ def _in_order(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 
 
 def _attempts(db: sqlite3.Connection) -> Iterator[Problem]:
-    """Attempts of a sample are numbered through: those given up, then the one that the sample has now."""
+    """Attempts of a sample are numbered consecutively: those given up, then the present one."""
     wrong = db.execute(
         "SELECT epoch, row, sample, attempt FROM samples AS s WHERE attempt != 1 + (SELECT count(*) FROM attempts AS a "
         "WHERE a.epoch = s.epoch AND a.row = s.row AND a.sample = s.sample) LIMIT ?", (SHOWN,)).fetchall()
     if wrong:
-        yield Problem("attempts of a sample are numbered through", f"{_named(wrong)} have other numbers")
+        yield Problem("attempts of a sample are numbered consecutively", f"{_named(wrong)} have other numbers")
 
 
 def _nothing_open(db: sqlite3.Connection) -> Iterator[Problem]:
@@ -230,11 +237,12 @@ def _nothing_open(db: sqlite3.Connection) -> Iterator[Problem]:
 
 
 def _examples(db: sqlite3.Connection, invariant: str, broken: str) -> Iterator[Problem]:
-    """A problem that names some of the samples for which `broken` holds; none if there are none."""
+    """A problem that names some of the samples for which the SQL condition `broken` holds; none without such
+    samples."""
     number = db.execute(f"SELECT count(*) FROM samples WHERE {broken}").fetchone()[0]
     if number:
-        found = db.execute(f"SELECT epoch, row, sample, state, step, version FROM samples WHERE {broken} LIMIT {SHOWN}")
-        yield Problem(invariant, f"{number} samples break it, such as {_named(found.fetchall())}")
+        rows = db.execute(f"SELECT epoch, row, sample, state, step, version FROM samples WHERE {broken} LIMIT {SHOWN}")
+        yield Problem(invariant, f"{number} samples break it, such as {_named(rows.fetchall())}")
 
 
 def _named(rows: list[tuple[int, ...]]) -> str:
@@ -243,10 +251,65 @@ def _named(rows: list[tuple[int, ...]]) -> str:
     return ", ".join(texts)
 
 
-def _prompts(found: list[tuple[int, int]]) -> str:
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(f"row {row} of epoch {epoch}" for epoch, row in found[:SHOWN]) + more
+def _prompts(rows: list[tuple[int, int]]) -> str:
+    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    return ", ".join(f"row {row} of epoch {epoch}" for epoch, row in rows[:SHOWN]) + more
 
 
 def _short(numbers: list[int]) -> str:
     return f"{numbers[:5]} ... {numbers[-1]}" if len(numbers) > 6 else str(numbers)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of prompts."""
+
+    number: int
+    first: int
+    """Its first row."""
+    rows: int
+    handed_out: int
+    """Prompts handed out, over all its epochs."""
+    seed: int
+    shuffle: bool
+
+    @property
+    def under_way(self) -> int:
+        """The epoch that is being handed out."""
+        return self.handed_out // self.rows
+
+    def order(self, epoch: int) -> Rows:
+        """[rows] all rows of the source in the order of an epoch."""
+        places = np.arange(self.rows, dtype=np.int64)
+        if self.shuffle:
+            named = (self.seed, epoch, self.number)[: 3 if self.number else 2]
+            words = np.random.Philox(seed=list(named)).random_raw(self.rows)
+            places = np.lexsort((places, words))  # by word; equal words by place
+        return places + self.first
+
+    def of(self, epoch: int) -> Rows:
+        """The rows of an epoch that are handed out, in order."""
+        if 0 <= epoch < self.under_way:
+            return np.arange(self.first, self.first + self.rows, dtype=np.int64)
+        out = self.handed_out - self.under_way * self.rows if epoch == self.under_way else 0
+        return self.order(epoch)[:out] if out else np.empty(0, np.int64)
+
+    def count(self, epoch: int) -> int:
+        """How many rows of an epoch are handed out."""
+        return min(max(self.handed_out - epoch * self.rows, 0), self.rows) if epoch >= 0 else 0
+
+
+def sources(facts: LedgerFacts, position: Sequence[int]) -> Iterator[Source]:
+    """The sources of a run whose cursor is at `position`."""
+    first = 0
+    for number, (rows, out) in enumerate(zip(facts.source_rows, position, strict=True)):
+        yield Source(number, first, rows, out, facts.seed, facts.shuffle)
+        first += rows
+
+
+def out_of_turn(facts: LedgerFacts, position: Sequence[int]) -> list[int]:
+    """Sources whose number of turns is a whole turn or more away from their exact share of all turns."""
+    weights = [Fraction(str(weight)) for weight in facts.weights]
+    turns, total = sum(position), sum(weights)
+    return [n for n, (out, weight) in enumerate(zip(position, weights, strict=True))
+            if abs(out - turns * weight / total) >= 1]

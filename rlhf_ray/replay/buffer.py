@@ -1,4 +1,4 @@
-"""The replay buffer: who holds which experience, in which order, for how long. References only, never tensors."""
+"""The replay buffer: object references of experience, in order of admission, reserved, ready or leased."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.entries import (
+from rlhf_ray.replay.buffer_state import (
+    BufferState,
     BufferStats,
     CommitOutcome,
     Entry,
@@ -16,12 +17,11 @@ from rlhf_ray.replay.entries import (
     Lease,
     Reservation,
 )
-from rlhf_ray.replay.freshness import in_time, is_fresh, staleness
-from rlhf_ray.replay.places import Places
+from rlhf_ray.replay.staleness import in_time, is_fresh, staleness
 
 
 class ReplayBuffer:
-    """Experience between generation and learning, for the coordinator's one thread (no locks).
+    """Experience between generation and learning. Not thread-safe: for the coordinator's event loop only.
 
     The life of an entry:
 
@@ -32,17 +32,17 @@ class ReplayBuffer:
 
     *Reserve* takes a place before generation starts, so a full buffer stops new work and never finished work. The
     place has an admission number, and batches are formed in the order of these numbers. A straggler is passed over as
-    long as it, and all else that is left, can still be trained within the bound (`freshness.in_time`); then a lease
+    long as it, and everything that is left, can still be trained within the bound (`staleness.in_time`); then a lease
     waits for it. So nothing that was admitted in time grows too old, and at max_staleness 0 a batch is exactly the
     oldest admitted samples, bit for bit the same whatever finished first.
-    *Commit* puts a reference into the place. What is too stale for the bound is refused with an outcome and closes it.
-    *Lease* lends exactly as many samples as an update needs, every one of them fresh at the version named. *Ack* says
-    that they were trained. *Release*, or `expire` after the deadline, brings them back to their old places.
-    *Evict* drops ready entries that may no longer be trained at the version named, and returns them.
+    *Commit* puts a reference into the place. Experience that is too stale is refused, which closes the place.
+    *Lease* lends exactly as many samples as an update needs, all of them fresh at the given version. *Ack* marks them
+    as trained. *Release*, or `expire` after the deadline, returns them to their old places.
+    *Evict* drops ready entries that may no longer be trained at the given version, and returns them.
 
-    Call `evict` whenever the policy's version changes, before generators receive it: a commit is judged by the version
-    the buffer was told of last, and refused when it comes from a version ahead of that.
-    The buffer knows the samples it holds; that none is trained twice in a run is the ledger's to say.
+    Call `evict` whenever the policy's version changes, before generators receive it: a commit is compared with the
+    version of the last such call, and refused when its version is ahead of that.
+    The buffer knows the samples it holds; the ledger guarantees that none is trained twice in a run.
     """
 
     def __init__(
@@ -65,33 +65,34 @@ class ReplayBuffer:
         self._clock = clock
         self._version = 0
         self._next_lease = 0
-        self._places = Places(capacity_samples)
+        self._state = BufferState(capacity_samples)
 
     @property
     def running(self) -> int:
         """Samples reserved and not yet committed."""
-        return self._places.running
+        return self._state.running
 
     @property
     def accepted(self) -> int:
         """Samples ever committed and not dropped: trained, leased and ready. What `AdmissionRule` counts."""
-        return self._places.trained + len(self._places.held)
+        return self._state.trained + len(self._state.held)
 
     @property
     def bytes(self) -> int:
         """Bytes of the ready and leased entries."""
-        return self._places.bytes
+        return self._state.bytes
 
     def reserve(self, samples: int, version: int, again: bool = False) -> Reservation | None:
         """A place for `samples` samples, or None while the buffer has no room for them.
 
         Args:
-            version: of the weights that the generators hold; no token will come from an older one.
-            again: they had a place before; bytes may be full then, for what was admitted once is finished.
+            version: of the weights that the generators hold; no token will be sampled with an older one.
+            again: they had a place before; the capacity in bytes is ignored then, so that admitted samples are
+                finished.
         """
         if samples < 1:
             raise BufferError(f"cannot reserve {samples} samples; reserve at least one")
-        return None if self._bytes_full() and not again else self._places.open(samples, version)
+        return None if self._bytes_full() and not again else self._state.open(samples, version)
 
     def commit(
         self, reservation: Reservation, ref: Any, keys: Iterable[SampleKey], min_version: int, nbytes: int
@@ -102,7 +103,7 @@ class ReplayBuffer:
             ref: opaque reference to the experience.
             keys: its samples, as many as were reserved.
             min_version: oldest weight version among its response tokens.
-            nbytes: its size. Work with a reservation may exceed the capacity in bytes; no new place is given then.
+            nbytes: its size. A commit may exceed the capacity in bytes; no new place is reserved then.
 
         Returns:
             READY when held; STALE or AHEAD when refused, which closes the reservation.
@@ -117,11 +118,11 @@ class ReplayBuffer:
             raise BufferError(
                 f"commit of place {entry.order}: {entry.samples} keys for a reservation of {reservation.samples}"
             )
-        self._places.check(entry)
-        self._places.close(reservation)
+        self._state.check(entry)
+        self._state.close(reservation)
         if not self._fresh(entry):
             return CommitOutcome.AHEAD if entry.min_version > self._version else CommitOutcome.STALE
-        self._places.hold(entry)
+        self._state.hold(entry)
         return CommitOutcome.READY
 
     def lease(self, samples: int, version: int) -> Lease | None:
@@ -141,11 +142,11 @@ class ReplayBuffer:
             return None
         lease = Lease(self._next_lease, tuple(chosen), version, self._clock() + self.lease_timeout_s)
         self._next_lease += 1
-        self._places.lend(lease)
+        self._state.lend(lease)
         return lease
 
     def ack(self, lease: Lease, trained_version: int) -> None:
-        """The lease was trained on, by the update that started from `trained_version`.
+        """Mark a lease as trained, by the update that started from `trained_version`.
 
         Raises:
             BufferError: the lease is not out (acknowledged, released or expired before), or was for another version.
@@ -156,80 +157,81 @@ class ReplayBuffer:
                 f"ack of lease {lease.number}: trained from version {trained_version}, but its samples were found "
                 f"fresh for version {lease.version}; name the version that the update started from"
             )
-        self._places.train(lease)
+        self._state.train(lease)
 
     def release(self, lease: Lease) -> None:
-        """The lease was not trained on: its entries come back to their places.
+        """Return a lease that was not trained: its entries go back to their places.
 
         Raises:
             BufferError: the lease is not out.
         """
         self._check_out(lease, "release")
-        self._places.take_back(lease)
+        self._state.take_back(lease)
 
     def expire(self) -> list[Lease]:
-        """Bring leases back whose deadline has passed. A late `ack` of one is refused: another may hold its samples."""
+        """Release the leases whose deadline has passed. A late `ack` of one is refused: its samples may be leased
+        again."""
         now = self._clock()
-        overdue = [lease for lease in self._places.leases.values() if lease.deadline <= now]
+        overdue = [lease for lease in self._state.leases.values() if lease.deadline <= now]
         for lease in overdue:
             self.release(lease)
         return overdue
 
     def evict(self, version: int) -> list[Eviction]:
-        """The policy is at `version` now: drop the ready entries that may no longer be trained, and return them."""
+        """Drop the ready entries that may no longer be trained now that the policy is at `version`, and return them."""
         self._version = version
-        dropped = [entry for entry in self._places.ready_entries() if not self._fresh(entry)]
+        dropped = [entry for entry in self._state.ready_entries() if not self._fresh(entry)]
         for entry in dropped:
-            self._places.drop(entry)
+            self._state.drop(entry)
         return [Eviction(entry, staleness(entry.min_version, version)) for entry in dropped]
 
     def trim(self, batch: int) -> list[Entry | Reservation]:
         """Drop what batches of `batch` samples, formed in admission order from the present version on, would not train
-        in time, as after a resume with a smaller bound; what is under way counts as made by the present version.
+        in time, as after a resume with a smaller bound; samples under way count as generated by the present version.
 
         Returns:
-            the places that were dropped, in admission order: ready entries, and reservations, which are closed.
+            the dropped places in admission order: ready entries, and reservations, which are closed.
         """
         dropped: list[Entry | Reservation] = []
         kept = 0
-        for order in sorted(self._places.ready.keys() | self._places.reserved.keys()):
-            place = self._places.ready.get(order) or self._places.reserved[order]
+        for order in sorted(self._state.ready.keys() | self._state.reserved.keys()):
+            place = self._state.ready.get(order) or self._state.reserved[order]
             made_by = place.min_version if isinstance(place, Entry) else self._version
             if is_fresh(made_by, self._version + (kept + place.samples - 1) // batch, self.max_staleness):
                 kept += place.samples
                 continue
             dropped.append(place)
             if isinstance(place, Entry):
-                self._places.drop(place)
+                self._state.drop(place)
             else:
-                self._places.close(place)
+                self._state.close(place)
         return dropped
 
     def stats(self) -> BufferStats:
         """Counts and bytes now."""
-        ready = self._places.samples_ready
+        ready = self._state.samples_ready
         return BufferStats(
             samples_ready=ready,
             samples_reserved=self.running,
-            samples_leased=len(self._places.held) - ready,
+            samples_leased=len(self._state.held) - ready,
             bytes=self.bytes,
         )
 
     def ready_entries(self) -> list[Entry]:
-        """The ready entries in admission order: what a checkpoint has to save the bytes of."""
-        return self._places.ready_entries()
+        """The ready entries in admission order; a checkpoint has to save their bytes."""
+        return self._state.ready_entries()
 
     def leases(self) -> list[Lease]:
         """The leases that are out, oldest first."""
-        return list(self._places.leases.values())
+        return list(self._state.leases.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the references, as plain JSON types. Save the bytes of `ready_entries` beside it.
 
         Raises:
-            BufferError: a lease is out, so nobody can say yet whether its samples are trained.
+            BufferError: a lease is out, so it is unknown whether its samples are trained.
         """
-        return {"version": self._version, **self._places.state_dict()}
+        return {"version": self._version, **self._state.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any]) -> list[Reservation]:
         """Resume an empty buffer from `state_dict`, which may exceed a capacity or a bound that are smaller than those
@@ -239,27 +241,27 @@ class ReplayBuffer:
             refs: a reference per ready entry, by its order number.
 
         Returns:
-            The reservations that were open: start their samples again under them.
+            The open reservations: generate their samples again under them.
 
         Raises:
             BufferError: this buffer is in use, or a reference is missing.
         """
         self._version = state["version"]
-        return self._places.load_state_dict(state, refs, self._version)
+        return self._state.load_state_dict(state, refs, self._version)
 
     def _oldest(self, samples: int) -> list[Entry] | None:
-        """Fresh entries of lowest order that add up to `samples`; None when some are still to come, or what they pass
-        over would come too late."""
-        if self._places.samples_ready < samples:
+        """Fresh entries of lowest order that add up to `samples`; None when there are not enough, or when those they
+        pass over would grow too old."""
+        if self._state.samples_ready < samples:
             return None
         chosen: list[Entry] = []
         passed: list[Reservation] = []
-        total, orders = 0, iter(sorted(self._places.ready.keys() | self._places.reserved.keys()))
+        total, orders = 0, iter(sorted(self._state.ready.keys() | self._state.reserved.keys()))
         for order in orders:
-            if order in self._places.reserved:
-                passed.append(self._places.reserved[order])
+            if order in self._state.reserved:
+                passed.append(self._state.reserved[order])
                 continue
-            entry = self._places.ready[order]
+            entry = self._state.ready[order]
             if not self._fresh(entry):
                 continue
             chosen.append(entry)
@@ -269,7 +271,7 @@ class ReplayBuffer:
         if total < samples:
             return None
         if total > samples:
-            if passed:  # of another size, as in a run that went on with other chunks; in order they add up
+            if passed:  # chunks of another size, as after a resume with other settings; in order they add up
                 return None
             raise BufferError(
                 f"cannot lease exactly {samples} samples: chunks of {[e.samples for e in chosen]} in admission "
@@ -278,39 +280,39 @@ class ReplayBuffer:
         return chosen if not passed or self._can_wait(passed, orders, samples) else None
 
     def _can_wait(self, passed: list[Reservation], later: Iterable[int], batch: int) -> bool:
-        """Whether what a batch passes over, and the places after it, can all be trained in time after it."""
+        """Whether the places that a batch passes over, and those after it, can all be trained in time after it."""
         rest = [(place.samples, place.version) for place in passed]
         for order in later:
-            entry = self._places.ready.get(order)
+            entry = self._state.ready.get(order)
             if entry is None:
-                rest.append((self._places.reserved[order].samples, self._places.reserved[order].version))
+                rest.append((self._state.reserved[order].samples, self._state.reserved[order].version))
             elif self._fresh(entry):
                 rest.append((entry.samples, entry.min_version))
         return in_time(rest, batch, self._version + 1, self.max_staleness)
 
     def _check_not_stuck(self, samples: int) -> None:
-        """Raise when no later commit could ever fill the batch, instead of letting the run wait for ever."""
+        """Raise when no later commit could ever fill the batch, so that the run does not wait for ever."""
         if samples > self.capacity_samples:
             raise BufferError(
                 f"an update needs {samples} samples and the buffer holds at most {self.capacity_samples}; "
                 f"raise buffer.capacity_samples to at least {samples}"
             )
-        places = self._places
-        idle = not places.reserved and not places.leases and all(self._fresh(e) for e in places.ready.values())
+        state = self._state
+        idle = not state.reserved and not state.leases and all(self._fresh(e) for e in state.ready.values())
         if idle and self._bytes_full():
             raise BufferError(
-                f"the buffer is full at {self.bytes} of {self.capacity_bytes} bytes with {len(places.held)} samples, "
+                f"the buffer is full at {self.bytes} of {self.capacity_bytes} bytes with {len(state.held)} samples, "
                 f"fewer than the {samples} of an update; raise buffer.capacity_mb"
             )
 
     def _check_open(self, reservation: Reservation) -> None:
-        if self._places.reserved.get(reservation.order) != reservation:
+        if self._state.reserved.get(reservation.order) != reservation:
             raise BufferError(
                 f"commit of place {reservation.order}: no such open reservation (committed twice, or of another buffer)"
             )
 
     def _check_out(self, lease: Lease, action: str) -> None:
-        if self._places.leases.get(lease.number) is not lease:
+        if self._state.leases.get(lease.number) is not lease:
             raise BufferError(
                 f"{action} of lease {lease.number}: it is not out (acknowledged, released or expired before, "
                 f"timeout {self.lease_timeout_s} s)"

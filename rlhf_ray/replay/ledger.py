@@ -1,7 +1,7 @@
-"""The ledger: what became of every sample that a run ever admitted, in one SQLite file.
+"""The ledger: the state of every sample that a run has admitted, in one SQLite file.
 
-A sample is known by its key (epoch, row, sample) for ever, from the moment when the data cursor hands its prompt out;
-attempts to make it are numbered apart. Its life:
+A sample keeps its key (epoch, row, sample) from the moment when the data cursor hands its prompt out; attempts to
+generate it are numbered. Its life cycle:
 
     admitted ──► leased ──► generated ──► scored ──► consumed(step) ──► committed    the step is in a checkpoint
        ▲           │            │           │ └────► not_applied(step, reason)       the step changed no weight
@@ -9,17 +9,18 @@ attempts to make it are numbered apart. Its life:
                                             ├──► quarantined(reason)                 there will be no other
                                             └──► unused(reason)                      the run ended before its turn
 
-How far the cursor has come is written together with what it handed out, so that at any moment each sample it handed out
-has one place here, and nothing else has.
+The cursor's position is written in one transaction with the samples it handed out, so that at any moment the ledger
+holds exactly these samples.
 
-The running process keeps `ledger.sqlite` up to date, so that others can read it meanwhile: with a write-ahead log on a
-file system of one machine, with a rollback journal on one that others may share. A checkpoint holds a copy made for it,
-in which everything consumed is committed: manifest, weights, data cursor and ledger become valid by one rename. A
-resumed run goes on from that copy; what the process had done since is remembered as lost attempts.
+The running process keeps `ledger.sqlite` up to date, so that other processes can read it: with a write-ahead log on a
+file system of one machine, with a rollback journal on a shared one. A checkpoint holds a copy in which everything
+consumed is committed: manifest, weights, data cursor and ledger become valid by one rename. A resumed run starts from
+that copy; attempts made after it are recorded as lost.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -36,51 +37,57 @@ from rlhf_ray.files.durable import flushing
 from rlhf_ray.files.thread import FileThread
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.file_system import is_local
-from rlhf_ray.replay.ledger_tables import CREATE, OPEN, SCHEMA, UNDER_WAY, LedgerFacts, State, contents, unharmed
+from rlhf_ray.replay.ledger_tables import CREATE, OPEN, SCHEMA, UNDER_WAY, LedgerFacts, State, contents, reading_errors
 
+LOCAL_FILE_SYSTEMS = frozenset({
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs", "tmpfs", "ramfs", "overlay",
+    "aufs", "ntfs3", "exfat", "vfat"})
+"""File systems of one machine; SQLite's write-ahead log works on these alone, since its index is memory that processes
+share (https://www.sqlite.org/wal.html: "All processes using a database must be on the same host computer; WAL does not
+work over a network filesystem"). All others (nfs4, cifs, lustre, gpfs, ceph, beegfs, 9p, virtiofs, fuse.*) may be
+shared by several machines."""
+_MOUNTS = Path("/proc/self/mountinfo")
 LOCKED_S = 60.0
-"""For another program to let go of the file. Those that read it as `open_for_reading` does never keep it."""
+"""Longest wait for a lock that another program holds. Readers (`open_for_reading`) never hold one for long."""
 LOST = "the process ended before the next checkpoint"
 UNMADE = "FROM samples WHERE state IN ('leased', 'generated')"
-"""Samples whose experience is not whole; a checkpoint holds the bytes of those that are scored."""
-
+"""Samples whose experience is incomplete; a checkpoint holds the bytes of those that are scored."""
 
 Change = Callable[[sqlite3.Connection], Any]
 
 
 class Ledger:
-    """A run's ledger, open for writing; for the coordinator's one thread.
+    """A run's ledger, open for writing. Not thread-safe: for the coordinator's event loop only.
 
-    With a file thread, methods that write note what is to be changed and return at once; that thread makes the changes
-    in the same order, as many in one transaction as wait, and `settled` says that all of them are on disk. Without one,
-    each is a transaction of its own and is made when the method returns. Either way a process killed at any moment
-    leaves a file that can be read.
+    With a file thread, methods that write queue the change and return at once; the thread makes the changes in the same
+    order, all that wait in one transaction, and `settled` returns when they are on disk. Without one, each change is a
+    transaction of its own, made when the method returns. Either way a process killed at any moment leaves a readable
+    file.
 
     Raises:
         LedgerError: (any method that writes, and `settled`) the file cannot be read or written, or a sample is not in
-            the state it must be in; nothing that was noted later is written then.
+            the required state; later changes are not written then.
         SupersededError: (the same, after a method about an update or a checkpoint) another driver owns the run's
-            directory now. It has put a new file in the place of this one, which a late write does not reach.
+            directory now. It has replaced this file by a new one, which a late write does not reach.
     """
 
     def __init__(self, path: Path, term: Term | None = None, thread: FileThread | None = None) -> None:
-        """Open an existing ledger; see `create`. `term`: of the owner of the run's directory, which is noted in it."""
+        """Open an existing ledger; see `create`. `term`: of the owner of the run's directory, stored in the ledger."""
         self.path, self._term, self._thread = Path(path), term, thread
         self._changes: deque[Change | None] = deque()
-        """That wait for the thread. None: a copy is to be made of what is before it."""
-        self._asked: Future[None] | None = None
+        """Queued for the thread. None: copy the ledger as of the changes before it."""
+        self._newest_job: Future[None] | None = None
         """The newest job that makes changes."""
-        self._coming = False
-        """Whether a job is on its way that will see every change noted by now."""
+        self._job_queued = False
+        """Whether a queued job will see every change queued by now."""
         self._failure: BaseException | None = None
-        with self._told("opened"):
-            # Whoever calls, one thread at a time does: the file thread, where there is one, once the run goes on.
+        with self._converted_errors("opened"):
+            # One thread at a time uses the connection: during the run the file thread, if there is one.
             self._db = sqlite3.connect(_uri(self.path, "rw"), uri=True, timeout=LOCKED_S, check_same_thread=False)
             if is_local(self.path):
                 self._db.execute("PRAGMA journal_mode=WAL")
             else:
-                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # so that a log left behind needs no shared memory
+                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")  # a log left behind then needs no shared memory
                 self._db.execute("PRAGMA journal_mode=TRUNCATE")
                 self._db.execute("PRAGMA locking_mode=NORMAL")
             self._db.execute("PRAGMA synchronous=NORMAL")  # survives the process; a checkpoint's copy is flushed
@@ -92,7 +99,8 @@ class Ledger:
     def create(cls, path: Path, facts: LedgerFacts, term: Term | None = None, thread: FileThread | None = None) -> Self:
         """An empty ledger at `path`, which must be free."""
         if path.exists():
-            raise LedgerError(f"{path} exists already; a ledger is not begun twice")
+            raise LedgerError(f"{path} exists already and would be overwritten; resume the run, or choose another "
+                              "run.dir")
         try:
             with closing(sqlite3.connect(path)) as db:
                 db.executescript(CREATE)
@@ -100,13 +108,13 @@ class Ledger:
                 db.executemany("INSERT INTO cursor VALUES (?, 0)", [(n,) for n in range(len(facts.source_rows))])
                 db.commit()
         except sqlite3.Error as error:
-            raise LedgerError(f"{path} cannot be made: {error}") from error
+            raise LedgerError(f"{path} cannot be created: {error}; check the directory and the free space") from error
         return cls(path, term, thread)
 
     @classmethod
     def resume(cls, path: Path, copy: Path, facts: LedgerFacts, term: Term | None = None,
                thread: FileThread | None = None) -> Self:
-        """Go on from a checkpoint's copy; what was under way then or came after is remembered as lost attempts.
+        """Continue from a checkpoint's copy; attempts that were under way then, or made later, are recorded as lost.
 
         Raises:
             LedgerError: the copy is of a run with other facts, or unreadable.
@@ -116,13 +124,13 @@ class Ledger:
         with closing(open_for_reading(copy)) as source, closing(sqlite3.connect(path)) as target:
             source.backup(target)
         ledger = cls(path, term, thread)
-        found = LedgerFacts.read(ledger._db)
-        loosest = replace(facts, max_staleness=max(facts.max_staleness, found.max_staleness))
-        if replace(found, max_staleness=loosest.max_staleness) != loosest:
-            raise LedgerError(f"{copy} is the ledger of a run with {found}, and this one has {facts}; resume with the "
-                              "same settings, or begin a new run")
+        saved = LedgerFacts.read(ledger._db)
+        loosest = replace(facts, max_staleness=max(facts.max_staleness, saved.max_staleness))
+        if replace(saved, max_staleness=loosest.max_staleness) != loosest:
+            raise LedgerError(f"{copy} is the ledger of a run with {saved}, and this one has {facts}; resume with the "
+                              "same settings, or start a new run")
 
-        def take_up(db: sqlite3.Connection) -> None:
+        def reopen(db: sqlite3.Connection) -> None:
             db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", loosest.rows())
             db.execute(f"INSERT OR REPLACE INTO attempts SELECT epoch, row, sample, attempt, state, worker, ? {UNMADE}",
                        (LOST,))
@@ -133,11 +141,11 @@ class Ledger:
                        "a.sample) = (samples.epoch, samples.row, samples.sample)) WHERE state IN (?, ?)",
                        (State.SCORED, State.ADMITTED))
 
-        ledger._apply([take_up])
+        ledger._apply([reopen])
         return ledger
 
     def admit(self, keys: Iterable[SampleKey], position: Sequence[int]) -> None:
-        """The data cursor has handed out the prompts of these samples, and stands at `position` now: prompts handed out
+        """Record the samples of prompts that the data cursor has handed out, and its new position: prompts handed out
         of each source, over all its epochs."""
         rows = [(*key.numbers, State.ADMITTED) for key in keys]
         counts = [(count, source) for source, count in enumerate(position)]
@@ -151,47 +159,47 @@ class Ledger:
         self._write(change)
 
     def lease(self, keys: Iterable[SampleKey], version: int) -> None:
-        """An attempt at admitted samples begins, under weights of `version`."""
+        """Start an attempt at admitted samples, with weights of `version`."""
         self._move(keys, State.LEASED, (State.ADMITTED,), version=version)
 
     def generated(self, keys: Iterable[SampleKey], worker: str) -> None:
-        """`worker` has drawn the responses."""
+        """`worker` has generated the responses."""
         self._move(keys, State.GENERATED, (State.LEASED,), worker=worker)
 
     def scored(self, keys: Iterable[SampleKey], min_version: int) -> None:
-        """The samples' experience is whole; `min_version` is the oldest version among its tokens."""
+        """The samples' experience is complete; `min_version` is the oldest version among its tokens."""
         self._move(keys, State.SCORED, (State.GENERATED,), version=min_version)
 
     def consumed(self, keys: Iterable[SampleKey], step: int) -> None:
-        """Update number `step` (from 1) was made with the samples."""
+        """Update number `step` (from 1) has consumed the samples."""
         self._write(self._owned(self._moving(keys, State.CONSUMED, (State.SCORED,), step=step)))
 
     def not_applied(self, keys: Iterable[SampleKey], step: int, reason: str) -> None:
-        """Update number `step` was made with the samples and changed nothing: they were not trained on."""
+        """Update number `step` has consumed the samples and changed no weight: they were not trained on."""
         self._write(self._owned(self._moving(keys, State.NOT_APPLIED, (State.SCORED,), step=step, reason=reason)))
 
     def quarantine(self, keys: Iterable[SampleKey], reason: str) -> None:
-        """The samples are set aside for good."""
+        """Set the samples aside; no attempt follows."""
         self._move(keys, State.QUARANTINED, UNDER_WAY, reason=reason)
 
     def quarantined(self) -> list[tuple[SampleKey, str]]:
-        """Samples that were set aside, and why."""
-        found = self._db.execute("SELECT epoch, row, sample, reason FROM samples WHERE state = ? ORDER BY 1, 2, 3",
-                                 (State.QUARANTINED,))
-        return [(SampleKey(*key), reason) for *key, reason in found]
+        """Samples that were set aside, with their reasons."""
+        rows = self._db.execute("SELECT epoch, row, sample, reason FROM samples WHERE state = ? ORDER BY 1, 2, 3",
+                                (State.QUARANTINED,))
+        return [(SampleKey(*key), reason) for *key, reason in rows]
 
     def open_keys(self) -> set[SampleKey]:
-        """The samples that an update is to be made with yet."""
+        """The samples that no update has consumed yet."""
         marks = ", ".join("?" * len(OPEN))
-        found = self._db.execute(f"SELECT epoch, row, sample FROM samples WHERE state IN ({marks})", OPEN)
-        return {SampleKey(*key) for key in found}
+        rows = self._db.execute(f"SELECT epoch, row, sample FROM samples WHERE state IN ({marks})", OPEN)
+        return {SampleKey(*key) for key in rows}
 
     def position(self) -> list[int]:
-        """How far the data cursor has come: prompts handed out of each source."""
+        """Position of the data cursor: prompts handed out of each source."""
         return [count for (count,) in self._db.execute("SELECT handed_out FROM cursor ORDER BY source")]
 
     def give_up(self, keys: Iterable[SampleKey], reason: str) -> None:
-        """The present attempt at these samples is over without success, and another is to follow."""
+        """End the present attempt at these samples without success; another follows."""
         plain = [(*key.numbers, reason) for key in keys]
 
         def change(db: sqlite3.Connection) -> None:
@@ -205,16 +213,16 @@ class Ledger:
         self._write(change)
 
     def leave_unused(self, keys: Iterable[SampleKey], reason: str) -> None:
-        """The run is over, and no update will be made with these samples, which wait or are under way."""
+        """The run is over, and no update will consume these samples, which are open."""
         self._move(keys, State.UNUSED, OPEN, reason=reason)
 
     def save(self, copy: Path) -> Future[None]:
-        """Write a copy for the checkpoint of the present step: everything consumed is committed in it. It is of the
-        moment of the call, whatever is noted until the returned future is done."""
+        """Write a copy for the checkpoint of the present step, in which everything consumed is committed. It is as of
+        the call; changes made before the returned future is done are not in it."""
         self._raise_failure()
         if self._thread is not None:
             self._changes.append(None)
-            self._coming = False  # a job that was asked for before stops at the mark
+            self._job_queued = False  # a job queued earlier stops at the mark
             return self._thread.submit(self._copy_at_mark, copy)
         self._copy(copy)
         done: Future[None] = Future()
@@ -222,26 +230,26 @@ class Ledger:
         return done
 
     def commit(self, step: int | None = None) -> None:
-        """The checkpoint is in its place: everything consumed by updates up to `step` (all if None) is committed."""
+        """A checkpoint is complete: mark everything consumed by updates up to `step` (all if None) as committed."""
         self._write(self._owned(lambda db: _commit_consumed(db, step)))
 
     async def settled(self) -> None:
-        """Every change noted so far is made."""
-        if self._thread is not None and self._asked is not None:
-            asked = self._asked
-            await self._thread.wait(asked)
-            if self._asked is asked:
-                self._asked = None
+        """Wait until every change queued so far is made."""
+        if self._thread is not None and self._newest_job is not None:
+            job = self._newest_job
+            await self._thread.wait(job)
+            if self._newest_job is job:
+                self._newest_job = None
         self._raise_failure()
 
     def close(self) -> None:
-        """Leave one file behind, without a write-ahead log, which readers would begin anew, and without a journal. They
-        stay, whole, where somebody reads at this moment, or holds the file."""
+        """Close the file, and remove its write-ahead log or journal. These stay, complete, where another program has
+        the file open."""
         if self._thread is not None and not self._thread.inside:
             self._thread.do(self.close)
             return
         self._make_changes()
-        with self._told("closed"), closing(self._db):
+        with self._converted_errors("closed"), closing(self._db):
             self._check_term()
             self._db.execute("PRAGMA busy_timeout=2000")
             try:
@@ -252,21 +260,21 @@ class Ledger:
 
     def _copy(self, copy: Path) -> None:
         self._check_term()
-        with self._told("copied"), flushing(copy), closing(sqlite3.connect(copy)) as target:
+        with self._converted_errors("copied"), flushing(copy), closing(sqlite3.connect(copy)) as target:
             self._db.backup(target)
             target.execute("PRAGMA journal_mode=DELETE")
             with target:
                 _commit_consumed(target)
 
     def _copy_at_mark(self, copy: Path) -> None:
-        """A copy of what was noted before its mark."""
+        """Copy the ledger as of the changes queued before its mark."""
         self._make_changes()
         self._changes.popleft()
         self._copy(copy)
         self._make_changes()
 
     def _move(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], **columns: Any) -> None:
-        """Bring samples from one of the states `since` to the next, and set some columns."""
+        """Move samples from one of the states `since` to another, and set some columns."""
         self._write(self._moving(keys, to, since, **columns))
 
     def _moving(self, keys: Iterable[SampleKey], to: State, since: tuple[State, ...], **columns: Any) -> Change:
@@ -281,20 +289,20 @@ class Ledger:
         return change
 
     def _write(self, change: Callable[[sqlite3.Connection], Any]) -> None:
-        """Make a change, or have it made."""
+        """Make a change, or queue it for the thread."""
         self._raise_failure()
         if self._thread is None or self._thread.inside:
             self._make_changes()
             self._apply([change])
             return
         self._changes.append(change)
-        if not self._coming:
-            self._coming = True
-            self._asked = self._thread.submit(self._make_changes)
+        if not self._job_queued:
+            self._job_queued = True
+            self._newest_job = self._thread.submit(self._make_changes)
 
     def _make_changes(self) -> None:
-        """Make the changes that were noted, up to the mark of a copy."""
-        self._coming = False  # first: what is noted from here on asks for another job, or is seen by this one
+        """Make the queued changes, up to the mark of a copy."""
+        self._job_queued = False  # first: a change queued from here on queues another job, or is seen by this one
         changes = []
         while self._changes and (change := self._changes[0]) is not None:
             changes.append(change)
@@ -307,10 +315,10 @@ class Ledger:
             raise
 
     def _apply(self, changes: list[Change]) -> None:
-        """Make changes in one transaction; where one of them cannot be made, those before it are."""
+        """Make changes in one transaction; if one of them fails, those before it are made."""
         if not changes:
             return
-        with self._told("written"), flushing(self.path):
+        with self._converted_errors("written"), flushing(self.path):
             try:
                 with self._db as db:
                     for change in changes:
@@ -328,11 +336,11 @@ class Ledger:
 
     def _require(self, found: int, wanted: int, what: str, since: tuple[State, ...]) -> None:
         if found != wanted:
-            raise LedgerError(f"{wanted} samples were to be {what}, and {found} of them are {' or '.join(since)} in "
-                              f"{self.path}: a sample came twice, or was never admitted")
+            raise LedgerError(f"{wanted} samples should become {what}, and {found} of them are {' or '.join(since)} in "
+                              f"{self.path}: a sample came twice, or was never admitted. This is a bug; report it")
 
     def _owned(self, change: Change) -> Change:
-        """A change that is made in this driver's term only."""
+        """A change that is made only while this driver owns the directory."""
         def checked(db: sqlite3.Connection) -> None:
             self._check_term()
             change(db)
@@ -344,33 +352,35 @@ class Ledger:
             self._term.check()
 
     @contextmanager
-    def _told(self, action: str) -> Iterator[None]:
-        """SQLite's errors as ours."""
+    def _converted_errors(self, action: str) -> Iterator[None]:
+        """Raise SQLite's errors as LedgerError."""
         try:
             yield
         except sqlite3.IntegrityError as error:
-            raise LedgerError(f"{self.path}: a sample that is there already was admitted again ({error})") from error
+            raise LedgerError(f"{self.path}: a sample was admitted twice ({error}). This is a bug; report "
+                              "it") from error
         except sqlite3.Error as error:
             self._check_term()  # SQLite refuses to begin a journal for a file that has been replaced
-            hint = "another program keeps it locked: end that" if _is_locked(error) else "is the disk full?"
+            hint = "another program has locked it: end that program" if _is_locked(error) else "check its disk's space"
             raise LedgerError(f"{self.path} cannot be {action}: {error}; {hint}") from error
 
 
 def discard(path: Path) -> None:
-    """Remove a ledger and what SQLite keeps beside it."""
+    """Remove a ledger with its log and journal."""
     for side in ("", "-wal", "-shm", "-journal"):
         path.with_name(path.name + side).unlink(missing_ok=True)
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing, to a ledger that a run may be writing. Where a write-ahead log lies on a file
-    system that has none (the directory was copied there), it is one to a copy in memory.
+    """A read-only connection to a ledger that a run may be writing. If it has a write-ahead log on a shared file system
+    (the directory was copied there), the connection is to a copy in memory.
 
     Raises:
-        LedgerError: there is none, or it is damaged or another version's.
+        LedgerError: the file is missing, damaged or of another version.
     """
     if not path.is_file():
-        raise LedgerError(f"there is no ledger {path}: only a PPO run keeps one, once its workers are ready")
+        raise LedgerError(f"no such ledger: {path}. A PPO run writes one once its workers are ready; give the "
+                          "directory of such a run")
     db = sqlite3.connect(_uri(path, "ro"), uri=True)
     try:
         if _has_log(path) and not is_local(path):
@@ -383,8 +393,28 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     return db
 
 
+def is_local(path: Path) -> bool:
+    """Whether a file is on a file system of this machine alone; False where that is unknown."""
+    return file_system_of(path) in LOCAL_FILE_SYSTEMS
+
+
+def file_system_of(path: Path) -> str | None:
+    """The type of file system that a file is on, or will be; None where the system does not report it."""
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+    except OSError:
+        return None
+    place, best, kind = path.absolute().resolve(), Path(), None
+    for line in lines:  # a later mount hides earlier ones at its place
+        before, _, after = line.partition(" - ")
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        if place.is_relative_to(mount) and len(mount.parts) >= len(best.parts):
+            best, kind = mount, after.split()[0]
+    return kind
+
+
 def _has_log(path: Path) -> bool:
-    """Whether a database says of itself that it has a write-ahead log (byte 18 of its header is 2)."""
+    """Whether a database has a write-ahead log, by its header (byte 18 is 2)."""
     with path.open("rb") as file:
         return file.read(20)[18:20] == b"\x02\x02"
 
@@ -396,7 +426,7 @@ def _copy_in_memory(path: Path) -> sqlite3.Connection:
                 shutil.copyfile(path.with_name(path.name + side), Path(here, f"ledger{side}"))
         db = sqlite3.connect(":memory:")
         try:
-            with unharmed(db), closing(sqlite3.connect(Path(here, "ledger"))) as source:
+            with reading_errors(db), closing(sqlite3.connect(Path(here, "ledger"))) as source:
                 source.backup(db)
         except BaseException:
             db.close()
@@ -406,26 +436,26 @@ def _copy_in_memory(path: Path) -> sqlite3.Connection:
 
 
 def check_ledger(db: sqlite3.Connection, path: Path) -> None:
-    """Refuse a damaged file, one of another schema, and one with other tables, or triggers, whoever put them there.
+    """Refuse a damaged file, one of another schema, and one with other tables or with triggers.
 
     Raises:
-        LedgerError: says which.
+        LedgerError: the file is one of these.
     """
-    with unharmed(db):
+    with reading_errors(db):
         _check_ledger(db, path)
 
 
 def _check_ledger(db: sqlite3.Connection, path: Path) -> None:
-    if (said := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
-        raise LedgerError(f"{path} is damaged: {said}")
+    if (result := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
+        raise LedgerError(f"{path} is damaged: {result}; resume from a checkpoint, which has its own copy")
     schema = db.execute("SELECT value FROM facts WHERE name = 'schema'").fetchone()
     if schema is None or schema[0] != SCHEMA:
         raise LedgerError(f"{path} has schema {schema and schema[0]}, this version reads {SCHEMA}: read it with the "
-                          "version of rlhf-ray that wrote it, or begin a new run")
+                          "version of rlhf-ray that wrote it, or start a new run")
     with closing(sqlite3.connect(":memory:")) as empty:
         empty.executescript(CREATE)
         if contents(db) != contents(empty):
-            raise LedgerError(f"{path} is damaged, or no ledger: it has other tables or columns than one has")
+            raise LedgerError(f"{path} is damaged or not a ledger: its tables differ from those of schema {SCHEMA}")
 
 
 def _is_locked(error: sqlite3.Error) -> bool:
@@ -438,8 +468,8 @@ def _commit_consumed(db: sqlite3.Connection, step: int | None = None) -> None:
 
 
 def _attempts_beyond(path: Path, copy: Path) -> list[tuple[Any, ...]]:
-    """Attempts that came to nothing by the ledger at `path`, with those of samples that the checkpoint's copy has never
-    met; none where there is no such ledger, or it is damaged: the copy holds what counts."""
+    """Attempts given up according to the ledger at `path`, with those at samples that the checkpoint's copy does not
+    have; none if that ledger is missing or damaged, since the copy is what counts."""
     try:
         with closing(open_for_reading(path)) as db:
             db.execute("ATTACH DATABASE ? AS saved", (_uri(copy, "ro"),))

@@ -1,4 +1,4 @@
-"""The tables of the ledger, and the facts about its run that stand in it."""
+"""The tables of the ledger, the states of a sample, and the facts about the run that an audit needs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 
-# Samples lie in the order of their admission (a rowid table), for that is how they change. By key, in the shuffled
-# order of the data, each would lie on another page, and each change of a chunk would write as many pages as samples.
+# Samples are stored in order of admission (a rowid table), because they change in that order. Stored by key, in the
+# shuffled order of the data, each would be on another page, and a change of a chunk would write a page per sample.
 CREATE = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value);
-CREATE TABLE cursor (          -- how far the data cursor has come
+CREATE TABLE cursor (          -- position of the data cursor
     source INTEGER PRIMARY KEY,
     handed_out INTEGER NOT NULL  -- prompts of this source, over all its epochs
 );
@@ -32,15 +32,15 @@ CREATE TABLE samples (
     attempt INTEGER NOT NULL,  -- from 1; the next one while it is admitted
     state TEXT NOT NULL,
     version INTEGER,           -- of the weights when it was leased; once scored, the oldest among its tokens
-    worker TEXT,               -- who drew it
+    worker TEXT,               -- that generated it
     step INTEGER,              -- the update that consumed it, from 1
-    reason TEXT,               -- of a quarantine, of an update that changed nothing, and of what stays unused
+    reason TEXT,               -- of a quarantine, of an update that changed nothing, and of an unused sample
     PRIMARY KEY (epoch, row, sample)
 );
 CREATE INDEX by_step ON samples (step);
-CREATE TABLE attempts (        -- that came to nothing
+CREATE TABLE attempts (        -- given up
     epoch INTEGER, row INTEGER, sample INTEGER, attempt INTEGER,
-    state TEXT NOT NULL,       -- how far it came
+    state TEXT NOT NULL,       -- the last one it reached
     worker TEXT,
     reason TEXT NOT NULL,
     PRIMARY KEY (epoch, row, sample, attempt)
@@ -49,7 +49,7 @@ CREATE TABLE attempts (        -- that came to nothing
 
 
 class State(StrEnum):
-    """Where a sample is in its life; see `ledger`."""
+    """State of a sample; see `ledger` for the life cycle."""
 
     ADMITTED = "admitted"
     LEASED = "leased"
@@ -63,27 +63,27 @@ class State(StrEnum):
 
 
 UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
-"""Of samples that an attempt is made at."""
+"""States of samples with an attempt under way."""
 OPEN = (State.ADMITTED, *UNDER_WAY)
-"""Of samples that an update is to be made with yet."""
+"""States of samples that no update has consumed yet."""
 
 
 @dataclass(frozen=True)
 class LedgerFacts:
-    """What an audit has to know of the run."""
+    """Facts about the run that an audit needs."""
 
     samples_per_step: int
     samples_per_prompt: int
     max_staleness: int
-    """The largest that any part of the run allowed."""
+    """The largest bound that any part of the run had."""
     source_rows: tuple[int, ...]
-    """Rows of each source of prompts; sources are numbered through."""
+    """Rows of each source of prompts, by source number."""
     seed: int
     """Of the order of each epoch; see `data.cursor.PromptCursor`."""
     shuffle: bool
-    """Whether an epoch's order is other than that of the file."""
+    """Whether the rows of an epoch are shuffled."""
     weights: tuple[float, ...]
-    """Of each source: their turns are in proportion to these."""
+    """Of each source: prompts are taken in proportion to these."""
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         """As rows of the table `facts`."""
@@ -101,11 +101,11 @@ class LedgerFacts:
         """The facts in a ledger.
 
         Raises:
-            LedgerError: one is missing, or is no number.
+            LedgerError: one is missing or not a number.
         """
-        with unharmed(db):
-            found = dict(db.execute("SELECT name, value FROM facts"))
-            values = {f.name: json.loads(found[f.name]) for f in fields(cls)}
+        with reading_errors(db):
+            texts = dict(db.execute("SELECT name, value FROM facts"))
+            values = {f.name: json.loads(texts[f.name]) for f in fields(cls)}
             rows = tuple(map(operator.index, values.pop("source_rows")))
             weights, shuffle = tuple(map(float, values.pop("weights"))), bool(values.pop("shuffle"))
             numbers = {name: operator.index(value) for name, value in values.items()}
@@ -113,11 +113,11 @@ class LedgerFacts:
 
 
 @contextmanager
-def unharmed(db: sqlite3.Connection) -> Iterator[None]:
-    """What reading a damaged file raises, as an error that names the file.
+def reading_errors(db: sqlite3.Connection) -> Iterator[None]:
+    """Raise the errors of reading a damaged file as LedgerError, which names the file.
 
     Raises:
-        LedgerError: the block met bytes that no ledger has.
+        LedgerError: the block read bytes that no ledger has.
     """
     try:
         yield
@@ -129,6 +129,6 @@ def unharmed(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def contents(db: sqlite3.Connection) -> list[tuple[str, str, str | None]]:
-    """(kind, name, column) of all tables, indices and whatever else a file has."""
+    """(kind, name, column) of all tables, indices, triggers and views of a database."""
     return db.execute("SELECT m.type, m.name, c.name FROM sqlite_master AS m LEFT JOIN pragma_table_info(m.name) AS c "
                       "WHERE m.name NOT LIKE 'sqlite_%' ORDER BY 1, 2, c.cid").fetchall()

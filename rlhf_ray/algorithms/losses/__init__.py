@@ -1,6 +1,6 @@
 """Every loss that a learner minimises. Each is a scalar with a graph; empty masks give 0 and zero gradients.
 
-`ppo` holds what the policy and the critic minimise, `supervised` what demonstrations, preferences and step labels ask.
+`ppo` holds the losses of policy and critic, `supervised` those of demonstrations, preferences and step labels.
 """
 
 from rlhf_ray.algorithms.losses.ppo import entropy_bonus, policy_loss, value_loss, value_stats

@@ -1,24 +1,24 @@
-"""What the policy and the critic minimise.
+"""The losses of PPO, of policy and critic: clipped surrogate, ratios and importance weights, clipped value loss.
 
-Losses that report on themselves return `(loss, stats)`: stats are detached scalar tensors, still on their device, so
+Losses with statistics return `(loss, stats)`: stats are detached scalar tensors, still on their device, so
 that reading them is the caller's choice of when to wait for a GPU.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rlhf_ray.algorithms.kl import approx_kl
-from rlhf_ray.algorithms.losses.ratios import (
-    Importance,
-    Level,
-    check_importance,
-    importance_weights,
-    policy_ratios,
-)
 from rlhf_ray.algorithms.masking import Aggregate, aggregate_mean, masked_mean, masked_variance, select
 from rlhf_ray.errors import ConfigError
 
 Stats = dict[str, Tensor]
+Level = Literal["token", "sequence"]
+Importance = Literal["truncate", "mask"]
+
+MAX_LOG_RATIO = 40.0
+"""Log-ratios are cut here before exp: far beyond any clip range, yet exp stays finite, and 0 * exp(x) is no NaN."""
 
 
 def policy_loss(
@@ -41,7 +41,7 @@ def policy_loss(
     Per token, with r = exp(logprobs - old_logprobs): max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)). Where A < 0,
     dual_clip bounds it by -A * dual_clip (Ye et al. 2020, eq. 5). With ratio="sequence", r is the geometric mean of the
     row's ratios (GSPO, Zheng et al. 2025). With `behaviour_logprobs` each token's loss is multiplied by a constant,
-    the importance weight of `ratios.importance_weights` (decoupled PPO, Hilton et al. 2022).
+    the importance weight of `importance_weights` (decoupled PPO, Hilton et al. 2022).
 
     Args:
         logprobs, old_logprobs, behaviour_logprobs: `[B, T]` log-probabilities of the sampled tokens, under the policy
@@ -101,7 +101,7 @@ def value_loss(
 def value_stats(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None
 ) -> Stats:
-    """What `value_loss` of the same arguments is made of.
+    """Statistics of `value_loss`, which takes the same arguments.
 
     Returns:
         clip_fraction (tokens whose loss the clip changed), value_mean, error (mean squared error, unclipped and without
@@ -168,3 +168,66 @@ def _value_stats(values: Tensor, returns: Tensor, squares: Tensor, worst: Tensor
 def _check_dual_clip(dual_clip: float | None) -> None:
     if dual_clip is not None and not dual_clip > 1:
         raise ConfigError(f"dual_clip={dual_clip} would cut an unchanged policy's loss; use more than 1 (3), or none")
+
+
+def policy_ratios(new: Tensor, old: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """[B, T] exp(new - old) of each token, or of a row on all its tokens, with a gradient to each token.
+
+    All inputs are `[B, T]`, 0 outside `mask`. The row's ratio is s = exp(mean of its log-ratios) (GSPO, Zheng et al.
+    2025). Token t gets it as s * pi_t / sg(pi_t) (their GSPO-token): the same value, and the same gradient where all
+    advantages of a row are equal, while advantages that differ between tokens keep their own.
+
+    Raises:
+        ConfigError: an unknown level.
+    """
+    if level == "token":
+        return _exp(new - old)
+    if level != "sequence":
+        raise ConfigError(f'ratio={level!r} is unknown; use "token" or "sequence"')
+    row = (new.detach() - old).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return _exp(row) * (new - new.detach()).exp()
+
+
+def importance_weights(
+    old: Tensor, behaviour: Tensor, cap: float | None, kind: Importance, level: Level
+) -> tuple[Tensor, Tensor]:
+    """Weights that correct for tokens sampled with other probabilities than the learner's, and where the cap applies.
+
+    exp(old - behaviour) of each token, or the product of a row's on all its tokens: the importance weight of the whole
+    response. Above `cap` they become cap ("truncate"; Ionides 2008, and per token Yao et al. 2025) or 0 ("mask").
+
+    Returns:
+        (weights `[B, T]`, capped `[B, T]` bool).
+
+    Raises:
+        ConfigError: an unknown level.
+    """
+    gap = old - behaviour
+    if level == "sequence":
+        gap = gap.sum(-1, keepdim=True).expand_as(gap)
+    elif level != "token":
+        raise ConfigError(f'importance level {level!r} is unknown; use "token" or "sequence"')
+    weights = _exp(gap)
+    if cap is None:
+        return weights, torch.zeros_like(gap, dtype=torch.bool)
+    capped = weights > cap
+    return torch.where(capped, cap if kind == "truncate" else 0.0, weights), capped
+
+
+def check_importance(behaviour_logprobs: Tensor | None, cap: float | None, kind: Importance) -> None:
+    """Check the cap and the kind of the importance weights.
+
+    Raises:
+        ConfigError: a cap that is not positive or has nothing to cap; an unknown kind.
+    """
+    if kind not in ("truncate", "mask"):
+        raise ConfigError(f'importance={kind!r} is unknown; use "truncate" or "mask"')
+    if cap is not None and not cap > 0:
+        raise ConfigError(f"is_cap={cap} would erase the loss; use a positive cap (2), or none")
+    if cap is not None and behaviour_logprobs is None:
+        raise ConfigError(f"is_cap={cap} caps weights that need behaviour_logprobs; pass them, or no cap")
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    """exp of the log-ratio cut at MAX_LOG_RATIO, so that it is finite."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()

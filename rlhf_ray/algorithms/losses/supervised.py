@@ -1,4 +1,4 @@
-"""What demonstrations, preference pairs and step labels ask of a model."""
+"""Supervised losses: of demonstrations, of preference pairs and of step labels."""
 
 from typing import Literal
 
@@ -37,7 +37,7 @@ def pairwise_loss(
     """Reward model's loss on preference pairs (Bradley and Terry 1952; Stiennon et al. 2020), mean over pairs.
 
     sigmoid: -log sigmoid(chosen - rejected - margin); logexp: log(1 + exp(rejected - chosen + margin)) (Bai et al.
-    2022). One function written in two ways: logexp is for those who know it by that name.
+    2022). Both are the same function; logexp is the name in some publications.
 
     Args:
         chosen, rejected: `[B]` scores.
@@ -111,5 +111,6 @@ def _class_indices(labels: Tensor, reward_token_ids: list[int]) -> Tensor:
         known |= (labels >= 0) & (labels < len(ids))
     if not known.all():
         strange = labels[~known].unique().tolist()[:8]
-        raise DataError(f"labels {strange} are not in reward_token_ids={reward_token_ids}; relabel or extend it")
+        raise DataError(f"labels {strange} are not in reward_token_ids={reward_token_ids}; relabel the steps, or add "
+                        "the ids to the list")
     return torch.where(matches.any(-1), positions, labels)

@@ -19,7 +19,7 @@ from rlhf_ray.errors import RunInterrupted, TrainingError, WorkerError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.audit import audit
-from rlhf_ray.replay.entries import Reservation
+from rlhf_ray.replay.buffer_state import Reservation
 from rlhf_ray.replay.ledger import open_for_reading
 from rlhf_ray.replay.ledger_tables import OPEN
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of

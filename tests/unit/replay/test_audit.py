@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.audit import audit
-from rlhf_ray.replay.handed_out import sources
+from rlhf_ray.replay.audit import audit, sources
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.replay.ledgers import begin
@@ -46,7 +45,7 @@ def change(path, *statements):
 
 
 BROKEN = {
-    "UPDATE samples SET state = 'lost' WHERE step = 1": "every sample is in a state",
+    "UPDATE samples SET state = 'lost' WHERE step = 1": "every sample is in a known state",
     "UPDATE samples SET step = NULL WHERE step = 3": "exactly if an update was made with it",
     "UPDATE samples SET state = 'not_applied' WHERE step = 3": "not trained on by its update has a reason",
     "UPDATE samples SET state = 'not_applied', reason = 'nan' WHERE step = 3 AND sample = 0": "is applied or not",
@@ -54,19 +53,19 @@ BROKEN = {
     "UPDATE samples SET state = 'unused', step = NULL WHERE step = 3": "has a reason",
     "UPDATE samples SET step = 7 WHERE step = 2": "without a gap",
     "UPDATE samples SET step = 2 WHERE step = 1 AND sample = 0": "each update consumed one batch",
-    "UPDATE samples SET step = 3 - step WHERE step < 3 AND sample = 0": "with all samples of a prompt",
+    "UPDATE samples SET step = 3 - step WHERE step < 3 AND sample = 0": "all samples of a prompt",
     "UPDATE samples SET state = 'consumed' WHERE step = 2 AND sample = 0": "committed whole",
     "UPDATE samples SET state = 'consumed' WHERE step = 1": "committed in order",
     "UPDATE samples SET version = 0 WHERE step = 3": "nothing older than 1 versions",
     "UPDATE samples SET version = 3 WHERE step = 3": "nothing older than 1 versions",
     "DELETE FROM samples WHERE step = 2 AND sample = 1": "has its 2 samples",
     "DELETE FROM samples WHERE epoch = 0 AND row = 1": "that the data cursor handed out is in the ledger",
-    "UPDATE samples SET epoch = 5 WHERE epoch = 1": "that the data cursor did not hand out",
+    "UPDATE samples SET epoch = 5 WHERE epoch = 1": "in the ledger was handed out",
     "UPDATE samples SET row = 9 WHERE epoch = 1 AND row = 0": "one of the data set's",
-    "UPDATE samples SET attempt = 3 WHERE step = 2": "numbered through",
+    "UPDATE samples SET attempt = 3 WHERE step = 2": "numbered consecutively",
     "UPDATE samples SET state = 'scored', step = NULL WHERE step = 3": "when a run has ended",
     "UPDATE samples SET state = 'scored', step = NULL": "at most 8 samples are open or unused, which is 2 batches",
-    "UPDATE cursor SET handed_out = 5": "that the data cursor did not hand out",
+    "UPDATE cursor SET handed_out = 5": "in the ledger was handed out",
     "UPDATE cursor SET handed_out = 7": "that the data cursor handed out is in the ledger",
 }
 
@@ -104,11 +103,11 @@ def test_a_prompt_dropped_for_ever_is_missed_although_another_epochs_is_trained_
             ledger.consumed(keys, step)
     ledger.commit()
     named = f"(epoch {drawn[2][0].epoch}, row {drawn[2][0].row}, sample 0, admitted)"
-    assert [named in problem.found for problem in problems(ledger.path)] == [True]
+    assert [named in problem.violation for problem in problems(ledger.path)] == [True]
     change(ledger.path, "DELETE FROM samples WHERE state = 'admitted'")  # as if it had never been admitted
-    named = f"row {drawn[2][0].row} of epoch {drawn[2][0].epoch} is not"
+    named = f"lacks row {drawn[2][0].row} of epoch {drawn[2][0].epoch}"
     for ended in (True, False):
-        assert [named in problem.found for problem in problems(ledger.path, ended)] == [True]
+        assert [named in problem.violation for problem in problems(ledger.path, ended)] == [True]
 
 
 FACTS_OF_A_RUN = st.builds(
@@ -193,7 +192,7 @@ def test_one_prompt_that_is_not_accounted_for_is_named(tmp_path_factory, facts, 
         return  # a run under way may have it so
     statement, named = harm(run, chosen.choice(prompts_of(run.path, "step IS NOT NULL")))
     change(run.path, statement)
-    told = " ".join(problem.found for problem in problems(run.path, ended))
+    told = " ".join(problem.violation for problem in problems(run.path, ended))
     for epoch, row in named:
         assert any(name in told for name in (f"row {row} of epoch {epoch}", f"row {row} in epoch {epoch}",
                                              f"(epoch {epoch}, row {row}, ")), told
@@ -212,7 +211,7 @@ def test_without_staleness_prompts_that_change_places_are_named(tmp_path, facts)
            "UPDATE samples SET step = 3, version = 2 WHERE step = 9")
     (problem,) = problems(run.path)
     assert problem.invariant == "without staleness, prompts are trained on in the order in which they are handed out"
-    assert f"row {first[0][1]} of epoch {first[0][0]}" in problem.found
+    assert f"row {first[0][1]} of epoch {first[0][0]}" in problem.violation
 
 
 def test_without_staleness_a_prompt_that_waits_while_later_ones_are_trained_on_is_named(tmp_path):
@@ -221,7 +220,7 @@ def test_without_staleness_a_prompt_that_waits_while_later_ones_are_trained_on_i
         pass
     epoch, row = prompts_of(run.path, "step = 1")[0]
     change(run.path, f"UPDATE samples SET state = 'admitted', step = NULL WHERE {where((epoch, row))}")
-    told = [p.found for p in problems(run.path, ended=False) if "in the order" in p.invariant]
+    told = [p.violation for p in problems(run.path, ended=False) if "in the order" in p.invariant]
     assert len(told) == 1 and f"row {row} of epoch 0, which comes before it, is not trained on" in told[0]
 
 
@@ -232,7 +231,7 @@ def test_what_the_run_did_not_know_of_at_its_end_is_lost_and_not_unused(tmp_path
     keys, *_ = run.chunks.pop(max(run.chunks))
     (problem,) = problems(run.end())
     assert "when a run has ended" in problem.invariant
-    assert f"(epoch {keys[0].epoch}, row {keys[0].row}, sample 0" in problem.found
+    assert f"(epoch {keys[0].epoch}, row {keys[0].row}, sample 0" in problem.violation
 
 
 def test_sources_that_are_not_mixed_by_their_weights_are_named(tmp_path):
@@ -270,4 +269,4 @@ def test_an_update_that_changed_nothing_counts_among_the_updates_and_is_never_co
     change(path, "UPDATE samples SET state = 'not_applied', reason = 'no number' WHERE step = 2")
     assert problems(path) == []
     change(path, "UPDATE samples SET state = 'consumed' WHERE step = 1")
-    assert any(p.invariant == "updates are committed in order" and "update 1 is not" in p.found for p in problems(path))
+    assert any(p.invariant == "updates are committed in order" and "update 1 is not" in p.violation for p in problems(path))

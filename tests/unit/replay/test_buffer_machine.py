@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.entries import CommitOutcome
+from rlhf_ray.replay.buffer_state import CommitOutcome
 
 CHUNK, CAPACITY, TIMEOUT = 2, 12, 5.0
 

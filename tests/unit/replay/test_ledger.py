@@ -239,7 +239,7 @@ def test_a_lock_is_waited_for_and_one_that_stays_is_told(ledger, monkeypatch):
     letting_go.start()
     begin(ledger, keys(0), 0)
     letting_go.join()
-    with closing(holder), pytest.raises(LedgerError, match="locked; another program keeps it locked: end that"):
+    with closing(holder), pytest.raises(LedgerError, match="locked; another program has locked it"):
         holder.execute("BEGIN IMMEDIATE")
         ledger.generated(keys(0), "generator/0")
 
@@ -262,9 +262,9 @@ def test_with_a_thread_changes_are_made_in_order_a_copy_is_of_its_moment_and_a_f
         assert states(ledger.path) == {"generated": 2, "scored": 2}
         ledger.scored(keys(1), 0)
         ledger.consumed(keys(0, 3), 1)  # there is no 3
-        with pytest.raises(LedgerError, match="4 samples were to be consumed, and 2 of them"):
+        with pytest.raises(LedgerError, match="4 samples should become consumed, and 2 of them"):
             await ledger.settled()
-        with pytest.raises(LedgerError, match="4 samples were to be consumed"):
+        with pytest.raises(LedgerError, match="4 samples should become consumed"):
             ledger.lease(keys(4), 0)
         assert states(ledger.path) == {"scored": 4}, "those before it are made"
 

@@ -10,10 +10,8 @@ import pytest
 from rlhf_ray.errors import LedgerError, SupersededError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay import file_system
 from rlhf_ray.replay.audit import counts
-from rlhf_ray.replay.file_system import is_local, kind_of
-from rlhf_ray.replay.ledger import Ledger, discard, open_for_reading
+from rlhf_ray.replay.ledger import Ledger, discard, file_system_of, is_local, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.owners import take_over
 from tests.unit.replay.ledgers import begin
@@ -48,12 +46,12 @@ def journal_mode(path):
     ("/with space/a", "fuse.sshfs"), ("/twice/a", "cifs")])
 def test_the_kind_of_file_system_is_that_of_the_deepest_mount(tmp_path, monkeypatch, path, kind):
     (tmp_path / "mounts").write_text(MOUNTS)
-    monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "mounts")
-    assert kind_of(Path(path)) == kind and is_local(Path(path)) is (kind in ("ext4", "tmpfs"))
+    monkeypatch.setattr("rlhf_ray.replay.ledger._MOUNTS", tmp_path / "mounts")
+    assert file_system_of(Path(path)) == kind and is_local(Path(path)) is (kind in ("ext4", "tmpfs"))
 
 
 def test_where_nothing_is_known_no_log_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr("rlhf_ray.replay.ledger._MOUNTS", tmp_path / "none")
     assert is_local(tmp_path) is False
 
 

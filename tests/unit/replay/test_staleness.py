@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ray.errors import BufferError
-from rlhf_ray.replay.freshness import AdmissionRule, in_time, is_fresh, staleness
+from rlhf_ray.replay.staleness import AdmissionRule, in_time, is_fresh, staleness
 
 
 def test_synchronous_run_admits_exactly_one_batch_per_version():

@@ -1,4 +1,4 @@
-"""How many samples may be started, and which are too old to train on. Pure arithmetic; the buffer applies it.
+"""Bounded staleness: how many samples may be started, and which are too old to train on. Pure arithmetic.
 
 A *version* counts the updates made so far: version v is the policy after v updates, each of exactly `batch` samples.
 The *staleness* of an experience trained at version c is c - m, where m is the oldest version among its tokens.
@@ -8,21 +8,21 @@ Why the bound holds. At version v, `AdmissionRule` starts a sample only while
     accepted + running < (η + v + 1) · batch     and     generating < concurrency
 
 where `accepted` counts every sample ever committed and not dropped (v · batch of them are trained) and `running` those
-under way, of which the generators have `generating`. (The second condition adds nothing to the bound. It keeps samples
-from waiting in front of a generator while they age; what starts later may be passed over for longer.) Weights only get
-newer while a sample is generated, so of a sample admitted at version a no token is older than a, and it may be trained
-up to version a + η.
+under way, of which the generators have `generating`. (The second condition is not needed for the bound. It keeps
+samples from aging in a generator's queue.) Weights only get newer while a sample is generated, so no token of a sample
+admitted at version a is older than a, and it may be trained up to version a + η.
 
 Say that the untrained samples, in order of admission, are *in time* at version v when sample number q among them (from
 0) may still be trained at version v + floor(q / batch): when batches of the oldest would do. A new sample is: it comes
-at q = accepted + running - v · batch, and by the rule v + floor(q / batch) ≤ v + η. And no batch ends that. A batch of
-the oldest moves every other sample up by a batch as the version grows by one; a batch that passes over a sample under
-way is formed only where `in_time` says that the others stay in time. So nothing is ever trained too old, and nothing
-comes too late to be trained: what a batch may not pass over it waits for. With η = 0 it may pass over nothing.
+at q = accepted + running - v · batch, and by the rule v + floor(q / batch) ≤ v + η. Every batch preserves this. A batch
+of the oldest moves every other sample up by a batch as the version grows by one; a batch that passes over a sample
+under way is formed only if the others stay in time (`in_time`). So no sample is trained too old, and none becomes too
+old to be trained: a batch waits for the samples that it may not pass over. With η = 0 it may pass over none.
 
-`is_fresh`, asked at commit, lease and eviction, holds the same bound without any of this: for samples whose generator
-had older weights than it should, or that were made by weights which a rebuilt learner no longer has. They are dropped
-and made again, and so is what is not in time when a run goes on with a smaller η (`ReplayBuffer.trim`).
+`is_fresh`, checked at commit, lease and eviction, enforces the same bound independently: for samples whose generator
+had older weights than it should, or that were generated with weights that a restored learner no longer has. They are
+dropped and generated again, as are samples that are not in time when a run resumes with a smaller η
+(`ReplayBuffer.trim`).
 
 The rule is that of AReaL (Fu et al. 2025, "AReaL: A Large-Scale Asynchronous Reinforcement Learning System", eq. 3).
 """
@@ -43,7 +43,7 @@ def staleness(min_version: int, current_version: int) -> int:
 def is_fresh(min_version: int, current_version: int, max_staleness: int) -> bool:
     """Whether an experience may be trained at `current_version`.
 
-    Experience ahead of the policy is not fresh either: it was made by weights that a rebuilt learner no longer has.
+    Experience ahead of the policy is not fresh either: a restored learner no longer has the weights that generated it.
     """
     return 0 <= staleness(min_version, current_version) <= max_staleness
 
@@ -52,7 +52,7 @@ def in_time(places: Iterable[tuple[int, int]], batch: int, version: int, max_sta
     """Whether batches in the order given train every sample within the bound.
 
     Args:
-        places: (samples, oldest version) of what is to be trained, in order of admission.
+        places: (samples, oldest version) of the chunks to train, in order of admission.
         batch: samples of one update.
         version: of the policy when the first of the batches is trained.
     """
@@ -73,7 +73,7 @@ class AdmissionRule:
     max_staleness: int
     """η: the largest staleness that may be trained."""
     concurrency: int
-    """Most samples to be with the generators at the same time."""
+    """Largest number of samples that generators work on at the same time."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_staleness < 0 or self.concurrency < 1:
@@ -89,7 +89,7 @@ class AdmissionRule:
             version: of the weights that the generators hold.
             accepted: samples committed so far and not dropped, the trained ones included.
             running: samples started and not yet committed.
-            generating: those of them that are with the generators.
+            generating: those of them that generators work on.
 
         Returns:
             A number of samples, never negative.
