@@ -269,4 +269,5 @@ def test_an_update_that_changed_nothing_counts_among_the_updates_and_is_never_co
     change(path, "UPDATE samples SET state = 'not_applied', reason = 'no number' WHERE step = 2")
     assert problems(path) == []
     change(path, "UPDATE samples SET state = 'consumed' WHERE step = 1")
-    assert any(p.invariant == "updates are committed in order" and "update 1 is not" in p.violation for p in problems(path))
+    assert any(p.invariant == "updates are committed in order" and "update 1 is "
+                                                                   "not" in p.violation for p in problems(path))
