@@ -1,7 +1,7 @@
 """`python -m benchmarks [--only NAME] [--repeats N]`: run the benchmarks; write summary.json and a page with plots.
 
 A benchmark is a module of this package that holds either `BENCHMARK`, two sides that take turns, or a function
-`measure(directory, repeats)` that returns its figures by name and may start whatever it needs.
+`measure(directory, repeats)` that returns its figures by name.
 """
 
 import argparse
@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME",
                         help="run this one (may be given several times) and keep the other figures as they are; one of "
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 
 def one_thread_on_cpu() -> None:
-    """Environment of all sides, which inherit it: the project's own for a generator, and no accelerator."""
+    """Set the environment that all sides inherit: a generator's with one thread, and no accelerator."""
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.generation import GenerationConfig
     from rlhf_ray.engine.distributed import accelerator_environment
@@ -60,7 +60,7 @@ def one_thread_on_cpu() -> None:
 
 
 def prepare(directory: Path) -> None:
-    """Make the workload in a process of its own, so that this one stays small."""
+    """Make the workload in a separate process, so that this one stays small."""
     from benchmarks.workload import make_model
 
     process = multiprocessing.get_context("spawn").Process(target=make_model, args=(directory,), daemon=True)
@@ -83,7 +83,7 @@ def measure(name: str, directory: Path, repeats: int) -> dict[str, Figure]:
 
 
 def attempt(name: str, directory: Path, repeats: int) -> dict[str, Figure] | str:
-    """The figures of one benchmark, or why it failed. The others must go on, whatever happened."""
+    """The figures of one benchmark, or the message of its failure, so that the others can run."""
     from benchmarks.comparison import DifferentWork
     from benchmarks.side_process import SideFailed
     from rlhf_ray.errors import RLHFError
@@ -99,36 +99,35 @@ def attempt(name: str, directory: Path, repeats: int) -> dict[str, Figure] | str
 
 
 def main() -> None:
-    """Run what was asked for. After every benchmark the results are written, so that none is lost to the next."""
-    asked = arguments()
+    """Run the benchmarks, and write the results after each."""
+    options = arguments()
     one_thread_on_cpu()
     from benchmarks.machine import describe_machine
     from benchmarks.page import write_page
-    from benchmarks.report import print_table, print_times
     from benchmarks.summary import RunFacts, read_summary
-    from benchmarks.waiting import working
+    from benchmarks.terminal import benchmark_progress, print_table, print_times
 
-    run, summary = RunFacts.now(describe_machine()), read_summary(asked.results)
-    plan = [name for name in NAMES if name in (asked.only or NAMES)]
+    run, summary = RunFacts.now(describe_machine()), read_summary(options.results)
+    plan = [name for name in NAMES if name in (options.only or NAMES)]
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory(prefix="rlhf-ray-benchmarks-") as temporary:
         prepare(Path(temporary))
         for name in plan:
             began = time.perf_counter()
-            with working(name, plan, summary.seconds):
-                found = attempt(name, Path(temporary), asked.repeats)
-            if isinstance(found, str):
-                summary.failed[name] = found
+            with benchmark_progress(name, plan, summary.seconds):
+                outcome = attempt(name, Path(temporary), options.repeats)
+            if isinstance(outcome, str):
+                summary.failed[name] = outcome
             else:
-                summary.came_through(name, found, time.perf_counter() - began, run)
-                figures |= found
-            written = [summary.write(asked.results, run), write_page(summary, run, asked.results)]
+                summary.add(name, outcome, time.perf_counter() - began, run)
+                figures |= outcome
+            written = [summary.write(options.results, run), write_page(summary, run, options.results)]
     print_table(figures, run.machine)
     failed = [name for name in plan if name in summary.failed]
     print_times({name: summary.seconds[name] for name in plan if name not in failed})
     print(f"written: {', '.join(map(str, written))}")
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}; the messages stand above")
+        sys.exit(f"failed: {', '.join(failed)}; see the messages above")
 
 
 if __name__ == "__main__":

@@ -1,34 +1,34 @@
-"""One figure of the summary: what was measured beside what, and how good it has to be."""
+"""A figure of the summary: the measured ratio or number, its goal, and its text for tables and pages."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 UNDISTURBED_SHARE = 0.95
-"""Share of a CPU that turns on a quiet machine get at least."""
+"""Least share of a CPU that turns get on a quiet machine."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio of two things measured in one run, or a number with a unit of its own."""
+    """A ratio of two things measured in one run, or a number with a unit."""
 
     value: float
     """The median over the repeats."""
     repeats: list[float]
-    """What each repeat gave."""
+    """The value of each repeat."""
     better: Literal["higher", "lower"]
     goal: float
-    """What the project holds itself to."""
+    """The value that the project aims at."""
     ours_is: str
     theirs_is: str = ""
-    """What it is measured beside; empty for a figure that is no ratio."""
+    """The other side; empty for a figure that is no ratio."""
     ours: float | None = None
     """Median of our side, in `unit`."""
     theirs: float | None = None
     unit: str = ""
     cpu_share: float | None = None
-    """CPU time / wall time of turns that compute on one thread: well below 1, others ran."""
+    """CPU time / wall time of turns that compute on one thread: well below 1, other processes ran."""
     more: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the run showed, in plain types."""
+    """Other numbers of the run, in plain types."""
 
     @property
     def reached(self) -> bool:
@@ -39,3 +39,53 @@ class Figure:
     def disturbed(self) -> bool:
         """Whether other processes took part of the cores."""
         return self.cpu_share is not None and self.cpu_share < UNDISTURBED_SHARE
+
+
+TITLES = {
+    "vs_trl_samples_per_second": "Samples a second beside TRL",
+    "rollout_vs_raw_vllm": "Rollouts beside vLLM itself",
+    "learner_vs_torch": "Learner beside bare torch",
+    "learner_vs_padded": "Packed rows beside padded ones",
+    "learner_vs_padded_torch": "Learner beside bare torch on padded rows",
+    "publish_vs_copies_100mb": "Publishing 100 MB beside its copies",
+    "publish_vs_copies_400mb": "Publishing 400 MB beside its copies",
+    "publish_pause_share": "Generation paused while publishing",
+    "async_speedup": "One version of staleness beside none",
+    "coordinator_efficiency_256": "Throughput of 256 generators beside the ideal",
+    "coordinator_ms_per_sample": "The coordinator's CPU time a sample",
+    "coordinator_bytes_per_sample": "Bytes through the coordinator a sample",
+    "first_token_seconds": "From the command to the first token",
+    "plan_memory_error": "Memory planned beside memory held",
+}
+"""The figures that the project promises."""
+
+
+def title(name: str) -> str:
+    """A figure's title; its name where TITLES has none."""
+    return TITLES.get(name, name)
+
+
+def ordered(names: list[str]) -> list[str]:
+    """Figures of TITLES in its order, then the others in theirs."""
+    return [name for name in TITLES if name in names] + [name for name in names if name not in TITLES]
+
+
+def shown(value: float, unit: str) -> str:
+    """A measured number with its unit."""
+    return f"{value:,.0f} {unit}".rstrip() if abs(value) >= 1000 else f"{value:.3g} {unit}".rstrip()
+
+
+def is_ratio(figure: Figure) -> bool:
+    """Whether the figure is a ratio of two sides; `unit` is then that of the sides."""
+    return bool(figure.theirs_is)
+
+
+def shown_value(figure: Figure, value: float | None = None) -> str:
+    """The figure (or another value of its kind) as text: "0.93 x", "0.21 ms"."""
+    number = figure.value if value is None else value
+    return f"{number:.3g} x" if is_ratio(figure) else shown(number, figure.unit)
+
+
+def shown_goal(figure: Figure) -> str:
+    """The goal as text."""
+    return f"{'≥' if figure.better == 'higher' else '≤'} {shown_value(figure, figure.goal)}"

@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.elsewhere import elsewhere
 from benchmarks.figure import Figure
-from benchmarks.side_process import QUOTED_LOG, SideFailed
+from benchmarks.side_process import QUOTED_LOG, SideFailed, run_in_process
 from rlhf_ray.config.load import save
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -32,7 +31,7 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
         SideFailed: a run failed.
     """
     home = directory / "first_token"
-    elsewhere(prepare, directory, home)
+    run_in_process(prepare, directory, home)
     config = first_step(directory, home)
     seconds = [start(config, home / f"run_{number}") for number in range(min(repeats, STARTS) + 1)][1:]
     return {"first_token_seconds": Figure(

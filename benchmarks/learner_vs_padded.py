@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.comparison import Benchmark, compare
 from benchmarks.figure import Figure
-from benchmarks.learner_rows import RESPONSE_TOKENS, experience, padding_ratio
-from benchmarks.learner_side import LearnerSide
+from benchmarks.learner_side import RESPONSE_TOKENS, LearnerSide, experience, padding_ratio
 from benchmarks.learner_vs_torch import BareTorchSide
 from rlhf_ray.records import Batch, Experience, offsets_of
 from rlhf_ray.roles.micro_batch import MicroBatch

@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from benchmarks.comparison import Benchmark
-from benchmarks.learner_rows import ROWS, experience
-from benchmarks.learner_side import ALGORITHM, LEARNER, LEARNING_RATE, LearnerSide
+from benchmarks.learner_side import ALGORITHM, LEARNER, LEARNING_RATE, ROWS, LearnerSide, experience
 from benchmarks.workload import SEED
 from rlhf_ray.roles.ppo_update import mini_batches
 

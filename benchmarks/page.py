@@ -7,10 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure import Figure
+from benchmarks.figure import TITLES, Figure, ordered, shown, shown_goal, shown_value, title
 from benchmarks.page_charts import charts_of
 from benchmarks.summary import Measured, RunFacts, Summary
-from benchmarks.words import TITLES, ordered, shown, shown_goal, shown_value, title
 from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.progress import duration
 

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from benchmarks.figure import Figure
+from benchmarks.figure import Figure, is_ratio, shown, shown_goal, shown_value, title
 from benchmarks.summary import Measured
-from benchmarks.words import is_ratio, shown, shown_goal, shown_value, title
 from rlhf_ray.observability.report_charts import Chart
 
 OVERVIEW, REPEATS = "Beside the goals", "Repeat by repeat"

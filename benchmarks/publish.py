@@ -1,16 +1,16 @@
-"""Publishing weights to two generators on one node: the whole way, beside the copies that it cannot do without.
+"""A publication of weights to two generators on one node, compared with the memory copies that it needs at least.
 
-A real policy learner, `WeightSync`, Ray's object store, two real generators with vLLM: what a run does between an
-update and the next token. The weights go from the learner into the store (one copy) and from there to each of two
-generators (two copies, at the same time): `benchmarks.copies` times just these, alternating with publications. A
-publication is over when both generators have confirmed its version. Nothing is generated meanwhile, as in synchronous
-PPO; then each size is published again while both generators make tokens, which gives the share of a publication in
-which they stand still.
+It uses a real policy learner, `WeightSync`, Ray's object store and two real generators with vLLM. The weights go from
+the learner into the store (one copy) and from there to each of two generators (two copies, at the same time):
+`benchmarks.publish_copies` times only these copies, alternating with publications. A publication is over when both
+generators have confirmed its version. No tokens are generated meanwhile, as in synchronous PPO. Then each size is
+published again while both generators generate, which gives the share of a publication in which they are paused.
 
 The generators start with other weights than the learner's. Afterwards both must give the learner's log-probabilities.
 """
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.comparison import DifferentWork
-from benchmarks.copies import Copies
 from benchmarks.figure import Figure
-from benchmarks.publish_profile import profile
+from benchmarks.publish_copies import Copies
 from benchmarks.publish_workers import Sizes, make_models, publishing_roles
 from benchmarks.workload import SEED, prompts
 from rlhf_ray.config.generation import SamplingConfig, WeightsConfig
@@ -155,3 +154,46 @@ def _pause_share(measured: dict[str, Measured]) -> Figure:
         ours=median(its.pauses), theirs=median(its.busy),
         more={other: median(shares.pause_shares) for other, shares in measured.items()},
     )
+
+
+async def profile(roles: RoleGroups, version: int, repeats: int) -> dict[str, float]:
+    """Seconds of each part of a publication with nothing overlapped, medians of `repeats`. Versions count up
+    from `version`.
+
+    `gather and seal` and `verify, load and pack` are the workers' own time; the two `store` parts are the rest of the
+    driver's time: serialising into the store, finding objects, calls and replies.
+    """
+    plans = await roles.policy.values("plan_weights", WeightsConfig().bucket_mb << 20, [])
+    buckets = plans[0].whole.buckets
+    turns = [await _publish_in_parts(roles, buckets, version + turn) for turn in range(repeats)]
+    return {part: median(turn[part] for turn in turns) for part in turns[0]}
+
+
+async def _publish_in_parts(roles: RoleGroups, buckets: int, version: int) -> dict[str, float]:
+    parts = dict.fromkeys(("begin", "gather and seal", "into the store", "verify, load and pack", "out of the store",
+                           "finish"), 0.0)
+    clock = _Clock()
+    await roles.generators.values("begin_weights", version, version, buckets)
+    parts["begin"] = clock.lap()
+    for index in range(buckets):
+        bucket = roles.policy.call(0, "weight_bucket", version, index)
+        own = (await bucket.done()).seconds
+        parts["gather and seal"] += own
+        parts["into the store"] += clock.lap() - own
+        calls = roles.generators.call_all("load_weights", bucket.ref, version)
+        own = max([(await call.done()).seconds for call in calls])
+        parts["verify, load and pack"] += own
+        parts["out of the store"] += clock.lap() - own
+    await roles.generators.values("finish_weights", version)
+    parts["finish"] = clock.lap()
+    return parts
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        before, self._at = self._at, time.perf_counter()
+        return self._at - before

@@ -57,7 +57,7 @@ def make_models(directory: Path, name: str, sizes: Sizes) -> tuple[ModelConfig, 
 
 @asynccontextmanager
 async def publishing_roles(learner: ModelConfig, generator: ModelConfig) -> AsyncIterator[RoleGroups]:
-    """Both roles started. `WeightSync` asks nothing of the team's other members, who are the generators again."""
+    """Both roles started. `WeightSync` does not call the other roles; the generators stand in for them."""
     configs = {"default": PoolConfig(bundles=1, cpus=2)}
     with ray_session(ClusterConfig(dashboard=False), configs, "publish"):
         pools = Pools(configs)

@@ -7,11 +7,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
 from unittest.mock import patch
 
 from rlhf_ray.cluster.actor_class import KEEP_MEMORY
@@ -131,3 +132,13 @@ def take_turn(side: Side) -> Turn:
     amount = side.run()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     return Turn(amount, seconds, cpu_seconds, side.proof())
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def run_in_process(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Call `work` in a new process; returns or raises what it does. The benchmarks' own process stays small."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments, **named).result()

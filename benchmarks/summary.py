@@ -1,7 +1,6 @@
-"""What is known of every figure: `summary.json`, read, joined with what a run measured, and written again.
+"""All figures: reads `summary.json`, adds those of a run, and writes it again.
 
-A run of some benchmarks leaves the figures of the others as they were, each with the time, commit and machine it was
-measured at.
+A run of some benchmarks keeps the figures of the others, each with the time, commit and machine of its measurement.
 """
 
 import json
@@ -51,28 +50,28 @@ class Summary:
 
     measured: dict[str, Measured] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of each benchmark, the last time it came through."""
+    """Wall time of each benchmark's last success."""
     failed: dict[str, str] = field(default_factory=dict)
     """Benchmarks that failed the last time they ran, and why."""
 
-    def came_through(self, benchmark: str, figures: Mapping[str, Figure], seconds: float, run: RunFacts) -> None:
-        """Take in what a benchmark gave; figures that it gave before and does not any more are dropped."""
+    def add(self, benchmark: str, figures: Mapping[str, Figure], seconds: float, run: RunFacts) -> None:
+        """Add the figures of a benchmark, in place of its earlier ones."""
         self.failed.pop(benchmark, None)
         self.seconds[benchmark] = seconds
         kept = {name: m for name, m in self.measured.items() if m.benchmark != benchmark}
         self.measured = kept | {name: Measured(figure, benchmark, run) for name, figure in figures.items()}
 
     def write(self, directory: Path, latest: RunFacts) -> Path:
-        """Each figure's value by its name; `details`: what stands behind it; `machine`: that of the latest run."""
+        """Write each figure's value by its name, its `details`, and the `machine` of the latest run."""
         runs = {m.run.time: asdict(m.run) for m in self.measured.values()} | {latest.time: asdict(latest)}
-        told = {
+        data = {
             **{name: m.figure.value for name, m in self.measured.items()},
             "details": {name: detail(m) for name, m in self.measured.items()},
             "machine": dict(latest.machine), "seconds": self.seconds, "failed": self.failed, "runs": runs,
         }
         directory.mkdir(parents=True, exist_ok=True)
         unfinished = directory / f"{FILE}.new"
-        unfinished.write_text(json.dumps(told, indent=2) + "\n")
+        unfinished.write_text(json.dumps(data, indent=2) + "\n")
         return unfinished.replace(directory / FILE)
 
 
@@ -84,28 +83,28 @@ def detail(measured: Measured) -> dict[str, Any]:
 
 
 def read_summary(directory: Path) -> Summary:
-    """What earlier runs left in `directory`; nothing, where there is no summary or one of another form."""
+    """The figures of earlier runs in `directory`; none where there is no summary, or one of another format."""
     path = directory / FILE
     if not path.exists():
         return Summary()
     try:
-        told = json.loads(path.read_text())
-        runs = {time: RunFacts(**run) for time, run in told["runs"].items()}
+        data = json.loads(path.read_text())
+        runs = {time: RunFacts(**run) for time, run in data["runs"].items()}
         known = {f.name for f in fields(Figure)}
         measured = {
             name: Measured(Figure(**{k: v for k, v in of.items() if k in known}), of["benchmark"], runs[of["measured"]])
-            for name, of in told["details"].items()}
-        return Summary(measured, told["seconds"], told["failed"])
+            for name, of in data["details"].items()}
+        return Summary(measured, data["seconds"], data["failed"])
     except (ValueError, KeyError, TypeError) as error:
-        print(f"{path} is left out, it is not of the present form ({type(error).__name__}: {error})", file=sys.stderr)
+        print(f"{path} is ignored: it is not of the present format ({type(error).__name__}: {error})", file=sys.stderr)
         return Summary()
 
 
 def commit() -> str:
     """See `RunFacts.commit`."""
     def git(*words: str) -> str:
-        told = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-        return told.stdout.strip()
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
 
     try:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.elsewhere import elsewhere
 from benchmarks.figure import Figure
+from benchmarks.side_process import run_in_process
 from benchmarks.trl.environment import trl_python
-from benchmarks.trl.models import models
 from benchmarks.trl.paced_run import PacedRun
+from benchmarks.trl.start_models import models
 from rlhf_ray.config.load import resolve, save
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.stages.quickstart import RECIPE
@@ -37,7 +37,7 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
     """
     turns = min(repeats, TURNS)
     python = trl_python()
-    home = elsewhere(models).absolute()
+    home = run_in_process(models).absolute()
     config = our_config(home, directory / "ours", 1 + turns * UPDATES_A_TURN)
     ours, theirs = our_run(config, directory), their_run(python, config, home, directory)
     rates: list[tuple[float, float]] = []
@@ -60,7 +60,7 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
         more={
             "updates": config.run.steps, "samples_an_update": config.samples_per_step,
             "seconds_to_first_update": {run.name: run.seconds_to_first_update for run in (ours, theirs)},
-            "quality": elsewhere(qualities, directory, home),
+            "quality": run_in_process(qualities, directory, home),
         })}
 
 
@@ -74,7 +74,7 @@ def our_config(models: Path, directory: Path, updates: int) -> PPOConfig:
 def our_run(config: PPOConfig, directory: Path) -> PacedRun:
     """Our side, ready to be entered."""
     save(config, directory / "ours.yaml")
-    return PacedRun("ours", [sys.executable, "-m", "benchmarks.trl.our_run", directory / "ours.yaml"], {},
+    return PacedRun("ours", [sys.executable, "-m", "benchmarks.trl.rlhf_ray_run", directory / "ours.yaml"], {},
                     directory / "our_output", freeze=False)
 
 
@@ -83,13 +83,13 @@ def their_run(python: Path, config: PPOConfig, models: Path, directory: Path) ->
     settings, home = their_settings(config, models, directory / "trl"), directory / "trl"
     home.mkdir()
     (home / "settings.json").write_text(json.dumps(settings))
-    script = Path(__file__).parent / "trl" / "run_ppo.py"
+    script = Path(__file__).parent / "trl" / "trl_run.py"
     threads = {"OMP_NUM_THREADS": str(settings["threads"]), "OMP_WAIT_POLICY": "active"}
     return PacedRun("TRL", [python, script, home / "settings.json"], threads, home, freeze=True)
 
 
 def their_settings(config: PPOConfig, models: Path, directory: Path) -> dict[str, Any]:
-    """What `trl/run_ppo.py` reads."""
+    """What `trl/trl_run.py` reads."""
     algorithm, policy, sampling = config.algorithm, config.policy.optimizer, config.generator.sampling
     return {
         "policy": str(models / "sft" / "model"), "reward_model": str(models / "reward_model" / "model"),
@@ -106,7 +106,7 @@ def their_settings(config: PPOConfig, models: Path, directory: Path) -> dict[str
 
 def qualities(directory: Path, models: Path) -> dict[str, dict[str, float]]:
     """What the SFT model and both tuned policies are worth on held-out prompts."""
-    from benchmarks.trl.held_out import quality
+    from benchmarks.trl.policy_quality import quality
 
     policies = {"before": models / "sft" / "model", "ours": directory / "ours" / "model",
                 "TRL": directory / "trl" / "model"}

@@ -28,10 +28,9 @@ def main() -> None:
     """Answer, check, write."""
     asked = arguments()
     from benchmarks.cluster_model.check import fitted_hardware, predictions
-    from benchmarks.cluster_model.page import write_page
+    from benchmarks.cluster_model.gpu_split import answers
     from benchmarks.cluster_model.plots import write_svg
-    from benchmarks.cluster_model.study import answers
-    from benchmarks.cluster_model.tables import checked, error_in_words, every_step, growing
+    from benchmarks.cluster_model.report import checked, error_in_words, every_step, growing, write_page
     from benchmarks.growth.cells import Study
 
     hardware = GPUS[asked.gpu]

@@ -6,12 +6,12 @@ before. From 2 on responses may reach over a publication, so drawing never runs 
 no more than (staleness - 1) steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from rlhf_ray.planning.hardware import Hardware
-from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.model_shape import LLAMA_70B, ModelShape
 from rlhf_ray.planning.roofline import STATE_BYTES, Duration, Engine, Group, Workload, longer
 
 STALENESS = (0, 1, 2, 3, 4)
@@ -154,3 +154,34 @@ def smallest_good(steps: list[Step], within: float = 0.02) -> Step:
     fastest = min(made.seconds for made in steps)
     good = [made for made in steps if made.seconds <= (1 + within) * fastest]
     return min(good, key=lambda made: made.split.staleness)
+
+
+GPU_COUNTS = (64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model says of one number of GPUs."""
+
+    gpus: int
+    by_staleness: list[Step]
+    """The best split of each staleness, ascending."""
+    turns: Step | None
+    """All roles sharing all GPUs; None where that does not fit."""
+    recommended: Step
+    """The least stale of those within 2% of the fastest."""
+
+
+def answer(hardware: Hardware, work: Workload, gpus: int, policy: ModelShape = LLAMA_70B) -> Answer | None:
+    """All that can be said of `gpus`; None where the model does not fit on them."""
+    found = [made for staleness in STALENESS if (made := best(policy, hardware, work, gpus, staleness))]
+    if not found:
+        return None
+    turns = min((taking_turns(policy, hardware, work, gpus, parallel) for parallel in TENSOR_PARALLEL),
+                key=lambda made: made.seconds)
+    return Answer(gpus, found, turns if turns.seconds < float("inf") else None, smallest_good(found))
+
+
+def answers(hardware: Hardware, work: Workload, counts: Sequence[int] = GPU_COUNTS) -> list[Answer]:
+    """Those numbers of GPUs on which the model fits."""
+    return [found for gpus in counts if (found := answer(hardware, work, gpus))]

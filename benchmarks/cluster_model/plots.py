@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster_model.check import Prediction
-from benchmarks.cluster_model.gpu_split import STALENESS, Step
-from benchmarks.cluster_model.study import Answer
+from benchmarks.cluster_model.gpu_split import STALENESS, Answer, Step
 from benchmarks.svg import Chart as Drawn
 from benchmarks.svg import Line, drawing
 from rlhf_ray.observability.report_charts import Chart

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.estimators.settings import ESTIMATORS, STEPS
+from benchmarks.estimators.runs import ESTIMATORS, STEPS
 
 HOME = Path("runs/estimators")
 
@@ -36,9 +36,8 @@ def main() -> None:
     from rlhf_ray.cli.library_logging import quiet_libraries
 
     quiet_libraries()
-    from benchmarks.estimators.plot import write_plots
+    from benchmarks.estimators.report import markdown, write_plots, write_tables
     from benchmarks.estimators.runs import models_of, run_all
-    from benchmarks.estimators.table import markdown, write_tables
     from benchmarks.machine import describe_machine
     from rlhf_ray.cluster.session import ray_session
     from rlhf_ray.config.run import ClusterConfig, PoolConfig

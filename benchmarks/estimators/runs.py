@@ -2,14 +2,42 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from benchmarks.estimators.outcome import Outcome, read_outcome
-from benchmarks.estimators.settings import run_config
-from rlhf_ray.config.load import load
+from rlhf_ray.config.algorithm import GROUP_ESTIMATORS, Estimator
+from rlhf_ray.config.load import load, resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages import ppo, quickstart
+from rlhf_ray.stages.quickstart import RECIPE
+
+ESTIMATORS: tuple[str, ...] = get_args(Estimator)
+STEPS = 24
+"""Updates of 128 samples: 3,072 samples a run."""
+GROUPS = ("--coordinator.prompts_per_step=32", "--coordinator.samples_per_prompt=4")
+"""Estimators that compare a prompt's samples make four of each of 32 prompts: 128 samples a step, as the others."""
+OWN: dict[str, tuple[str, ...]] = {
+    # Its advantages are divided by the group's deviation, about 2 units of reward here, and so is the penalty.
+    "grpo": ("--algorithm.kl.coef=0.08",),
+    # With the penalty in the loss it is dr_grpo number for number; in the rewards it stands at the tokens that paid it.
+    "reinforce_baseline": ("--algorithm.kl.placement=reward",),
+}
+"""Settings of one estimator alone."""
+
+
+def run_config(estimator: str, seed: int, steps: int, models: Path, directory: Path) -> PPOConfig:
+    """The whole configuration of one run.
+
+    Args:
+        models: a quickstart's directory, which holds the data, the SFT model and the reward model.
+        directory: where the run is written.
+    """
+    groups = GROUPS if estimator in GROUP_ESTIMATORS else ()
+    return resolve(RECIPE.config("ppo", models, seed, [
+        f"--run.dir={directory}", f"--run.steps={steps}", f"--algorithm.estimator={estimator}", "--checkpoint.every=0",
+        "--logging.tensorboard=false", *groups, *OWN.get(estimator, ())]))
 
 
 def models_of(given: Path | None, home: Path) -> Path:

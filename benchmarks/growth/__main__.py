@@ -31,8 +31,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; what was measured is kept"))
     one_thread_on_cpu()
     from benchmarks.growth.cells import FILE, Study, complete
-    from benchmarks.growth.plot import write_plot
-    from benchmarks.growth.table import markdown
+    from benchmarks.growth.report import markdown, write_plot
     from benchmarks.machine import describe_machine
     from benchmarks.side_process import SideFailed
     from benchmarks.summary import commit

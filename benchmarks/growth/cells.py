@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.growth.role import Role
+from benchmarks.growth.measured_role import Role
 from benchmarks.growth.roles import ROLES
-from benchmarks.growth.rows import make_models
 from benchmarks.growth.settings import CELL_S, PROMPT, Size, settings
+from benchmarks.growth.workload import make_models
 from benchmarks.side_process import SideFailed, SideProcess
 
 FILE = "growth.json"

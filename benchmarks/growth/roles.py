@@ -4,9 +4,9 @@ import asyncio
 import time
 from typing import Any
 
-from benchmarks.growth.role import Role, Task, Work
-from benchmarks.growth.rows import POLICY, REWARD, experience, policy_config, prompts, rollout
+from benchmarks.growth.measured_role import Role, Task, Work
 from benchmarks.growth.settings import CONTEXT, MICRO_BATCH_TOKENS, SEQUENCES, Size
+from benchmarks.growth.workload import POLICY, REWARD, experience, policy_config, prompts, rollout
 from benchmarks.workload import SEED
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.__main__ import one_thread_on_cpu
 from benchmarks.growth.cells import make_apart
-from benchmarks.growth.role import Role, Task
+from benchmarks.growth.measured_role import Role, Task
 from benchmarks.growth.roles import ROLES, CriticRole, GeneratorRole, PolicyRole, ReferenceRole, RewardRole
 from benchmarks.growth.settings import LENGTHS, SIZES
 from benchmarks.side_process import SideProcess

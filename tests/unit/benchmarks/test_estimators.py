@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks.estimators import runs
 from benchmarks.estimators.outcome import Outcome, read_outcome, trailing_means
-from benchmarks.estimators.plot import charts, curve, write_plots
-from benchmarks.estimators.settings import ESTIMATORS, OWN, run_config
-from benchmarks.estimators.table import HEADINGS, markdown, write_tables
+from benchmarks.estimators.report import HEADINGS, charts, curve, markdown, write_plots, write_tables
+from benchmarks.estimators.runs import ESTIMATORS, OWN, run_config
 from benchmarks.svg import ticks
 from rlhf_ray.config.load import save
 from rlhf_ray.errors import ConfigError

@@ -40,7 +40,7 @@ def test_its_sections_are_such_as_a_run_could_have():
 
 
 def test_what_it_measures_memory_against_is_the_plan_of_such_a_run(tmp_path):
-    from benchmarks.gpu_check.memory import planned
+    from benchmarks.gpu_check.measures import planned
     from rlhf_ray.config.model import ModelConfig
     from rlhf_ray.planning.hardware import gpu_of
     from tests.models import make_tiny_llama

@@ -8,14 +8,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster_model.check import UNKNOWN, fitted_hardware, predict, predictions, typical_error
-from benchmarks.cluster_model.tables import checked
+from benchmarks.cluster_model.report import checked
 from benchmarks.growth.cells import Cell, Study
-from benchmarks.growth.fit import over_length, over_parameters, power_law
-from benchmarks.growth.plot import charts, write_plot
-from benchmarks.growth.role import ANY_LENGTH, Role, repeated
+from benchmarks.growth.measured_role import ANY_LENGTH, Role, repeated
+from benchmarks.growth.report import (
+    charts,
+    exponents,
+    law,
+    markdown,
+    over_length,
+    over_parameters,
+    power_law,
+    write_plot,
+)
 from benchmarks.growth.roles import ROLES
 from benchmarks.growth.settings import LENGTHS, PROMPT, SIZES, Size
-from benchmarks.growth.table import exponents, law, markdown
 from benchmarks.svg import axis, logarithmic_ticks
 
 CORE = replace(UNKNOWN, flops=60e9, training_share=0.8, memory_bandwidth=8e9, network_bandwidth=3e9,

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.figure import Figure
+from benchmarks.figure import TITLES, Figure, ordered, shown_goal, shown_value
 from benchmarks.page import page, write_page
 from benchmarks.page_charts import charts_of, lead
 from benchmarks.summary import RunFacts, Summary, read_summary
-from benchmarks.waiting import time_left
-from benchmarks.words import TITLES, ordered, shown_goal, shown_value
+from benchmarks.terminal import time_left
 
 MACHINE = {"cores": 2, "cpu": "a CPU", "memory_gb": 24.0, "load_average_1min": 0.1}
 MONDAY = RunFacts("2026-01-05T09:00:00+00:00", "aaaa", "python -m benchmarks", MACHINE)
@@ -35,11 +34,11 @@ class TestSummary:
 
     def test_what_was_not_run_again_keeps_its_date_and_commit(self, tmp_path: Path) -> None:
         first = Summary()
-        first.came_through("a", {"learner_vs_torch": figure(0.8)}, 60.0, MONDAY)
-        first.came_through("b", {"async_speedup": figure(1.2), "gone": figure(3.0)}, 30.0, MONDAY)
+        first.add("a", {"learner_vs_torch": figure(0.8)}, 60.0, MONDAY)
+        first.add("b", {"async_speedup": figure(1.2), "gone": figure(3.0)}, 30.0, MONDAY)
         first.write(tmp_path, MONDAY)
         second = read_summary(tmp_path)
-        second.came_through("b", {"async_speedup": figure(1.7)}, 31.0, TUESDAY)
+        second.add("b", {"async_speedup": figure(1.7)}, 31.0, TUESDAY)
         told = json.loads(second.write(tmp_path, TUESDAY).read_text())
         assert (told["learner_vs_torch"], told["async_speedup"]) == (0.8, 1.7)
         assert told["details"].keys() == {"learner_vs_torch", "async_speedup"}, "a figure no longer given is dropped"
@@ -54,7 +53,7 @@ class TestSummary:
         summary.write(tmp_path, MONDAY)
         again = read_summary(tmp_path)
         assert again.failed == {"a": "SideFailed: no"}
-        again.came_through("a", {}, 1.0, TUESDAY)
+        again.add("a", {}, 1.0, TUESDAY)
         assert again.failed == {}
 
     def test_a_summary_of_another_form_is_left_out_and_said(self, tmp_path: Path, capsys: Any) -> None:
@@ -129,8 +128,8 @@ class TestPage:
     @pytest.fixture
     def text(self) -> str:
         summary = Summary()
-        summary.came_through("a", {"learner_vs_torch": figure(0.8, 0.9)}, 60.0, MONDAY)
-        summary.came_through("b", {"async_speedup": figure(1.7, 1.6, ours_is="<η of 1>")}, 30.0, TUESDAY)
+        summary.add("a", {"learner_vs_torch": figure(0.8, 0.9)}, 60.0, MONDAY)
+        summary.add("b", {"async_speedup": figure(1.7, 1.6, ours_is="<η of 1>")}, 30.0, TUESDAY)
         return page(summary, TUESDAY)
 
     def test_missed_goals_are_marked_in_words(self, text: str) -> None:
@@ -166,7 +165,7 @@ class TestPage:
 
     def test_a_chart_a_figure_and_one_of_all(self) -> None:
         summary = Summary()
-        summary.came_through("a", {"async_speedup": figure(1.0), "learner_vs_torch": figure(2.0)}, 1.0, MONDAY)
+        summary.add("a", {"async_speedup": figure(1.0), "learner_vs_torch": figure(2.0)}, 1.0, MONDAY)
         charts = charts_of(summary.measured)
         assert len(charts) == 3
         assert charts[0].data[1]["x"] == pytest.approx([0.9, 1.0, 1.1]), "drawn from below, so the first comes last"

@@ -1,6 +1,6 @@
 """PPO with TRL's own trainer, on the models and prompts and with the numbers that one JSON file names.
 
-Run by the interpreter of an environment that holds TRL (see `environment`): `python run_ppo.py SETTINGS LINE`. Writes
+Run by the interpreter of an environment that holds TRL (see `environment`): `python trl_run.py SETTINGS LINE`. Writes
 `updates.json` and the tuned policy (`model/`) into the directory of the settings.
 
 TRL gets what is fastest for it: one forward and backward pass a mini-batch, fused AdamW, float32 without autocast, no

@@ -1,4 +1,4 @@
-"""An ordinary PPO stage of ours that takes turns: `python -m benchmarks.trl.our_run CONFIG LINE`.
+"""An ordinary PPO stage of ours that takes turns: `python -m benchmarks.trl.rlhf_ray_run CONFIG LINE`.
 
 The end of an update is when its row of metrics is written, which the loop does last.
 """

@@ -1,7 +1,7 @@
-"""The copies that no publication to two generators on one node can do without, in processes of their own.
+"""The memory copies that any publication to two generators on one node needs, in separate processes.
 
 The learner's process copies its weights into memory that all processes share, then two generators' processes copy them
-out into memory of their own, at the same time. Each copy is one `memcpy` in one piece on one thread. All memory was
+out into private memory, at the same time. Each copy is one `memcpy` in one piece on one thread. All memory was
 written to before: no copy waits for the kernel to find and clear a page. `fresh=True` copies out into pages that are
 new each time, as a process that allocates its weights anew does.
 """
@@ -41,7 +41,7 @@ class Copies:
         return self
 
     def seconds(self, fresh: bool = False) -> float:
-        """Copy in, then copy out, twice at the same time; how long it took."""
+        """Copy in, then copy out, twice at the same time; returns the seconds."""
         return self._turn(self._workers[:1], False) + self._turn(self._workers[1:], fresh)
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class Copies:
 
 
 def copy_on_demand(orders: Connection, name: str, nbytes: int, inwards: bool) -> None:
-    """In a worker's process: copy between own and shared memory each time it is told when to begin."""
+    """In a worker's process: copy between own and shared memory at each order, at the time that it gives."""
     shared = SharedMemory(name=name)
     assert shared.buf is not None  # only of memory that was closed
     between = np.frombuffer(shared.buf, dtype=np.uint8, count=nbytes)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import learner_vs_padded
-from benchmarks.learner_rows import padding_ratio, up_to
+from benchmarks.learner_side import padding_ratio, up_to
 
 
 def test_the_padding_ratio_by_hand():
