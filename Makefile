@@ -15,7 +15,7 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart example test test-slow fuzz lint typecheck bench bench-estimators bench-growth chaos docs monitoring requirements clean
+.PHONY: help install install-test quickstart example test test-slow fuzz mutants lint typecheck bench bench-estimators bench-growth chaos docs monitoring requirements clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ test-slow: install-test ## Run the slow tests: minutes of real training each
 
 fuzz: install-test ## Try thousands of senseless configurations, rows, replies and files (FUZZ_CASES=2000 of each kind)
 	FUZZ_CASES=$${FUZZ_CASES:-2000} $(BIN)/python -m pytest tests/fuzz --timeout 3600 $(ARGS)
+
+mutants: install-test ## Change the code in 300 places, and list the changes that no unit test notices (half an hour)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: install-test typecheck ## Check style, imports and types
 	$(BIN)/ruff check .
