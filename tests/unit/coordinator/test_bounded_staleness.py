@@ -4,118 +4,12 @@ Workers are stand-ins that answer after delays with a heavy tail; time is virtua
 are the real ones.
 """
 
-import asyncio
-import random
-from collections import Counter
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.algorithms.kl import FixedKL
-from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.pipeline import Pipeline
-from rlhf_ray.coordinator.state import RunState
-from rlhf_ray.coordinator.step_profile import StepProfiler
-from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.weight_sync import Published
-from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.records import UpdateStats
-from rlhf_ray.replay.buffer import ReplayBuffer
-from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, role_groups_of
-
-ROWS = 1000
-
-
-class DelayedRun:
-    """A run whose every call takes a random time. A rollout's tokens carry the versions of the weights that its
-    generator held while they were made; generators take new weights one by one."""
-
-    def __init__(self, config, summary, seed, slow=(), generating=1.0, updating=1.0):
-        self.config, self._summary, self._random = config, summary, random.Random(seed)
-        self.slow, self.generating, self.updating = dict(slow), generating, updating
-        self.versions = [0, 0, 0]
-        self.trained, self.events, self.made = [], [], Counter()
-        self.generating_now = self.most_generating = 0
-        self.started_in_update = []
-        generators = StandInGroup("generators", self._generate, workers=len(self.versions))
-        roles = role_groups_of(generators=generators, policy=self._learn, critic=self._learn, reward=self._tell,
-                       reference=self._tell, assembler=self._assemble)
-        self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=False))
-        eta = config.coordinator.max_staleness
-        self.buffer = ReplayBuffer((eta + 1) * config.samples_per_step, None, eta, 1e9)
-        said = ("admit", "lease", "generated", "scored", "consumed", "give_up")
-        ledger = SimpleNamespace(**dict.fromkeys(said, _nothing), settled=_silence)
-        self.pipeline = Pipeline(config, roles, self.state, self.buffer, StandInPrompts("prompts"), ledger)
-        silent = SimpleNamespace(write=lambda *_: None, update=lambda *_, **__: None, warn=lambda _: None,
-                                 save=self._delay, settled=_silence, close=_silence)
-        self.coordinator = Coordinator(
-            config, roles, self.state, self.buffer, self.pipeline,
-            SimpleNamespace(publish=self._publish, changing=nullcontext),
-            recovery=silent, evaluator=None, best=silent, metrics=silent, samples=silent, progress=silent,
-            stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None,
-            profiler=StepProfiler(RunDirectory("nowhere"), roles))
-
-    def go(self):
-        """Make all steps; returns (keys, oldest version) of the chunks of each update."""
-        run_in_virtual_time(self.coordinator.run())
-        return self.trained
-
-    async def _delay(self, scale=1.0):
-        await asyncio.sleep(scale * self._random.paretovariate(1.2))
-
-    async def _tell(self, rank, method, *_):
-        await self._delay(0.3)
-
-    async def _generate(self, rank, method, prompts, keys, seed, sampling):
-        oldest = self.versions[rank]
-        self.made[tuple(keys)] += 1
-        self.started_in_update.append(self.events[-1:] == ["update"])
-        self.generating_now += len(keys)
-        self.most_generating = max(self.most_generating, self.generating_now)
-        await self._delay(self.generating)
-        await asyncio.sleep(self.slow.pop(keys[0].row, 0.0))  # slow once
-        self.generating_now -= len(keys)
-        return {"keys": tuple(keys), "oldest": oldest}
-
-    async def _learn(self, rank, method, *arguments):
-        self.events.append(method)
-        if method != "update":
-            await self._delay(0.1)
-            return None
-        step, chunks = arguments[0], [argument for argument in arguments if isinstance(argument, dict)]
-        if len(arguments) - len(chunks) == 2:  # step and coefficient: the policy
-            self.trained.append([(chunk["keys"], chunk["oldest"]) for chunk in chunks])
-        await self._delay(self.updating)
-        return UpdateStats(step=step, applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
-
-    async def _assemble(self, rank, method, terms, keep_texts, ranks, *records):
-        await self._delay(0.1)
-        rollouts = records[: len(keep_texts)]
-        return *rollouts, [self._summary(list(rollout["keys"]), rollout["oldest"]) for rollout in rollouts]
-
-    async def _publish(self, version):
-        self.events.append("publish")
-
-        async def take(rank):
-            await self._delay(0.3)
-            self.versions[rank] = version
-
-        await asyncio.gather(*(take(rank) for rank in range(len(self.versions))))
-        self.events.append("published")
-        return Published(0.1, 0.01, 2**20)
-
-
-async def _silence(*_, **__):
-    pass
-
-
-def _nothing(*_):
-    """A ledger that writes nothing; the real one has tests of its own."""
+from tests.unit.coordinator.harnesses import DelayedRun
 
 
 @settings(max_examples=40, deadline=None)

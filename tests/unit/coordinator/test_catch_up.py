@@ -9,8 +9,8 @@ from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.scaling import Scaling
 from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
 from rlhf_ray.records import PublicationSize, WeightsPlan
+from tests.unit.coordinator.losses import PublishingHarness, lost
 from tests.unit.coordinator.stand_ins import StandInGroup
-from tests.unit.coordinator.test_healing import Publishing, lost
 
 BUCKETS = 40
 """Of a publication, each 0.1 s under way: a catch-up takes some seconds."""
@@ -20,7 +20,7 @@ class Learners(StandInGroup):
     """A policy that can be replaced; a new process has no plan. Buckets name the process that gathered them."""
 
     def __init__(self):
-        super().__init__("policy", self._behave)
+        super().__init__("policy", self.behave)
         self.process, self._planned, self.without_a_plan, self.broken = 1, 0, 0, 0
 
     def incarnation(self, rank):
@@ -31,7 +31,7 @@ class Learners(StandInGroup):
         self.process += 1
         await asyncio.sleep(5.0)
 
-    async def _behave(self, rank, method, *args):
+    async def behave(self, rank, method, *args):
         process = self.process
         if method == "plan_weights":
             self._planned = process
@@ -48,17 +48,17 @@ class Learners(StandInGroup):
         return process, args[1]
 
 
-class Rebuilt(Publishing):
+class Rebuilt(PublishingHarness):
     """Generators and learners that are lost; `mixed` are generators that confirmed buckets of two processes."""
 
-    def __init__(self, late=0.0, **mortals):
+    def __init__(self, late=0.0, **generators):
         """`late`: for how long a generator's buckets are on their way to it after they are gathered, in seconds."""
-        super().__init__(**mortals)
+        super().__init__(**generators)
         self.policy, self._late = Learners(), late
         object.__setattr__(self.roles, "policy", self.policy)
         object.__setattr__(self.roles, "healing", self.healing)
         self.publication, self.received, self.mixed = {}, {}, []
-        behave = self.group._behave
+        behave = self.group.behave
 
         async def generator(rank, method, *args):
             process = self.group.incarnations[rank]

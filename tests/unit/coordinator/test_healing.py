@@ -8,213 +8,138 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.config.generation import WeightsConfig
-from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.dispatcher import kept
-from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.watch import Watch
-from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import ModelError, RewardError, WeightsError, WorkerError, WorkerLost
-from rlhf_ray.observability.faults import FaultLog
+from rlhf_ray.errors import ModelError, RewardError, WorkerError, WorkerLost
 from rlhf_ray.observability.spans import Task
-from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
-from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
-
-
-def lost(group, rank, method="generate", kind="died"):
-    """The error of a call that `rank`'s present incarnation will not answer."""
-    error = WorkerLost(f"{group.role}/{rank} {kind} in {method}")
-    error.role, error.rank, error.incarnation = group.role, rank, group.incarnation(rank)
-    error.method, error.kind = method, kind
-    return error
-
-
-class Mortals(StandInGroup):
-    """Generators of which `doomed` gives the calls (rank, method) that are lost, each once; restarts take 1 s."""
-
-    def __init__(self, workers=2, doomed=(), unrestartable=None):
-        super().__init__("generator", self._behave, workers)
-        self.doomed, self.unrestartable, self.begun = list(doomed), unrestartable, set()
-        self.incarnations, self.given_up, self.tokens, self.versions = [1] * workers, [], 0, [0] * workers
-
-    async def _behave(self, rank, method, *args):
-        await asyncio.sleep(0.1)
-        if (rank, method) in self.doomed:
-            self.doomed.remove((rank, method))
-            raise lost(self, rank, method)
-        if method == "begin_weights":
-            self.begun.add(rank)
-        if method in ("load_weights", "finish_weights") and rank not in self.begun:
-            raise WeightsError(f"generator/{rank} got {method} while no publication was under way")
-        if method == "finish_weights":
-            self.versions[rank] = args[0]
-            return WeightsConfirmed(args[0], 0.5)
-        if method == "tokens_made":
-            return self.tokens
-        return rank
-
-    def incarnation(self, rank):
-        return self.incarnations[rank]
-
-    def processes(self, rank):
-        return None
-
-    def give_up(self, rank, reason):
-        self.given_up.append(rank)
-
-    async def respawn(self, rank, reason):
-        await asyncio.sleep(1.0)
-        self.incarnations[rank] += 1
-        self.versions[rank] = 0
-        self.begun.discard(rank)
-
-    async def start_one(self, rank, timeout_s):
-        if self.unrestartable:
-            raise self.unrestartable
-        await self.call(rank, "start").value()
-
-
-class Ward:
-    """A dispatcher over mortals, which are replaced."""
-
-    def __init__(self, path=None, max_restarts=2, **mortals):
-        self.said = []
-        self.group = Mortals(**mortals)
-        self.roles = role_groups_of(generators=self.group)
-        self.healing = Healing(ClusterConfig(max_restarts=max_restarts), FaultLog(path, self.said.append,
-                                                                                 self.said.append))
-        self.dispatcher = self.roles.dispatcher(self.group)
-        self.healing.look_after(self.dispatcher)
-
-    async def ask_all(self, calls, again=None):
-        """Ask so many at once; who answered."""
-        asked = [self.dispatcher.ask("generate", work=4, again=again) for _ in range(calls)]
-        return sorted(call.rank for call in await asyncio.gather(*asked))
+from rlhf_ray.records import PublicationSize, WeightsPlan
+from tests.unit.coordinator.losses import HealingHarness, PublishingHarness, lost
+from tests.unit.coordinator.stand_ins import StandInGroup
 
 
 def test_a_lost_call_is_made_again_at_another_worker_and_the_lost_one_comes_back(tmp_path):
-    ward, over = Ward(tmp_path / "faults.jsonl", doomed=[(0, "generate")]), []
+    it, over = HealingHarness(tmp_path / "faults.jsonl", doomed=[(0, "generate")]), []
 
     async def run():
-        first = await ward.ask_all(2, over.append)
-        while_down = (ward.dispatcher.scheduler.up, ward.healing.status(ward.dispatcher.now()))
+        first = await it.ask_all(2, over.append)
+        while_down = (it.dispatcher.scheduler.up, it.healing.status(it.dispatcher.now()))
         await asyncio.sleep(2)
-        return first, while_down, await ward.ask_all(2)
+        return first, while_down, await it.ask_all(2)
 
     first, (up, down), afterwards = run_in_virtual_time(run())
     assert first == [1, 1] and afterwards == [0, 1] and up == [1]
-    assert [line["worker"] for line in down] == ["generator/0"] and ward.healing.down == {}
+    assert [line["worker"] for line in down] == ["generator/0"] and it.healing.down == {}
     assert [error.worker for error in over] == ["generator/0"]
-    assert "generator/0 died in generate; it is restarted" in ward.said[0] and "is back" in ward.said[1]
+    assert "generator/0 died in generate; it is restarted" in it.said[0] and "is back" in it.said[1]
     (event,) = (json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines())
     assert (event["role"], event["rank"], event["kind"], event["redispatched"]) == ("generator", 0, "died", 4)
 
 
 def test_with_nobody_else_calls_wait_for_the_worker_to_come_back():
-    ward = Ward(workers=1, doomed=[(0, "generate")])
-    assert run_in_virtual_time(ward.ask_all(3)) == [0, 0, 0]
-    assert ward.group.incarnations == [2]
-    assert "there is no other meanwhile" in ward.said[0]
+    it = HealingHarness(workers=1, doomed=[(0, "generate")])
+    assert run_in_virtual_time(it.ask_all(3)) == [0, 0, 0]
+    assert it.group.incarnations == [2]
+    assert "there is no other meanwhile" in it.said[0]
 
 
 def test_many_who_notice_one_loss_restart_it_once():
-    ward = Ward(doomed=[(0, "generate")] * 3)
+    it = HealingHarness(doomed=[(0, "generate")] * 3)
 
     async def run():
-        answered = await ward.ask_all(6)
+        answered = await it.ask_all(6)
         await asyncio.sleep(5)
         return answered
 
     assert run_in_virtual_time(run()) == [1] * 6
-    assert ward.group.incarnations == [2, 1]
+    assert it.group.incarnations == [2, 1]
 
 
 def test_a_loss_of_an_incarnation_that_is_gone_is_old_news():
-    ward = Ward()
+    it = HealingHarness()
 
     async def run():
-        error = lost(ward.group, 0)
-        ward.group.incarnations[0] = 2
-        ward.healing.lost(ward.dispatcher, error)
-        return await ward.ask_all(2)
+        error = lost(it.group, 0)
+        it.group.incarnations[0] = 2
+        it.healing.lost(it.dispatcher, error)
+        return await it.ask_all(2)
 
-    assert run_in_virtual_time(run()) == [0, 1] and ward.healing.down == {}
+    assert run_in_virtual_time(run()) == [0, 1] and it.healing.down == {}
 
 
 def test_a_successor_that_hangs_before_it_is_back_is_given_up():
-    ward = Ward(doomed=[(0, "generate")])
+    it = HealingHarness(doomed=[(0, "generate")])
 
     async def run():
-        await ward.ask_all(1)
-        old = lost(ward.group, 0, "tokens_made", "hung")
+        await it.ask_all(1)
+        old = lost(it.group, 0, "tokens_made", "hung")
         await asyncio.sleep(0.95)
-        assert ward.group.incarnations[0] == 2 and (("generator", 0) in ward.healing.down)
-        ward.healing.lost(ward.dispatcher, old)
-        before = list(ward.group.given_up)
-        ward.healing.lost(ward.dispatcher, lost(ward.group, 0, "load_weights", "hung"), silent_s=10.0)
-        return before, ward.group.given_up
+        assert it.group.incarnations[0] == 2 and (("generator", 0) in it.healing.down)
+        it.healing.lost(it.dispatcher, old)
+        before = list(it.group.given_up)
+        it.healing.lost(it.dispatcher, lost(it.group, 0, "load_weights", "hung"), silent_s=10.0)
+        return before, it.group.given_up
 
     before, after = run_in_virtual_time(run())
     assert before == [0] and after == [0, 0]
 
 
 def test_a_worker_that_never_completes_a_call_ends_the_run_after_so_many_restarts():
-    ward = Ward(workers=1, max_restarts=2, doomed=[(0, "generate")] * 3)
+    it = HealingHarness(workers=1, max_restarts=2, doomed=[(0, "generate")] * 3)
     with pytest.raises(WorkerError, match=r"lost once more after 2 restarts \(cluster.max_restarts\)") as caught:
-        run_in_virtual_time(ward.ask_all(1))
-    assert not isinstance(caught.value, WorkerLost) and ward.group.incarnations == [3]
+        run_in_virtual_time(it.ask_all(1))
+    assert not isinstance(caught.value, WorkerLost) and it.group.incarnations == [3]
 
 
 def test_restarts_between_completed_calls_are_not_counted_together():
-    ward = Ward(workers=1, max_restarts=1, doomed=[])
+    it = HealingHarness(workers=1, max_restarts=1, doomed=[])
 
     async def run():
         for _ in range(4):
-            ward.group.doomed.append((0, "generate"))
-            await ward.ask_all(1)
+            it.group.doomed.append((0, "generate"))
+            await it.ask_all(1)
 
     run_in_virtual_time(run())
-    assert ward.group.incarnations == [5]
+    assert it.group.incarnations == [5]
 
 
 def test_a_worker_lost_while_it_starts_is_restarted_too():
-    ward = Ward(workers=1, max_restarts=2, doomed=[(0, "generate"), (0, "start")])
-    assert run_in_virtual_time(ward.ask_all(1)) == [0] and ward.group.incarnations == [3]
+    it = HealingHarness(workers=1, max_restarts=2, doomed=[(0, "generate"), (0, "start")])
+    assert run_in_virtual_time(it.ask_all(1)) == [0] and it.group.incarnations == [3]
 
 
 def test_one_that_cannot_start_ends_the_run_with_its_own_words():
-    ward = Ward(workers=2, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
+    it = HealingHarness(workers=2, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
 
     async def run():
-        await ward.ask_all(1)
+        await it.ask_all(1)
         await asyncio.sleep(2)
-        await ward.ask_all(1)
+        await it.ask_all(1)
 
     with pytest.raises(ModelError, match="the model is gone"):
         run_in_virtual_time(run())
 
 
 def test_what_cannot_start_is_told_to_who_waits_whatever_becomes_of_the_log():
-    ward = Ward(workers=1, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
+    it = HealingHarness(workers=1, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
 
     def broken(*_, **__):
         raise RuntimeError("no log")
 
-    ward.healing.log.write = broken
+    it.healing.log.write = broken
     with pytest.raises(ModelError, match="the model is gone"):
-        run_in_virtual_time(asyncio.wait_for(ward.ask_all(1), 100))
+        run_in_virtual_time(asyncio.wait_for(it.ask_all(1), 100))
 
 
 def test_a_role_s_own_error_and_a_lost_argument_are_no_business_of_healing():
-    ward = Ward()
-    for error in (RewardError("no score"), lost(ward.group, 0, kind="result")):
+    it = HealingHarness()
+    for error in (RewardError("no score"), lost(it.group, 0, kind="result")):
         async def fail(rank, method, *args, error=error):
             raise error
 
-        ward.group.answer = fail
+        it.group.answer = fail
         with pytest.raises(type(error)):
-            run_in_virtual_time(ward.ask_all(1))
-    assert ward.healing.down == {} and ward.dispatcher.scheduler.up == [0, 1]
+            run_in_virtual_time(it.ask_all(1))
+    assert it.healing.down == {} and it.dispatcher.scheduler.up == [0, 1]
 
 
 @pytest.mark.parametrize("losses, most", [(2, 3), (3, 3)])
@@ -246,36 +171,9 @@ def test_but_not_for_ever_and_not_for_other_losses():
     assert made == ["result"] * 4 + ["died"]
 
 
-class Publishing(Ward):
-    """A ward whose generators take weights."""
-
-    def __init__(self, **mortals):
-        super().__init__(**mortals)
-        self.policy = StandInGroup("policy", self._learner)
-        self.roles = role_groups_of(generators=self.group, policy=self.policy)
-        self.roles.dispatchers["generator"] = self.dispatcher
-        self.sync = WeightSync(WeightsConfig(), self.roles)
-        self.healing.look_after(self.dispatcher, self.sync.catch_up)
-        self.learner_lost = 0
-
-    async def _learner(self, rank, method, *args):
-        if method == "plan_weights":
-            return WeightsPlan(PublicationSize(40, 300), PublicationSize(40, 300))
-        if self.learner_lost:
-            self.learner_lost -= 1
-            raise lost(self.policy, rank, method)
-        return args[0]
-
-    async def publish(self, *versions):
-        for version in versions:
-            async with self.sync.changing():
-                await asyncio.sleep(0.5)  # the update
-                await self.sync.publish(version)
-
-
 @pytest.mark.parametrize("method", ["begin_weights", "load_weights", "finish_weights"])
 def test_a_publication_goes_on_without_a_generator_that_is_lost_in_it(method):
-    it = Publishing(doomed=[(0, method)])
+    it = PublishingHarness(doomed=[(0, method)])
 
     async def run():
         await it.publish(1)
@@ -290,7 +188,7 @@ def test_a_publication_goes_on_without_a_generator_that_is_lost_in_it(method):
 
 def test_a_generator_catches_up_between_a_publication_and_the_next_update_alone():
     """It comes back during the update to version 3, whose weights are nobody's before they are published."""
-    it = Publishing(doomed=[])
+    it = PublishingHarness(doomed=[])
 
     async def run():
         await it.publish(1, 2)
@@ -310,7 +208,7 @@ def test_a_generator_catches_up_between_a_publication_and_the_next_update_alone(
 
 
 def test_while_all_generators_are_away_a_version_is_published_to_nobody_and_they_catch_up():
-    it = Publishing(workers=1, doomed=[(0, "generate")])
+    it = PublishingHarness(workers=1, doomed=[(0, "generate")])
 
     async def run():
         asked = asyncio.create_task(it.ask_all(1))
@@ -322,7 +220,7 @@ def test_while_all_generators_are_away_a_version_is_published_to_nobody_and_they
 
 
 def test_who_waits_for_a_generator_hears_of_a_learner_lost_while_it_catches_up():
-    it = Publishing(workers=1, doomed=[])
+    it = PublishingHarness(workers=1, doomed=[])
 
     async def run():
         await it.publish(1)
@@ -337,7 +235,7 @@ def test_who_waits_for_a_generator_hears_of_a_learner_lost_while_it_catches_up()
 
 
 def test_the_first_publication_of_all_goes_on_when_the_only_generator_is_lost_at_its_first_question():
-    it = Publishing(workers=1, doomed=[(0, "weights_together")])
+    it = PublishingHarness(workers=1, doomed=[(0, "weights_together")])
 
     async def run():
         await it.publish(1)
@@ -348,7 +246,7 @@ def test_the_first_publication_of_all_goes_on_when_the_only_generator_is_lost_at
 
 
 def test_a_learner_that_hangs_while_it_gathers_is_told_as_soon_as_it_is_given_up_and_no_generator_is_blamed():
-    it = Publishing()
+    it = PublishingHarness()
     it.policy.incarnation = lambda rank: 1
 
     async def learner(rank, method, *args):
@@ -372,7 +270,7 @@ def test_a_learner_that_hangs_while_it_gathers_is_told_as_soon_as_it_is_given_up
 
 
 def test_nobody_catches_up_with_learners_that_are_being_replaced():
-    it = Publishing(workers=1, doomed=[])
+    it = PublishingHarness(workers=1, doomed=[])
 
     async def run():
         await it.publish(1, 2)
@@ -388,11 +286,11 @@ def test_nobody_catches_up_with_learners_that_are_being_replaced():
     assert run_in_virtual_time(run()) == [0] and it.group.versions == [1]
 
 
-class Watched(Ward):
+class Watched(HealingHarness):
     """Generators that are looked at while something is under way."""
 
-    def __init__(self, heartbeat_timeout_s=10.0, **mortals):
-        super().__init__(**mortals)
+    def __init__(self, heartbeat_timeout_s=10.0, **generators):
+        super().__init__(**generators)
         object.__setattr__(self.roles, "healing", self.healing)
         self.watch = Watch(self.roles, heartbeat_timeout_s)
         self.began = self.roles.clock.now()

@@ -19,32 +19,32 @@ from rlhf_ray.files.thread import HURRY_S, RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.roles.async_checkpoint import SaveProgress
+from tests.unit.coordinator.harnesses import CoordinatorHarness
 from tests.unit.coordinator.stand_ins import ledger_of
-from tests.unit.coordinator.test_loop import Run
 
 TIMEOUT_S = 600.0
 
 
-class DiskRun(Run):
+class DiskRun(CoordinatorHarness):
     """A run that writes all its files. Learners' parts are on disk when `parts` says so."""
 
     def __init__(self, config, summary, place, **arguments):
         texts = [{"prompt": "p", "response": "r"}]
         super().__init__(config, lambda keys, version=0: summary(keys, version, samples=texts), **arguments)
-        world, coordinator, self.files = self.world, self.coordinator, RunFiles(TIMEOUT_S)
+        harness, coordinator, self.files = self.harness, self.coordinator, RunFiles(TIMEOUT_S)
         self.parts, self.place, self.went = SaveProgress(True, (0, 0), ""), place, 0.0
-        world.ledger = ledger_of(config, world.state.cursor, place, self.files.records)
-        coordinator.pipeline = world.pipeline_of(config, world.roles)
+        harness.ledger = ledger_of(config, harness.state.cursor, place, self.files.records)
+        coordinator.pipeline = harness.pipeline_of(config, harness.roles)
         coordinator.files = self.files
         coordinator.metrics = MetricsWriter(place, LoggingConfig(tensorboard=False, ray_metrics=False))
         coordinator.samples = SampleWriter(place / "samples")
-        coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), world.roles, world.state,
-                                        world.buffer, coordinator.pipeline.summaries, {}, world.ledger,
+        coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), harness.roles, harness.state,
+                                        harness.buffer, coordinator.pipeline.summaries, {}, harness.ledger,
                                         files=self.files)
         coordinator.__post_init__()
 
-    def _learner(self, role):
-        trains = super()._learner(role)
+    def learner(self, role):
+        trains = super().learner(role)
 
         async def behave(rank, method, *args):
             if method == "begin_save":

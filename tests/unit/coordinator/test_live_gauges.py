@@ -5,7 +5,7 @@ import pytest
 from rlhf_ray.coordinator.live_gauges import WINDOW_S, LiveGauges, pools_of
 from rlhf_ray.observability.prometheus import LIVE
 from rlhf_ray.observability.spans import Task
-from tests.unit.coordinator.test_loop import Run
+from tests.unit.coordinator.harnesses import CoordinatorHarness
 
 
 class Time:
@@ -22,7 +22,7 @@ def time():
 
 @pytest.fixture
 def run(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=3), summary)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=3), summary)
     run.coordinator.weights.confirmed = {}
     return run
 

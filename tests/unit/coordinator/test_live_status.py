@@ -14,13 +14,13 @@ from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.errors import RunInterrupted, TrainingError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Task
-from tests.unit.coordinator.test_loop import Run
+from tests.unit.coordinator.harnesses import CoordinatorHarness
 
 
 @pytest.fixture
 def run(ppo_config, summary, monkeypatch):
     monkeypatch.setattr(live_status, "EVERY_S", 0.02)
-    return Run(ppo_config(prompts=4, steps=3), summary)
+    return CoordinatorHarness(ppo_config(prompts=4, steps=3), summary)
 
 
 def status(directory):
@@ -47,7 +47,7 @@ def test_it_says_who_works_on_what_and_how_the_run_ended(run, tmp_path):
 
 def test_it_says_what_happens_to_chunks_and_who_holds_a_lease(ppo_config, summary):
     """The status of each moment of a run, told when the policy begins its update."""
-    run, seen = Run(ppo_config(prompts=4, chunk=2, staleness=1, steps=3), summary), []
+    run, seen = CoordinatorHarness(ppo_config(prompts=4, chunk=2, staleness=1, steps=3), summary), []
     learn = run.coordinator.roles.policy.answer
 
     async def look(rank, method, *args):

@@ -1,9 +1,7 @@
 """The order of a run's steps. Workers are stand-ins; pipeline, buffer and state are real."""
 
 import asyncio
-from contextlib import closing, nullcontext
-from dataclasses import replace
-from types import SimpleNamespace
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,131 +9,44 @@ import pytest
 from rlhf_ray.algorithms.kl import AdaptiveKL
 from rlhf_ray.config.training_loop import EarlyStopConfig, EvaluationConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
-from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.errors import RunInterrupted, TrainingError, WorkerError
-from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.records import UpdateStats
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.buffer_state import Reservation
 from rlhf_ray.replay.ledger import open_for_reading
 from rlhf_ray.replay.ledger_tables import OPEN
-from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
-from tests.unit.coordinator.test_pipeline import World
-
-
-class Run:
-    """A coordinator whose every act is noted in `events`."""
-
-    def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True, best_at=(),
-                 stop_in_evaluation=None, in_vain=()):
-        self.events, self.rows, self.warnings, self.update_arguments, self.patience = [], {}, [], [], []
-        self.stop_after, self.fail_at, self.best_at = stop_after, fail_at, best_at
-        self.stop_in_evaluation, self.in_vain = stop_in_evaluation, in_vain
-        world = self.world = World(config, summary)
-        learners = {role: StandInGroup(role, self._learner(role), workers=2) for role in ("policy", "critic")}
-        if not critic:
-            learners["critic"] = None
-        world.roles = role_groups_of(generators=world.generators, reward=world._score, reference=world._tell,
-                             assembler=world._assemble, **learners)
-        world.pipeline = world.pipeline_of(config, world.roles)
-        self.stop = StopRequest(lambda _: None)
-        progress = SimpleNamespace(update=lambda *a, **k: None, note=lambda text: None, warn=self.warnings.append)
-        self.coordinator = Coordinator(
-            config=config, roles=world.roles, state=world.state, buffer=world.buffer, pipeline=world.pipeline,
-            best=SimpleNamespace(consider=self._consider, keep=self._keep),
-            weights=SimpleNamespace(publish=self._publish, changing=nullcontext),
-            recovery=SimpleNamespace(save=self._save, settled=self._settled, close=self._close, writing=None),
-            evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
-            samples=SimpleNamespace(write=lambda step, texts: None), progress=progress, stop=self.stop,
-            on_evaluation=lambda step, _: self.events.append(f"evaluate {step}"),
-            profiler=StepProfiler(RunDirectory("nowhere"), world.roles),
-        )
-
-    def _learner(self, role):
-        async def behave(rank, method, *args):
-            if method not in ("update", "update_both"):
-                return (method, rank)
-            if args[0] == self.fail_at:
-                raise TrainingError("not finite")
-            if rank == 0:
-                self.events.append(f"{role} {args[0]}")
-                self.update_arguments.append((role, *args))
-            vain = (role, args[0]) in self.in_vain
-            stats = UpdateStats(step=args[0], applied=int(not vain), skipped=int(vain), seconds=0.1, tokens=1,
-                                metrics={"loss": 1.0})
-            return stats if method == "update" else [stats, replace(stats, metrics={"loss": 2.0})]
-
-        return behave
-
-    async def _publish(self, version):
-        self.events.append(f"publish {version}")
-        self.world.version = version
-        if version == self.stop_after:
-            self.stop.ask("SIGTERM")
-        return Published(0.1, 0.01, 2**20)
-
-    async def _save(self):
-        self.events.append(f"save {self.world.state.step}")
-
-    async def _settled(self, wait=True):
-        pass
-
-    async def _close(self, patience_s=None):
-        self.patience.append(patience_s)
-
-    async def _measure(self):
-        if self.world.state.step == self.stop_in_evaluation:
-            self.stop.ask("SIGTERM")
-            await asyncio.sleep(60)
-        return SimpleNamespace(metrics="numbers")
-
-    def _consider(self, step, metrics):
-        assert metrics == "numbers"
-        return step in self.best_at
-
-    async def _keep(self):
-        self.events.append(f"keep {self.world.state.step}")
-
-    def _write(self, step, row):
-        self.rows[step] = row
-
-    def go(self):
-        asyncio.run(asyncio.wait_for(self.coordinator.run(), 20))
-        return self.events
+from tests.unit.coordinator.harnesses import CoordinatorHarness
 
 
 def test_a_run_in_order(ppo_config, summary):
     config = ppo_config(prompts=4, steps=3, checkpoint={"every": 2}, evaluation=EvaluationConfig(prompts="e", every=2))
-    run = Run(config, summary)
+    run = CoordinatorHarness(config, summary)
     assert run.go() == [
         "evaluate 0", "policy 0", "critic 0", "publish 1",
         "policy 1", "critic 1", "publish 2", "evaluate 2", "save 2",
         "policy 2", "critic 2", "publish 3", "evaluate 3", "save 3",
     ]
     assert list(run.rows) == [1, 2, 3] and run.rows[3]["weights/version"] == 3
-    assert (run.world.state.step, run.world.state.samples) == (3, 12)
+    assert (run.harness.state.step, run.harness.state.samples) == (3, 12)
 
 
 def test_without_a_pace_saving_and_evaluating_happen_at_the_end(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=2, evaluation=EvaluationConfig(prompts="e")), summary)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=2, evaluation=EvaluationConfig(prompts="e")), summary)
     events = run.go()
     assert [e for e in events if e[:4] in ("save", "eval")] == ["evaluate 0", "evaluate 2", "save 2"]
 
 
 def test_an_evaluation_that_is_the_best_is_saved_whenever_it_comes(ppo_config, summary):
     config = ppo_config(prompts=4, steps=4, checkpoint={"every": 2}, evaluation=EvaluationConfig(prompts="e", every=1))
-    events = Run(config, summary, best_at=(1, 4)).go()
+    events = CoordinatorHarness(config, summary, best_at=(1, 4)).go()
     assert [e for e in events if e[:4] in ("save", "keep")] == ["save 1", "keep 1", "save 2", "save 4", "keep 4"]
 
 
 def given_up(ppo_config, summary, kl_above, **arguments):
     """A run of 9 steps whose KL is 0.5 in every step, to be given up after 3 steps in a row over the limit."""
     config = ppo_config(prompts=4, steps=9, evaluation=EvaluationConfig(prompts="e"))
-    run = Run(config, summary, **arguments)
-    run.world.state.early_stop = EarlyStop(EarlyStopConfig(kl_above=kl_above, patience=3))
+    run = CoordinatorHarness(config, summary, **arguments)
+    run.harness.state.early_stop = EarlyStop(EarlyStopConfig(kl_above=kl_above, patience=3))
     return run
 
 
@@ -152,15 +63,15 @@ def test_a_run_within_its_limits_makes_all_its_steps(ppo_config, summary):
 
 
 def test_a_run_over_its_limit_in_its_last_step_has_not_ended_early(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=3), summary)
-    run.world.state.early_stop = EarlyStop(EarlyStopConfig(kl_above=0.4, patience=3))
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=3), summary)
+    run.harness.state.early_stop = EarlyStop(EarlyStopConfig(kl_above=0.4, patience=3))
     assert run.go()[-1] == "save 3" and run.coordinator.stopped_early is None
 
 
 def test_the_policy_rests_while_the_critic_warms_up(ppo_config, summary):
     config = ppo_config(prompts=4, steps=3)
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"critic_warmup_steps": 2})})
-    run = Run(config, summary)
+    run = CoordinatorHarness(config, summary)
     events = run.go()
     assert [e for e in events if e.startswith("policy")] == ["policy 2"]
     assert [e for e in events if e.startswith("critic")] == ["critic 0", "critic 1", "critic 2"]
@@ -169,7 +80,7 @@ def test_the_policy_rests_while_the_critic_warms_up(ppo_config, summary):
 
 
 def test_without_a_critic_the_policy_learns_alone(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=2), summary, critic=False)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=2), summary, critic=False)
     assert run.go()[1:] == ["policy 0", "publish 1", "policy 1", "publish 2", "save 2"]
     about = ("critic/", "share/critic", "time/critic_update", "time/values")
     assert not [name for name in run.rows[2] if name.startswith(about)]
@@ -178,7 +89,7 @@ def test_without_a_critic_the_policy_learns_alone(ppo_config, summary):
 
 
 def test_a_policy_that_is_its_own_critic_speaks_for_both(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=2, critic={"backbone": "policy"}), summary, critic=False)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=2, critic={"backbone": "policy"}), summary, critic=False)
     assert run.go()[1:] == ["policy 0", "publish 1", "policy 1", "publish 2", "save 2"]
     row = run.rows[2]
     assert (row["policy/loss"], row["critic/loss"]) == (1.0, 2.0)
@@ -186,27 +97,28 @@ def test_a_policy_that_is_its_own_critic_speaks_for_both(ppo_config, summary):
 
 
 def test_learners_get_the_step_the_policy_its_coefficient_and_both_the_experience(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, chunk=2, steps=1), summary)
+    run = CoordinatorHarness(ppo_config(prompts=4, chunk=2, steps=1), summary)
     run.go()
     (_, step, coef, *policy), (_, other, *critic) = run.update_arguments
     assert (step, coef, other) == (0, 0.1, 0) and policy == critic and len(policy) == 2
 
 
 def test_scores_that_were_trained_on_are_remembered(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, chunk=2, steps=2), summary)
+    run = CoordinatorHarness(ppo_config(prompts=4, chunk=2, steps=2), summary)
     run.go()
-    assert (run.world.state.scores.count, run.world.state.scores.mean) == (8, 0.5)  # every chunk of two scores 0 and 1
+    scores = run.harness.state.scores
+    assert (scores.count, scores.mean) == (8, 0.5)  # every chunk of two scores 0 and 1
 
 
 def test_a_request_to_stop_is_met_after_the_step_with_a_checkpoint(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=5), summary, stop_after=2)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary, stop_after=2)
     with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 2 of 5; the checkpoint is saved, --resume"):
         run.go()
     assert run.events[-2:] == ["publish 2", "save 2"]
 
 
 def test_a_request_is_met_although_the_next_batch_is_ready(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=50, staleness=3), summary, stop_after=2)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=50, staleness=3), summary, stop_after=2)
     publish = run.coordinator.weights.publish
 
     async def slowly(version):  # the lead fills up meanwhile
@@ -216,18 +128,18 @@ def test_a_request_is_met_although_the_next_batch_is_ready(ppo_config, summary):
     run.coordinator.weights.publish = slowly
     with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 2 of 50"):
         run.go()
-    assert run.world.buffer.stats().samples_ready >= 4
+    assert run.harness.buffer.stats().samples_ready >= 4
 
 
 @pytest.mark.parametrize(("role", "saved"), [("generator", ["save 2"]), ("policy", [])])
 def test_workers_that_cannot_be_kept_alive_end_the_run_with_what_is_done_saved(ppo_config, summary, role, saved):
     """But for learners: what these know is gone with them."""
-    run = Run(ppo_config(prompts=4, steps=5), summary)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
     publish = run.coordinator.weights.publish
 
     async def publish_and_lose(version):
         if version == 2:
-            run.world.roles.dispatcher(run.world.generators).fail(WorkerError(f"{role}/0 was lost once more", role))
+            run.harness.roles.dispatcher(run.harness.generators).fail(WorkerError(f"{role}/0 was lost once more", role))
         return await publish(version)
 
     run.coordinator.weights.publish = publish_and_lose
@@ -237,11 +149,11 @@ def test_workers_that_cannot_be_kept_alive_end_the_run_with_what_is_done_saved(p
 
 
 def test_a_request_in_the_last_step_changes_nothing(ppo_config, summary):
-    assert Run(ppo_config(prompts=4, steps=2), summary, stop_after=2).go()[-1] == "save 2"
+    assert CoordinatorHarness(ppo_config(prompts=4, steps=2), summary, stop_after=2).go()[-1] == "save 2"
 
 
 def test_a_request_before_the_first_step_saves_it_for_later(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=5, evaluation=EvaluationConfig(prompts="e")), summary)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5, evaluation=EvaluationConfig(prompts="e")), summary)
     run.stop.ask("SIGINT")
     with pytest.raises(RunInterrupted, match="stopped by SIGINT after step 0 of 5"):
         run.go()
@@ -252,18 +164,18 @@ def test_a_request_before_the_first_step_saves_it_for_later(ppo_config, summary)
 def test_an_evaluation_that_was_cut_short_is_made_by_the_resumed_run(ppo_config, summary, every):
     config = ppo_config(prompts=4, steps=4, checkpoint={"every": every},
                         evaluation=EvaluationConfig(prompts="e", every=2))
-    run = Run(config, summary, stop_in_evaluation=2, best_at=(2,))
+    run = CoordinatorHarness(config, summary, stop_in_evaluation=2, best_at=(2,))
     with pytest.raises(RunInterrupted, match="after step 2 of 4"):
         run.go()
-    assert run.events[-2:] == ["publish 2", "save 2"] and run.world.state.unmeasured
+    assert run.events[-2:] == ["publish 2", "save 2"] and run.harness.state.unmeasured
     run.events.clear()
     run.coordinator.stop, run.stop_in_evaluation = StopRequest(lambda _: None), None
 
     async def go_on():
-        state = run.world.state
+        state = run.harness.state
         open_places = [Reservation(order, len(keys), state.step) for order, keys in state.in_flight.items()]
         for keys in state.in_flight.values():
-            run.world.ledger.give_up(keys, "the process ended")
+            run.harness.ledger.give_up(keys, "the process ended")
         run.coordinator.pipeline.start_again(open_places)
         await asyncio.wait_for(run.coordinator.run(), 20)
 
@@ -272,27 +184,27 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_resumed_run(ppo_config,
 
 
 def test_what_was_measured_is_not_measured_again(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=2, evaluation=EvaluationConfig(prompts="e")), summary)
-    run.world.state.unmeasured = False
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=2, evaluation=EvaluationConfig(prompts="e")), summary)
+    run.harness.state.unmeasured = False
     assert [e for e in run.go() if e.startswith("evaluate")] == ["evaluate 2"]
 
 
 def test_a_checkpoint_that_is_there_already_is_not_written_twice(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=5, checkpoint={"every": 2}), summary, stop_after=2)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5, checkpoint={"every": 2}), summary, stop_after=2)
     with pytest.raises(RunInterrupted):
         run.go()
     assert run.events.count("save 2") == 1
 
 
 def test_a_failure_leaves_nothing_under_way(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, staleness=1, steps=9), summary, fail_at=1)
+    run = CoordinatorHarness(ppo_config(prompts=4, staleness=1, steps=9), summary, fail_at=1)
     with pytest.raises(TrainingError, match="not finite"):
         run.go()
-    assert run.world.pipeline._running == {}
+    assert run.left == []
 
 
 def test_a_checkpoint_under_way_is_waited_for_no_longer_than_a_lease_when_a_worker_is_lost(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=3, cluster={"heartbeat_timeout_s": 7}), summary)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=3, cluster={"heartbeat_timeout_s": 7}), summary)
 
     async def lost(version):
         raise WorkerError("policy_learner/1 died in weight_bucket")
@@ -304,7 +216,7 @@ def test_a_checkpoint_under_way_is_waited_for_no_longer_than_a_lease_when_a_work
 
 
 def test_the_adaptive_coefficient_moves_with_the_batchs_mean_kl_and_the_row_tells_the_one_used(ppo_config, summary):
-    run, observed = Run(ppo_config(prompts=4, steps=2), summary), []
+    run, observed = CoordinatorHarness(ppo_config(prompts=4, steps=2), summary), []
 
     class Controller:
         value = 0.1
@@ -313,7 +225,7 @@ def test_the_adaptive_coefficient_moves_with_the_batchs_mean_kl_and_the_row_tell
             observed.append((kl, samples))
             self.value *= 2
 
-    run.world.state.kl = Controller()
+    run.harness.state.kl = Controller()
     run.go()
     assert observed == [(0.5, 4), (0.5, 4)]
     assert [run.rows[step]["kl/coef"] for step in (1, 2)] == [0.1, 0.2]
@@ -328,15 +240,15 @@ def test_the_adaptive_coefficient_follows_the_mean_over_samples_and_counts_them(
     def with_kl(keys, version=0):
         return summary(keys, version, kl=np.full(len(keys), 1.0 if len(keys) == 4 else 4.0, dtype=np.float32))
 
-    run = Run(config.model_copy(update={"coordinator": loop}), with_kl)
-    run.world.state.kl = AdaptiveKL(0.1, target=1.9, horizon=100)
+    run = CoordinatorHarness(config.model_copy(update={"coordinator": loop}), with_kl)
+    run.harness.state.kl = AdaptiveKL(0.1, target=1.9, horizon=100)
     run.go()
-    assert run.world.state.kl.value == pytest.approx(0.1 * (1 + (2.0 / 1.9 - 1) * 6 / 100), rel=1e-12)
+    assert run.harness.state.kl.value == pytest.approx(0.1 * (1 + (2.0 / 1.9 - 1) * 6 / 100), rel=1e-12)
 
 
 @pytest.mark.parametrize("alarm, warnings", [(0.2, 2), (0.3, 0)])
 def test_generators_and_learner_that_disagree_raise_an_alarm(ppo_config, summary, alarm, warnings):
-    run = Run(ppo_config(prompts=4, steps=2, weights={"logprob_gap_alarm": alarm}), summary)
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=2, weights={"logprob_gap_alarm": alarm}), summary)
     run.go()
     assert len(run.warnings) == warnings
     if warnings:
@@ -344,13 +256,14 @@ def test_generators_and_learner_that_disagree_raise_an_alarm(ppo_config, summary
 
 
 def test_a_batch_that_changed_nothing_is_not_applied_and_teaches_the_controllers_nothing(ppo_config, summary):
-    run = Run(ppo_config(prompts=4, steps=3), summary, in_vain=[("policy", 0), ("policy", 1), ("critic", 1)])
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=3), summary,
+                             in_vain=[("policy", 0), ("policy", 1), ("critic", 1)])
     run.go()
-    with closing(open_for_reading(run.world.pipeline.ledger.path)) as db:
+    with closing(open_for_reading(run.harness.pipeline.ledger.path)) as db:
         told = dict(db.execute("SELECT step, state FROM samples GROUP BY step"))
         assert audit(db, ended=False) == []
     assert told == {1: "consumed", 2: "not_applied", 3: "consumed"}
-    assert run.world.state.scores.count == 8, "of 12 samples"
+    assert run.harness.state.scores.count == 8, "of 12 samples"
     assert [(run.rows[n]["policy/skipped_steps"], run.rows[n]["critic/skipped_steps"]) for n in (1, 2, 3)] == [
         (1, 0), (1, 1), (0, 0)]
     told = [text for text in run.warnings if "left out" in text]
@@ -360,10 +273,10 @@ def test_a_batch_that_changed_nothing_is_not_applied_and_teaches_the_controllers
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_a_run_that_is_stopped_knows_every_sample_that_is_open_by_the_ledger(ppo_config, summary, staleness):
-    run = Run(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=9), summary, stop_after=2)
+    run = CoordinatorHarness(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=9), summary, stop_after=2)
     with pytest.raises(RunInterrupted):
         run.go()
-    ledger = run.world.pipeline.ledger
+    ledger = run.harness.pipeline.ledger
     with closing(open_for_reading(ledger.path)) as db:
         marks = ", ".join("?" * len(OPEN))
         found = db.execute(f"SELECT epoch, row, sample FROM samples WHERE state IN ({marks})", OPEN).fetchall()

@@ -1,88 +1,18 @@
 """Chunks on their way: admission order, failures, what is made again. The engines are stand-ins; the buffer is real."""
 
 import asyncio
-import random
-import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import closing
 
 import pytest
 
-from rlhf_ray.algorithms.kl import FixedKL
-from rlhf_ray.coordinator.pipeline import Pipeline
-from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import RewardError, WorkerLost
 from rlhf_ray.records import RewardTerms
 from rlhf_ray.replay.audit import audit
-from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import open_for_reading
-from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, ledger_of, role_groups_of
-
-ROWS = 50
-
-
-class World:
-    """A pipeline over stand-ins. `version` is the one that generators hold; delays are random, of some ms at most."""
-
-    def __init__(self, config, summary, seed=0, version=0, ranks=1):
-        self.version, self.seeds, self._random, self._summary = version, [], random.Random(seed), summary
-        self.texts_asked, self.batches = [], defaultdict(list)
-        self.generators = StandInGroup("generators", self._generate, workers=3)
-        self.policy = StandInGroup("policy", self._tell, workers=ranks)
-        self.roles = role_groups_of(generators=self.generators, policy=self.policy, reward=self._score,
-                            reference=self._tell, critic=self._tell, assembler=self._assemble)
-        self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=True))
-        capacity = (config.coordinator.max_staleness + 1) * config.samples_per_step
-        self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness, 60.0)
-        self._directory = tempfile.TemporaryDirectory()
-        self.ledger = ledger_of(config, self.state.cursor, self._directory.name)
-        self.pipeline = self.pipeline_of(config, self.roles)
-
-    def pipeline_of(self, config, roles):
-        self.prompts = StandInPrompts("prompts")
-        return Pipeline(config, roles, self.state, self.buffer, self.prompts, self.ledger)
-
-    async def _wait(self):
-        await asyncio.sleep(self._random.random() * 0.005)
-
-    async def _generate(self, rank, method, prompts, keys, seed, sampling):
-        assert (method, sampling) == ("generate", None)
-        assert prompts[0] == "prompts" and prompts[1] >= {key.row for key in keys}
-        self.seeds.append((tuple(keys), seed))
-        made = {"keys": keys, "version": self.version}
-        await self._wait()
-        return made
-
-    async def _tell(self, rank, method, *rollouts):
-        self.batches[method].append([rollout["keys"] for rollout in rollouts])
-        await self._wait()
-        return method, rank
-
-    async def _score(self, rank, method, *records):
-        rollouts, prompts = records[: len(records) // 2], records[len(records) // 2 :]
-        for rollout, (name, rows) in zip(rollouts, prompts, strict=True):
-            assert name == "prompts" and rows >= {key.row for key in rollout["keys"]}
-        return await self._tell(rank, method, *rollouts)
-
-    async def _assemble(self, rank, method, terms, keep_texts, ranks, *records):
-        await self._wait()
-        count = len(keep_texts)
-        rollouts, (reward, reference, *parts) = records[:count], records[count:]
-        self.parts = (terms, ranks, reward, reference, tuple(parts))
-        self.texts_asked += keep_texts
-        made = [f"experience {rollout['keys'][0].row}" for rollout in rollouts]
-        return *made, [self._summary(rollout["keys"], rollout["version"]) for rollout in rollouts]
-
-    async def train(self):
-        """Take a batch and pretend to learn from it; returns its keys."""
-        lease = await asyncio.wait_for(self.pipeline.next_batch(), 10)
-        self.buffer.ack(lease, self.state.step)
-        self.ledger.consumed(lease.keys, self.state.step + 1)
-        self.state.step += 1
-        self.version = self.pipeline.version = self.state.step
-        self.pipeline.make_again(self.buffer.evict(self.state.step))
-        return lease.keys
+from tests.unit.coordinator.harnesses import ROWS, PipelineHarness, chunks_under_way
+from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
 def in_loop(work):
@@ -97,22 +27,22 @@ def cursor_keys(n):
 @pytest.mark.parametrize("seed", range(5))
 def test_batches_hold_the_chunks_in_admission_order_whatever_finished_first(ppo_config, summary, seed):
     async def run():
-        world = World(ppo_config(prompts=8, chunk=2), summary, seed)
-        keys = [key for _ in range(3) for key in await world.train()]
-        return [(k.epoch, k.row) for k in keys], world
+        harness = PipelineHarness(ppo_config(prompts=8, chunk=2), summary, seed)
+        keys = [key for _ in range(3) for key in await harness.train()]
+        return [(k.epoch, k.row) for k in keys], harness
 
-    keys, world = in_loop(run())
+    keys, harness = in_loop(run())
     assert keys == cursor_keys(24)
-    assert world.state.in_flight == {}
-    assert sorted(world.pipeline.summaries) == list(range(12))
+    assert harness.state.in_flight == {}
+    assert sorted(harness.pipeline.summaries) == list(range(12))
 
 
 def test_chunks_add_up_to_whole_batches(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=7, chunk=3, steps=2), summary)
-        await world.train()
-        await world.train()
-        return [len(keys) for keys, _ in world.seeds]
+        harness = PipelineHarness(ppo_config(prompts=7, chunk=3, steps=2), summary)
+        await harness.train()
+        await harness.train()
+        return [len(keys) for keys, _ in harness.seeds]
 
     assert in_loop(run()) == [3, 3, 1, 3, 3, 1]
 
@@ -122,7 +52,7 @@ def test_a_prompts_samples_travel_together(ppo_config, summary):
         config = ppo_config(chunk=4)
         config = config.model_copy(update={"coordinator": config.coordinator.model_copy(
             update={"prompts_per_step": 3, "samples_per_prompt": 2})})
-        return [(k.row, k.sample) for k in await World(config, summary).train()]
+        return [(k.row, k.sample) for k in await PipelineHarness(config, summary).train()]
 
     rows = [row for _, row in cursor_keys(3)]
     assert in_loop(run()) == [(row, sample) for row in rows for sample in (0, 1)]
@@ -133,8 +63,8 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
     lost = []
 
     async def run():
-        world = World(ppo_config(prompts=4, chunk=2), summary)
-        assemble = world._assemble
+        harness = PipelineHarness(ppo_config(prompts=4, chunk=2), summary)
+        assemble = harness.assemble
 
         async def lose_one(rank, method, terms, keep_texts, ranks, *records):
             if not lost:
@@ -144,18 +74,42 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
                 raise error
             return await assemble(rank, method, terms, keep_texts, ranks, *records)
 
-        world.roles.assembler.answer = lose_one
-        keys = await world.train()
-        return world, [(k.epoch, k.row) for k in keys]
+        harness.roles.assembler.answer = lose_one
+        keys = await harness.train()
+        return harness, [(k.epoch, k.row) for k in keys]
 
-    world, keys = in_loop(run())
-    assert keys == cursor_keys(4) and world.pipeline._generating == 0
-    assert sorted(Counter(world.seeds).values()) == [1, 2]
-    assert Counter(world.seeds)[tuple(lost[0]), world.seeds[0][1]] == 2
-    with closing(open_for_reading(world.ledger.path)) as db:
+    harness, keys = in_loop(run())
+    assert keys == cursor_keys(4)
+    assert sorted(Counter(harness.seeds).values()) == [1, 2]
+    assert Counter(harness.seeds)[tuple(lost[0]), harness.seeds[0][1]] == 2
+    with closing(open_for_reading(harness.ledger.path)) as db:
         assert db.execute("SELECT state, reason FROM attempts").fetchall() == [
             ("generated", "an argument of assemble_each was lost")] * 2
         assert audit(db, ended=False) == []
+
+
+def test_the_room_of_a_chunk_that_is_made_again_is_free_when_it_is_generated_again(ppo_config, summary):
+    """Room for one chunk at a time. The first one is generated twice, the second time beside the second chunk."""
+    async def run():
+        config = ppo_config(prompts=4, chunk=2)
+        loop = config.coordinator.model_copy(update={"concurrency": 2})
+        harness, lost = PipelineHarness(config.model_copy(update={"coordinator": loop}), summary), []
+
+        async def lose_one(*args):
+            if not lost:
+                lost.append(args)
+                error = WorkerLost("an argument of assemble_each was lost")
+                error.role, error.kind = "assembler", "result"
+                raise error
+            return await harness.assemble(*args)
+
+        harness.roles.assembler.answer = lose_one
+        await harness.train()
+        harness.most_generating = 0
+        keys = await harness.train()
+        return [(key.epoch, key.row) for key in keys], harness.most_generating
+
+    assert in_loop(run()) == (cursor_keys(8)[4:], 2)
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(1, "result"), (2, "broke")])
@@ -163,8 +117,8 @@ def test_a_learner_rank_that_missed_a_pass_of_the_others_is_lost(ppo_config, sum
     """Its copy of a rollout lay on a node that is gone. A rank alone is asked again; of several, the others have made
     the pass, and their collectives would meet others of its own from then on."""
     async def run():
-        world = World(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
-        tell, lost = world.policy.answer, []
+        harness = PipelineHarness(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
+        tell, lost = harness.policy.answer, []
 
         async def lose_one(rank, method, *rollouts):
             if rank == ranks - 1 and not lost:
@@ -174,8 +128,8 @@ def test_a_learner_rank_that_missed_a_pass_of_the_others_is_lost(ppo_config, sum
                 raise error
             return await tell(rank, method, *rollouts)
 
-        world.policy.answer = lose_one
-        await world.train()
+        harness.policy.answer = lose_one
+        await harness.train()
 
     if kind == "result":
         in_loop(run())
@@ -187,9 +141,9 @@ def test_a_learner_rank_that_missed_a_pass_of_the_others_is_lost(ppo_config, sum
 
 def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=2, steps=1), summary, ranks=2)
-        await world.train()
-        return world.parts
+        harness = PipelineHarness(ppo_config(prompts=2, steps=1), summary, ranks=2)
+        await harness.train()
+        return harness.parts
 
     parts = (("logprobs", 0), ("logprobs", 1), ("values", 0))
     assert in_loop(run()) == (RewardTerms(0.1), 2, ("score_each", 0), ("logprobs", 0), parts)
@@ -198,13 +152,13 @@ def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
 def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config, summary):
     async def run():
         config = ppo_config(prompts=2, steps=1)
-        world = World(config, summary, ranks=2)
-        roles = role_groups_of(generators=world.generators, policy=world.policy, reward=world._score,
-                                    reference=world._tell,
-                       critic=None, assembler=world._assemble)
-        world.pipeline = world.pipeline_of(config, roles)
-        await world.train()
-        return world.parts
+        harness = PipelineHarness(config, summary, ranks=2)
+        roles = role_groups_of(generators=harness.generators, policy=harness.policy, reward=harness.score,
+                                    reference=harness.forward,
+                       critic=None, assembler=harness.assemble)
+        harness.pipeline = harness.pipeline_of(config, roles)
+        await harness.train()
+        return harness.parts
 
     parts = (("logprobs", 0), ("logprobs", 1))
     assert in_loop(run()) == (RewardTerms(0.1), 2, ("score_each", 0), ("logprobs", 0), parts)
@@ -212,19 +166,19 @@ def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config,
 
 def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=2, steps=1, critic={"backbone": "policy"}), summary, ranks=2)
+        harness = PipelineHarness(ppo_config(prompts=2, steps=1, critic={"backbone": "policy"}), summary, ranks=2)
 
         async def tell_twice(rank, method, rollout):
             assert method == "logprobs_and_values"
             return ("logprobs", rank), ("values", rank)
 
         policy = StandInGroup("policy", tell_twice, workers=2)
-        roles = role_groups_of(generators=world.generators, policy=policy, reward=world._score,
-                                    reference=world._tell,
-                       critic=None, assembler=world._assemble)
-        world.pipeline = world.pipeline_of(world.pipeline.config, roles)
-        await world.train()
-        return world.parts, policy.log
+        roles = role_groups_of(generators=harness.generators, policy=policy, reward=harness.score,
+                                    reference=harness.forward,
+                       critic=None, assembler=harness.assemble)
+        harness.pipeline = harness.pipeline_of(harness.pipeline.config, roles)
+        await harness.train()
+        return harness.parts, policy.log
 
     parts = (("logprobs", 0), ("logprobs", 1), ("values", 0), ("values", 1))
     told, log = in_loop(run())
@@ -235,16 +189,17 @@ def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summ
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_a_reference_the_policy_s_frozen_base_is_asked_rank_by_rank(ppo_config, summary, ranks):
     async def run():
-        world = World(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
+        harness = PipelineHarness(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
 
         async def assemble(rank, method, *args):
-            return args if method == "join" else await world._assemble(rank, method, *args)
+            return args if method == "join" else await harness.assemble(rank, method, *args)
 
-        roles = role_groups_of(generators=world.generators, policy=world.policy, reward=world._score, reference=None,
+        roles = role_groups_of(generators=harness.generators, policy=harness.policy, reward=harness.score,
+                                reference=None,
                        critic=None, assembler=assemble)
-        world.pipeline = world.pipeline_of(world.pipeline.config, roles)
-        await world.train()
-        return world.parts[3]
+        harness.pipeline = harness.pipeline_of(harness.pipeline.config, roles)
+        await harness.train()
+        return harness.parts[3]
 
     shares = tuple(("reference_logprobs", rank) for rank in range(ranks))
     assert in_loop(run()) == (shares[0] if ranks == 1 else shares)
@@ -252,19 +207,19 @@ def test_without_a_reference_the_policy_s_frozen_base_is_asked_rank_by_rank(ppo_
 
 def test_synchronous_generation_stays_within_the_step(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=8, chunk=2, staleness=0), summary)
-        await world.train()
-        return len(world.seeds), world.buffer.running
+        harness = PipelineHarness(ppo_config(prompts=8, chunk=2, staleness=0), summary)
+        await harness.train()
+        return len(harness.seeds), harness.buffer.running
 
     assert in_loop(run()) == (4, 0)
 
 
 def test_with_staleness_one_the_next_batch_is_under_way_before_this_one_is_asked_for(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=8, chunk=2, staleness=1), summary)
-        await world.pipeline.next_batch()
-        started = len(world.generators.log)
-        await world.pipeline.close()
+        harness = PipelineHarness(ppo_config(prompts=8, chunk=2, staleness=1), summary)
+        await harness.pipeline.next_batch()
+        started = len(harness.generators.log)
+        await harness.pipeline.close()
         return started
 
     assert in_loop(run()) == 8
@@ -273,58 +228,58 @@ def test_with_staleness_one_the_next_batch_is_under_way_before_this_one_is_asked
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_no_more_is_admitted_than_the_run_trains_on(ppo_config, summary, staleness):
     async def run():
-        world = World(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=3), summary)
-        keys = [k for _ in range(3) for k in await world.train()]
-        generated = [k for chunk, _ in world.seeds for k in chunk]
-        return sorted(keys), sorted(set(generated)), world
+        harness = PipelineHarness(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=3), summary)
+        keys = [k for _ in range(3) for k in await harness.train()]
+        generated = [k for chunk, _ in harness.seeds for k in chunk]
+        return sorted(keys), sorted(set(generated)), harness
 
-    keys, generated, world = in_loop(run())
+    keys, generated, harness = in_loop(run())
     assert keys == generated
-    assert world.buffer.running == 0 and not world.state.in_flight
+    assert harness.buffer.running == 0 and not harness.state.in_flight
 
 
 def test_every_chunk_is_generated_with_the_runs_seed(ppo_config, summary):
     async def run():
-        world = World(ppo_config(), summary)
-        await world.train()
-        return {seed for _, seed in world.seeds}
+        harness = PipelineHarness(ppo_config(), summary)
+        await harness.train()
+        return {seed for _, seed in harness.seeds}
 
     assert in_loop(run()) == {5}
 
 
 def test_a_chunk_that_came_out_too_old_is_made_again_with_the_same_keys(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=2, chunk=2, staleness=0, steps=9), summary, version=0)
-        world.state.step = 3  # generators are three versions behind
-        world.buffer.evict(3)
-        waiting = asyncio.ensure_future(world.pipeline.next_batch())
-        while len(world.seeds) < 2:
+        harness = PipelineHarness(ppo_config(prompts=2, chunk=2, staleness=0, steps=9), summary, version=0)
+        harness.state.step = 3  # generators are three versions behind
+        harness.buffer.evict(3)
+        waiting = asyncio.ensure_future(harness.pipeline.next_batch())
+        while len(harness.seeds) < 2:
             await asyncio.sleep(0.001)
-        world.version = 3
+        harness.version = 3
         lease = await waiting
-        return lease, world
+        return lease, harness
 
-    lease, world = in_loop(run())
-    assert len(world.seeds) >= 2 and len({keys for keys, _ in world.seeds}) == 1
-    assert all(world.texts_asked), "the first chunk of a batch gives its texts, however often it is made"
-    assert tuple(lease.keys) == world.seeds[0][0]
-    assert world.state.in_flight == {} and list(world.pipeline.summaries) == [lease.entries[0].order]
+    lease, harness = in_loop(run())
+    assert len(harness.seeds) >= 2 and len({keys for keys, _ in harness.seeds}) == 1
+    assert all(harness.texts_asked), "the first chunk of a batch gives its texts, however often it is made"
+    assert tuple(lease.keys) == harness.seeds[0][0]
+    assert harness.state.in_flight == {} and list(harness.pipeline.summaries) == [lease.entries[0].order]
 
 
 def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=2, chunk=2, staleness=1, steps=9), summary)
-        world.pipeline.admit()
-        await asyncio.gather(*world.pipeline._running)
-        ready = world.buffer.ready_entries()
-        assert [e.order for e in ready] == [0, 1] == sorted(world.pipeline.summaries)
-        world.version = world.state.step = 5
-        evictions = world.buffer.evict(5)
-        world.pipeline.make_again(evictions)
-        assert [e.entry for e in evictions] == ready and world.pipeline.summaries == {}
-        assert world.state.returned == [key for entry in ready for key in entry.keys]
-        lease = await world.pipeline.next_batch()
-        await world.pipeline.close()
+        harness = PipelineHarness(ppo_config(prompts=2, chunk=2, staleness=1, steps=9), summary)
+        harness.pipeline.admit()
+        await asyncio.gather(*chunks_under_way())
+        ready = harness.buffer.ready_entries()
+        assert [e.order for e in ready] == [0, 1] == sorted(harness.pipeline.summaries)
+        harness.version = harness.state.step = 5
+        evictions = harness.buffer.evict(5)
+        harness.pipeline.make_again(evictions)
+        assert [e.entry for e in evictions] == ready and harness.pipeline.summaries == {}
+        assert harness.state.returned == [key for entry in ready for key in entry.keys]
+        lease = await harness.pipeline.next_batch()
+        await harness.pipeline.close()
         return ready, lease
 
     ready, lease = in_loop(run())
@@ -336,11 +291,10 @@ def test_a_batch_that_nobody_acknowledged_in_time_is_lent_again(ppo_config, summ
     """At max_staleness 0 nothing else could ever be trained on: every place of the step is taken."""
     async def run():
         now = 0.0
-        world = World(ppo_config(prompts=4, chunk=2), summary)
-        world.buffer._clock = lambda: now
-        first = await world.pipeline.next_batch()
+        harness = PipelineHarness(ppo_config(prompts=4, chunk=2), summary, clock=lambda: now)
+        first = await harness.pipeline.next_batch()
         now = first.deadline
-        return first, await asyncio.wait_for(world.pipeline.next_batch(), 10)
+        return first, await asyncio.wait_for(harness.pipeline.next_batch(), 10)
 
     first, again = in_loop(run())
     assert again.keys == first.keys and again.number != first.number
@@ -348,19 +302,19 @@ def test_a_batch_that_nobody_acknowledged_in_time_is_lent_again(ppo_config, summ
 
 def test_the_first_failing_chunk_is_raised(ppo_config, summary):
     async def run():
-        world = World(ppo_config(), summary)
+        harness = PipelineHarness(ppo_config(), summary)
 
         async def refuse(rank, method, rollout, *_):
             raise RewardError(f"no score for row {rollout['keys'][0].row}")
 
-        world.roles = role_groups_of(generators=world.generators, policy=world.policy, reward=refuse,
-                                          reference=world._tell,
-                             critic=world._tell, assembler=world._assemble)
-        world.pipeline = world.pipeline_of(ppo_config(), world.roles)
+        harness.roles = role_groups_of(generators=harness.generators, policy=harness.policy, reward=refuse,
+                                          reference=harness.forward,
+                             critic=harness.forward, assembler=harness.assemble)
+        harness.pipeline = harness.pipeline_of(ppo_config(), harness.roles)
         try:
-            await world.pipeline.next_batch()
+            await harness.pipeline.next_batch()
         finally:
-            await world.pipeline.close()
+            await harness.pipeline.close()
 
     with pytest.raises(RewardError, match="no score for row"):
         in_loop(run())
@@ -369,12 +323,12 @@ def test_the_first_failing_chunk_is_raised(ppo_config, summary):
 def test_what_was_under_way_starts_again_in_its_old_place(ppo_config, summary):
     async def run():
         config = ppo_config(prompts=6, chunk=2)
-        world = World(config, summary)
-        world.pipeline.admit()
-        saved, buffer = world.state.state_dict(), world.buffer.state_dict()
-        await world.pipeline.close()
+        harness = PipelineHarness(config, summary)
+        harness.pipeline.admit()
+        saved, buffer = harness.state.state_dict(), harness.buffer.state_dict()
+        await harness.pipeline.close()
 
-        resumed = World(config, summary, seed=3)
+        resumed = PipelineHarness(config, summary, seed=3)
         resumed.state.load_state_dict(saved)
         for keys in resumed.state.in_flight.values():
             resumed.ledger.admit(keys, resumed.state.cursor.position)
@@ -388,21 +342,21 @@ def test_what_was_under_way_starts_again_in_its_old_place(ppo_config, summary):
 
 def test_closing_drops_what_is_under_way(ppo_config, summary):
     async def run():
-        world = World(ppo_config(), summary)
-        world.pipeline.admit()
-        tasks = list(world.pipeline._running)
-        await world.pipeline.close()
-        return tasks, world.pipeline._running
+        harness = PipelineHarness(ppo_config(), summary)
+        harness.pipeline.admit()
+        tasks = chunks_under_way()
+        await harness.pipeline.close()
+        return tasks, chunks_under_way()
 
-    tasks, running = in_loop(run())
-    assert len(tasks) == 4 and all(task.cancelled() for task in tasks) and running == {}
+    tasks, left = in_loop(run())
+    assert len(tasks) == 4 and all(task.cancelled() for task in tasks) and left == []
 
 
 def test_generators_share_the_chunks(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=6, chunk=2, steps=1), summary)
-        await world.train()
-        return world.generators.log
+        harness = PipelineHarness(ppo_config(prompts=6, chunk=2, steps=1), summary)
+        await harness.train()
+        return harness.generators.log
 
     assert in_loop(run()) == [("generate", 0), ("generate", 1), ("generate", 2)]
 
@@ -412,9 +366,9 @@ def test_chunks_are_scored_in_batches_only_where_timing_may_choose_it(ppo_config
     monkeypatch.setattr("rlhf_ray.coordinator.pipeline.LINGER", 100.0)  # all that are under way
 
     async def run():
-        world = World(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=2), summary)
-        keys = [key for _ in range(2) for key in await world.train()]
-        return sorted((k.epoch, k.row) for k in keys), world.batches
+        harness = PipelineHarness(ppo_config(prompts=4, chunk=2, staleness=staleness, steps=2), summary)
+        keys = [key for _ in range(2) for key in await harness.train()]
+        return sorted((k.epoch, k.row) for k in keys), harness.batches
 
     keys, batches = in_loop(run())
     assert keys == sorted(cursor_keys(8))
@@ -429,9 +383,9 @@ def test_chunks_are_scored_in_batches_only_where_timing_may_choose_it(ppo_config
 
 def test_the_prompts_of_several_chunks_come_in_one_call(ppo_config, summary):
     async def run():
-        world = World(ppo_config(prompts=48, chunk=2, steps=1), summary)
-        await world.train()
-        return world.prompts.reads
+        harness = PipelineHarness(ppo_config(prompts=48, chunk=2, steps=1), summary)
+        await harness.train()
+        return harness.prompts.reads
 
     reads = in_loop(run())
     assert [len(rows) for rows in reads] == [16, 16, 16]

@@ -7,51 +7,24 @@ from contextlib import closing
 import pytest
 
 from rlhf_ray.coordinator.quarantine import Quarantine
-from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import SampleKey, Unscored
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.coordinator.test_pipeline import ROWS, World
+from tests.unit.coordinator.harnesses import FIRST, QuarantineHarness
 from tests.unit.replay.ledgers import begin
 
-FIRST = [row for _, row in PromptCursor(ROWS, 5, shuffle=True).next(ROWS)]
-"""Rows in the order in which they are drawn."""
 
-
-class PickyWorld(World):
-    """A world whose reward has no score for sample 0 of some rows."""
-
-    def __init__(self, config, summary, bad, limit=0.1, **more):
-        self.bad = set(bad)
-        super().__init__(config, summary, **more)
-
-        def warn(text):
-            self.warnings.append(text)
-
-        self.warnings = []
-        self.file = self.ledger.path.with_name("quarantine.jsonl")
-        self.pipeline.quarantine = Quarantine(self.ledger, self.file, limit, ROWS, warn)
-
-    async def _score(self, rank, method, *records):
-        keys = [key for rollout in records[: len(records) // 2] for key in rollout["keys"]]
-        worst = [key for key in keys if key.row in self.bad and not key.sample]
-        if blamed := [Unscored(key, f"p{key.row}", "r", f"bad {key.row}") for key in worst]:
-            await self._wait()
-            raise UnscoredSamples("no score", blamed)
-        return await super()._score(rank, method, *records)
-
-
-def play(world, steps):
+def play(harness, steps):
     """Keys trained on, step by step; then the ledger's counts and what its audit finds."""
     async def run():
-        trained = [await world.train() for _ in range(steps)]
-        await world.pipeline.close()
+        trained = [await harness.train() for _ in range(steps)]
+        await harness.pipeline.close()
         return trained
 
     trained = asyncio.run(asyncio.wait_for(run(), 20))
-    with closing(open_for_reading(world.ledger.path)) as db:
+    with closing(open_for_reading(harness.ledger.path)) as db:
         return trained, counts(db), audit(db, ended=False)
 
 
@@ -59,43 +32,43 @@ def play(world, steps):
 def test_a_prompt_leaves_with_all_its_samples_and_the_next_one_takes_its_place(ppo_config, summary, staleness):
     config = ppo_config(prompts=8, chunk=4, staleness=staleness, steps=3)
     config = config.model_copy(update={"coordinator": config.coordinator.model_copy(update={"samples_per_prompt": 2})})
-    world = PickyWorld(config, summary, bad=[FIRST[2], FIRST[9]])
-    trained, found, wrong = play(world, 3)
+    harness = QuarantineHarness(config, summary, bad=[FIRST[2], FIRST[9]])
+    trained, found, wrong = play(harness, 3)
     keys = [key for step in trained for key in step]
     assert wrong == [] and found["consumed"] == 48 and found["quarantined"] == 4
-    assert len(set(keys)) == 48 and not {key.row for key in keys} & world.bad
-    assert {key.row for key in keys} == set(FIRST[:26]) - world.bad
-    assert world.pipeline.quarantine.samples == 4
-    lines = [json.loads(line) for line in world.file.read_text().splitlines()]
+    assert len(set(keys)) == 48 and not {key.row for key in keys} & harness.bad
+    assert {key.row for key in keys} == set(FIRST[:26]) - harness.bad
+    assert harness.pipeline.quarantine.samples == 4
+    lines = [json.loads(line) for line in harness.file.read_text().splitlines()]
     assert sorted((line["key"], line["prompt"], line["reason"]) for line in lines) == sorted(
-        ([0, row, 0], f"p{row}", f"bad {row}") for row in world.bad)
-    reasons = dict(world.ledger.quarantined())
+        ([0, row, 0], f"p{row}", f"bad {row}") for row in harness.bad)
+    reasons = dict(harness.ledger.quarantined())
     assert reasons[SampleKey(0, FIRST[2], 0)] == f"bad {FIRST[2]}"
     assert reasons[SampleKey(0, FIRST[2], 1)] == "another sample of its prompt has no score"
-    assert [f"({n} of at most 5 prompts" in told for n, told in enumerate(world.warnings, start=1)] == [True] * 2
+    assert [f"({n} of at most 5 prompts" in told for n, told in enumerate(harness.warnings, start=1)] == [True] * 2
 
 
 def test_the_other_samples_of_the_chunk_are_drawn_again_under_the_same_keys(ppo_config, summary):
-    world = PickyWorld(ppo_config(prompts=4, chunk=4, steps=1), summary, bad=[FIRST[1]])
-    (keys,), *_ = play(world, 1)
+    harness = QuarantineHarness(ppo_config(prompts=4, chunk=4, steps=1), summary, bad=[FIRST[1]])
+    (keys,), *_ = play(harness, 1)
     assert [key.row for key in keys] == [FIRST[0], FIRST[2], FIRST[3], FIRST[4]]
-    drawn = [[key.row for key in chunk] for chunk, _ in world.seeds]
-    assert drawn == [FIRST[:4], [FIRST[0], *FIRST[2:5]]] and len({seed for _, seed in world.seeds}) == 1
+    drawn = [[key.row for key in chunk] for chunk, _ in harness.seeds]
+    assert drawn == [FIRST[:4], [FIRST[0], *FIRST[2:5]]] and len({seed for _, seed in harness.seeds}) == 1
 
 
 def test_too_many_end_the_run_and_the_first_reasons_are_told(ppo_config, summary):
-    world = PickyWorld(ppo_config(prompts=8, chunk=2, steps=3), summary, bad=FIRST[:4], limit=0.05)
+    harness = QuarantineHarness(ppo_config(prompts=8, chunk=2, steps=3), summary, bad=FIRST[:4], limit=0.05)
     said = r"(?s)[34] of 50 prompts have .*quarantine_limit=0\.05 lets 2 .*- row \d+: bad"
     with pytest.raises(RewardError, match=said):
-        play(world, 1)
-    assert len({key.row for key, _ in world.ledger.quarantined()}) == 2
+        play(harness, 1)
+    assert len({key.row for key, _ in harness.ledger.quarantined()}) == 2
 
 
 def test_without_a_quarantine_the_error_ends_the_run(ppo_config, summary):
-    world = PickyWorld(ppo_config(), summary, bad=FIRST[:1])
-    world.pipeline.quarantine = None
+    harness = QuarantineHarness(ppo_config(), summary, bad=FIRST[:1])
+    harness.pipeline.quarantine = None
     with pytest.raises(UnscoredSamples, match="no score"):
-        play(world, 1)
+        play(harness, 1)
 
 
 def test_a_resumed_run_knows_who_left_and_forgets_who_left_after_its_checkpoint(tmp_path):

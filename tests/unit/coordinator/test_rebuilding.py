@@ -44,16 +44,19 @@ def failed(role):
     return error
 
 
-def setting(tmp_path, gone=(), **cluster):
+def setting(tmp_path, gone=(), lost_at_start=0, warn=lambda _: None, **cluster):
+    """A `Rebuilding` whose first `lost_at_start` starts end with another lost learner; its store; its starts."""
     policy, critic, started = Group("policy", gone), Group("critic"), []
 
     async def start():
         assert policy.respawned[-2:] == critic.respawned[-2:] == [0, 1]
         started.append(True)
+        if len(started) <= lost_at_start:
+            raise lost("critic", "died")
 
     roles = SimpleNamespace(learners=lambda: [policy, critic], trains=lambda role: role in ("policy", "critic"))
     store = CheckpointStore(tmp_path, 2)
-    return Rebuilding(ClusterConfig(**cluster), roles, store, start, lambda _: None), store, started
+    return Rebuilding(ClusterConfig(**cluster), roles, store, start, warn), store, started
 
 
 @pytest.mark.parametrize("error", [lost("policy", "died"), lost("critic", "stale"), failed("critic")], ids=str)
@@ -111,15 +114,7 @@ def test_the_first_loss_can_be_one_too_many(tmp_path):
 
 
 def test_a_learner_lost_while_it_is_built_again_is_built_once_more_within_the_bound(tmp_path):
-    rebuilding, _, started = setting(tmp_path, max_rebuilds=2)
-    start = rebuilding._start
-
-    async def lost_as_it_starts():
-        await start()
-        if len(started) == 1:
-            raise lost("critic", "died")
-
-    rebuilding._start = lost_as_it_starts
+    rebuilding, _, started = setting(tmp_path, lost_at_start=1, max_rebuilds=2)
     asyncio.run(rebuilding.after(lost("policy", "died")))
     assert len(started) == 2
     with pytest.raises(WorkerError, match="lost 3 times since the run began.*policy/1 died"):
@@ -128,10 +123,9 @@ def test_a_learner_lost_while_it_is_built_again_is_built_once_more_within_the_bo
 
 
 def test_it_is_told_where_the_run_goes_on(tmp_path):
-    said = []
-    rebuilding, store, _ = setting(tmp_path, max_rebuilds=2)
-    rebuilding._warn = said.append
+    warnings = []
+    rebuilding, store, _ = setting(tmp_path, warn=warnings.append, max_rebuilds=2)
     asyncio.run(rebuilding.after(lost("policy", "died")))
     commit(store, 7)
     asyncio.run(rebuilding.after(lost("policy", "died")))
-    assert said[0].endswith("goes on from its beginning") and said[1].endswith("goes on from the checkpoint of step 7")
+    assert [text.rpartition("goes on from ")[2] for text in warnings] == ["its beginning", "the checkpoint of step 7"]

@@ -23,17 +23,17 @@ from tests.unit.coordinator.stand_ins import role_groups_of
 from tests.unit.replay.ledgers import begin
 
 
-class Workers:
+class CheckpointedRoles:
     """Learners and an assembler that write and read small files; `loaded` says who read which. Parts are on disk when
     `disk` is set."""
 
     def __init__(self, critic=True):
         self.loaded, self.disk, self.asked = [], asyncio.Event(), 0
         self.disk.set()
-        self.roles = role_groups_of(policy=self._learner("policy"), critic=self._learner("critic") if critic else None,
-                            assembler=self._assembler)
+        self.roles = role_groups_of(policy=self.learner("policy"), critic=self.learner("critic") if critic else None,
+                            assembler=self.assembler)
 
-    def _learner(self, role):
+    def learner(self, role):
         async def behave(rank, method, directory=""):
             path = type(self).path(directory)
             if method == "begin_save":
@@ -53,7 +53,7 @@ class Workers:
 
         return Path(text)
 
-    async def _assembler(self, rank, method, path, *experience):
+    async def assembler(self, rank, method, path, *experience):
         if method == "save":
             self.path(path).write_text(experience[0])
             return None
@@ -64,7 +64,7 @@ FACTS = LedgerFacts(2, 1, 1, (20,), 3, True, (1.0,))
 
 
 def setting(tmp_path, geometry=MappingProxyType({"policy.workers": 2}), critic=True):
-    workers, summaries = Workers(critic), {}
+    workers, summaries = CheckpointedRoles(critic), {}
     state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
     ledger = Ledger.create(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.sqlite", FACTS)
     recovery = Recovery(CheckpointStore(tmp_path, 2), workers.roles, state, buffer, summaries, geometry, ledger)
@@ -127,7 +127,7 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path, when):
             if method == when:
                 raise WorkerError("critic/0 died")
 
-        recovery.roles = role_groups_of(policy=Workers()._learner("policy"), critic=refuse)
+        recovery.roles = role_groups_of(policy=CheckpointedRoles().learner("policy"), critic=refuse)
         await saved(recovery)
 
     with pytest.raises(WorkerError, match="critic/0 died"):
@@ -148,7 +148,7 @@ def test_waiting_experience_that_lay_on_a_lost_node_calls_for_what_its_update_wo
         async def gone(rank, method, *args):
             raise WorkerLost("an argument of save of assembler/0 was lost", "assembler", 0, 1, method, "result")
 
-        recovery.roles = role_groups_of(policy=workers._learner("policy"), critic=None, assembler=gone)
+        recovery.roles = role_groups_of(policy=workers.learner("policy"), critic=None, assembler=gone)
         recovery.roles.policy.incarnation = lambda rank: 3
         with pytest.raises(WorkerLost, match="waits for policy is lost: an argument of save") as caught:
             await saved(recovery)

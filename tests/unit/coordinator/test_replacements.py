@@ -9,8 +9,7 @@ from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.coordinator.test_pipeline import ROWS
-from tests.unit.coordinator.test_quarantine import FIRST, PickyWorld
+from tests.unit.coordinator.harnesses import FIRST, ROWS, QuarantineHarness
 
 BAD = {FIRST[place] for place in (1, 4, 5, 8)}
 """One of the first chunk's prompts, both of the third's, and the first one that takes a place."""
@@ -20,7 +19,7 @@ NEXT = FIRST[12:20]
 ORDERS = list(permutations(range(4)))
 
 
-class Ordered(PickyWorld):
+class Ordered(QuarantineHarness):
     """One whose chunks are scored in a given order: `turns` has each chunk's, by admission; a chunk that is made again
     takes the same time."""
 
@@ -28,10 +27,10 @@ class Ordered(PickyWorld):
         self._turns = turns
         super().__init__(config, summary, BAD, limit=0.5, **more)
 
-    async def _score(self, rank, method, *records):
+    async def score(self, rank, method, *records):
         chunk = FIRST.index(records[0]["keys"][-1].row) // 2
         await asyncio.sleep(0.1 * (1 + self._turns[chunk % len(self._turns)]))
-        return await super()._score(rank, method, *records)
+        return await super().score(rank, method, *records)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +43,10 @@ def ordered(ppo_config, summary):
     return build
 
 
-def two_batches(world):
+def two_batches(harness):
     async def run():
-        batches = [[key.row for key in await world.train()] for _ in range(2)]
-        await world.pipeline.close()
+        batches = [[key.row for key in await harness.train()] for _ in range(2)]
+        await harness.pipeline.close()
         return batches
 
     return run_in_virtual_time(run())
@@ -71,17 +70,17 @@ def test_where_timing_may_choose_nobody_waits_for_the_others(ordered, turns):
 def test_a_run_saved_between_a_failure_and_its_replacement_goes_on_as_if_it_had_not_been(
         ordered, tmp_path, ppo_config, turns):
     """The first chunk or the third has lost prompts, and others of the batch are under way."""
-    world, copy = ordered(turns), tmp_path / "copy.sqlite"
+    harness, copy = ordered(turns), tmp_path / "copy.sqlite"
 
     async def fail_once():
-        batch = asyncio.create_task(world.pipeline.next_batch())
-        while not world.ledger.quarantined():
+        batch = asyncio.create_task(harness.pipeline.next_batch())
+        while not harness.ledger.quarantined():
             await asyncio.sleep(0.01)
-        saved = world.state.state_dict(), world.buffer.state_dict(), dict(world.pipeline.summaries)
-        world.ledger.save(copy)
+        saved = harness.state.state_dict(), harness.buffer.state_dict(), dict(harness.pipeline.summaries)
+        harness.ledger.save(copy)
         batch.cancel()
         await asyncio.gather(batch, return_exceptions=True)
-        await world.pipeline.close()
+        await harness.pipeline.close()
         return saved
 
     state, buffer, summaries = run_in_virtual_time(fail_once())

@@ -17,7 +17,7 @@ from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.coordinator.test_bounded_staleness import DelayedRun
+from tests.unit.coordinator.harnesses import DelayedRun
 
 BATCH, STEPS = 8, 7
 
@@ -25,31 +25,31 @@ BATCH, STEPS = 8, 7
 class Stretch(DelayedRun):
     """A run from a checkpoint, or from its beginning, that is stopped after a step; or that ends."""
 
-    def __init__(self, config, summary, directory, seed, saved=None, stop_after=None, pace=(1.0, 1.0)):
-        super().__init__(config, summary, seed, generating=pace[0], updating=pace[1])
+    def __init__(self, config, summary, directory, seed, saved=None, stop_after=None, pace=(1.0, 1.0), capacity=None):
+        super().__init__(config, summary, seed, generating=pace[0], updating=pace[1], capacity=capacity)
         self._path, self._stop_after, self._saved = Path(directory) / "ledger.sqlite", stop_after, saved
         self.snapshot = None
         facts = LedgerFacts.of(config, self.state.cursor)
         self.ledger = (Ledger.resume(self._path, self._copy, facts) if saved
                        else Ledger.create(self._path, facts))
         self.pipeline.ledger = self.ledger
-        self.coordinator.recovery.save = self._save
+        self.coordinator.recovery.save = self.save
 
     @property
     def _copy(self):
         return self._path.with_name("copy.sqlite")
 
-    async def _save(self):
+    async def save(self):
         self.snapshot = (self.state.state_dict(), self.buffer.state_dict(), dict(self.pipeline.summaries),
                          {entry.order: entry.ref for entry in self.buffer.ready_entries()})
         self._copy.unlink(missing_ok=True)
         self.ledger.save(self._copy)
         return 0.0
 
-    async def _publish(self, version):
+    async def publish(self, version):
         if version == self._stop_after:
             self.coordinator.stop.ask("SIGTERM")
-        return await super()._publish(version)
+        return await super().publish(version)
 
     async def _go_on(self):
         if self._saved:
@@ -81,9 +81,7 @@ def stretches(ppo_config, summary):
         directory, saved, trained = tempfile.TemporaryDirectory(), None, []
         for number, (eta, stop_after) in enumerate(zip(bounds, [*stops, None], strict=True)):
             config = ppo_config(prompts=BATCH, chunk=chunk, staleness=eta, steps=STEPS)
-            stretch = Stretch(config, summary, directory.name, seed + number, saved, stop_after, pace)
-            if capacity:
-                stretch.buffer.capacity_samples = stretch.buffer._places.capacity_samples = capacity
+            stretch = Stretch(config, summary, directory.name, seed + number, saved, stop_after, pace, capacity)
             trained += stretch.go()
             saved = stretch.snapshot
         assert stretch.state.step == STEPS and stretch.state.in_flight == {} and stretch.state.returned == []

@@ -42,5 +42,6 @@ def test_working_time_is_noted_under_role_and_phase():
         return roles.clock, began
 
     clock, began = asyncio.run(run())
-    assert {(span.role, span.worker) for span in clock._spans} == {("policy", 0), ("phase:policy_update", 0)}
-    assert all(span.start >= began for span in clock._spans)
+    spans = clock.work(began, clock.now())
+    assert {(span.role, span.worker) for span in spans} == {("policy", 0), ("phase:policy_update", 0)}
+    assert all(span.start >= began for span in spans)

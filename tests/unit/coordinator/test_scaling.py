@@ -10,12 +10,12 @@ from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.scaling import Scaling
 from rlhf_ray.errors import ClusterError, ConfigError, ModelError
-from tests.unit.coordinator.test_healing import Mortals, Publishing, lost
+from tests.unit.coordinator.losses import HealingHarness, LossyGenerators, PublishingHarness, lost
 
 
-class Growing(Mortals):
-    """Mortals of which there may be more or fewer; `room` is how many the cluster can hold, `slow` how long each rank
-    takes for its samples, in seconds, and `slow_starts` to start."""
+class Growing(LossyGenerators):
+    """Generators whose number changes; `room` is how many the cluster can hold, `slow` how long each rank takes for its
+    samples, in seconds, and `slow_starts` to start."""
 
     def __init__(self, workers=2, room=4, unstartable=(), slow=(), slow_starts=(), **more):
         super().__init__(workers=workers, **more)
@@ -31,12 +31,12 @@ class Growing(Mortals):
     def ranks(self):
         return list(self.present)
 
-    async def _behave(self, rank, method, *args):
+    async def behave(self, rank, method, *args):
         if method == "generate":
             await asyncio.sleep(self.slow.get(rank, 0.0))
             if rank in self.gone:
                 raise lost(self, rank, kind="stale")
-        return await super()._behave(rank, method, *args)
+        return await super().behave(rank, method, *args)
 
     async def add(self, timeout_s):
         if len(self.present) == self.room:
@@ -56,8 +56,8 @@ class Growing(Mortals):
         self.gone[rank] = reason
 
 
-class Scaled(Publishing):
-    """A ward whose number of generators changes."""
+class Scaled(PublishingHarness):
+    """A group whose number of generators changes."""
 
     def __init__(self, path=None, **growing):
         self.numbers = []
@@ -225,13 +225,11 @@ def test_a_number_that_makes_no_sense_is_refused(number):
 
 
 def test_faults_know_of_one_that_was_removed_before_it_was_back(tmp_path):
-    from tests.unit.coordinator.test_healing import Ward
-
-    ward = Ward(tmp_path / "faults.jsonl", doomed=[(0, "generate")])
+    it = HealingHarness(tmp_path / "faults.jsonl", doomed=[(0, "generate")])
 
     async def run():
-        await ward.ask_all(1)
-        with ward.healing.set_aside(ward.dispatcher, [0]):
+        await it.ask_all(1)
+        with it.healing.set_aside(it.dispatcher, [0]):
             await asyncio.sleep(10)
 
     run_in_virtual_time(run())

@@ -17,7 +17,7 @@ class Publication:
     def __init__(self, buckets=5, changing=None, confirm=lambda rank, version: version, refuse=None, lacks=(), lost=()):
         """Ranks and versions for which a generator refuses what leaves tensors out (`lacks`), or is given digests of it
         that are lost (`lost`)."""
-        self.buckets, self._confirm, self._refuse, self.lacks = buckets, confirm, refuse, set(lacks)
+        self.buckets, self._confirm, self.refuse, self.lacks = buckets, confirm, refuse, set(lacks)
         self.lost = set(lost)
         self.changing = buckets if changing is None else changing
         self.events, self.gathered, self.loaded, self.most_ahead = [], 0, 0, 0
@@ -57,7 +57,7 @@ class Publication:
             error.role, error.rank, error.kind = "generators", rank, "result"
             raise error
         if method == "load_weights":
-            if (rank, args[0][1]) == self._refuse:
+            if (rank, args[0][1]) == self.refuse:
                 raise WeightsError("bucket 1 is damaged")
             self.loaded += 1
         self.events.append((f"{method} done", rank, *args))
@@ -138,10 +138,10 @@ def test_after_a_failed_publication_everything_is_sent():
 
     async def with_a_failure():
         await it.sync.publish(1)
-        it._refuse = (0, 1)
+        it.refuse = (0, 1)
         with pytest.raises(WeightsError):
             await it.sync.publish(2)
-        it._refuse = None
+        it.refuse = None
         return await it.sync.publish(3)
 
     assert asyncio.run(with_a_failure()).nbytes == 500
