@@ -1,1 +1,1 @@
-"""Transformers models as this project runs them: packed rows without padding, token log-probabilities, scalar heads."""
+"""Transformers models on packed rows without padding: token log-probabilities, scalar heads, LoRA, loading."""

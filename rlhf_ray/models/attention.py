@@ -1,11 +1,10 @@
 """Causal attention over packed rows, as an attention implementation of transformers.
 
-Rows must not see each other. Instead of a `[T, T]` block-diagonal mask, whose cost grows with the square of the whole
-micro-batch, queries, keys and values are laid out as `[N, L]` grids for scaled-dot-product attention and taken back, on
-CPUs and GPUs alike. That costs copies of all four, and attention over N · L² pairs of positions instead of the rows'
-own; grids hold some neighbouring rows each (`Packing.blocks`), and micro-batches rows in order of length, which keeps
-the difference small. Every other layer runs on real tokens alone. A variable-length kernel would do without grids; none
-is used.
+Rows must not attend to each other. Instead of a `[T, T]` block-diagonal mask, whose cost grows with the square of the
+whole micro-batch, queries, keys and values are laid out as `[N, L]` grids for scaled-dot-product attention and gathered
+back, on CPUs and GPUs alike. This costs copies of all four, and attention over N · L² pairs of positions instead of the
+rows' own pairs. The difference is small because micro-batches hold rows in order of length and each grid holds only a
+few adjacent rows (`Packing.blocks`). All other layers run on real tokens only. No variable-length kernel is used.
 """
 
 from collections.abc import Mapping
@@ -21,17 +20,17 @@ from rlhf_ray.models.short_row_attention import LONGEST, HeadGrids, ShortRowAtte
 
 NAME = "rlhf_ray_packed"
 NEUTRAL = {
-    "position_ids": "queries and keys are turned by their positions before they come here",
-    "use_cache": "no pass over packed rows keeps keys and values",
-    "output_attentions": "no pass here asks for attention's weights",
+    "position_ids": "rotary embeddings are applied before attention is called",
+    "use_cache": "passes over packed rows keep no keys and values",
+    "output_attentions": "no pass here requests attention weights",
 }
-"""What families of transformers hand to attention besides, and why it changes nothing. Of other arguments only None is
-taken, and `sliding_window` where no row is longer: `softcap` caps scores, `s_aux` are sinks, `position_bias` is added
-to scores, `encoder_hidden_states` are another text's."""
+"""Further arguments that transformers families pass to attention, and why they have no effect. Other arguments must be
+None, except a `sliding_window` that no row exceeds: `softcap` caps scores, `s_aux` are sinks, `position_bias` is added
+to scores, `encoder_hidden_states` belong to another text."""
 
 
 class _Scatter(torch.autograd.Function):
-    """Lay packed rows out on a zero grid. Both ways are plain copies; autograd's own backward would accumulate."""
+    """Copy packed rows to a zero grid. The backward pass is a plain copy too; autograd's own would accumulate."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, index: Tensor, size: int) -> Tensor:  # type: ignore[override]
@@ -44,7 +43,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Take packed rows back from a grid; every place is read at most once."""
+    """Copy packed rows back from a grid; every cell is read at most once."""
 
     @staticmethod
     def forward(ctx: Any, grid: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]
@@ -70,41 +69,41 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of `[1, heads, T, D]` queries over packed rows; returns `[1, T, heads, D]` as transformers expects.
 
-    Tokens behind the last row belong to none and get zeros.
+    Tokens after the last row are filler and get zeros.
 
     Raises:
-        ValueError: called without a `packing`, which only our own forward passes give.
-        ModelError: the model asks for attention of another kind; names the family, the argument and what to do.
+        ValueError: there is no `packing`, which only our own forward passes supply.
+        ModelError: the model needs another kind of attention; names the family and the argument.
     """
     if packing is None:
-        raise ValueError(f"attention {NAME!r} needs packing=Packing(...), which {_family(module)} was not given or "
-                         "does not pass on; use 'sdpa' for padded batches")
+        raise ValueError(f"attention {NAME!r} needs packing=Packing(...), which {_family(module)} did not receive "
+                         "or does not pass on; use 'sdpa' for padded batches")
     _refuse_other_kinds(module, packing, {"attention_mask": attention_mask, **others})
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if _by_products(q, k, packing, dropout):
+    if _use_short_row_attention(q, k, packing, dropout):
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         return ShortRowAttention.apply(q, k, v, HeadGrids.of(packing, q.shape[1]), scale)[None], None
     blocks, filler = packing.blocks, len(q) - packing.tokens
     parts = [x.split([*(block.tokens for block in blocks), filler]) for x in (q, k, v)]
-    answers = [_attend(block, q, k, v, dropout, scaling) for block, q, k, v in zip(blocks, *parts, strict=False)]
+    outputs = [_attend(block, q, k, v, dropout, scaling) for block, q, k, v in zip(blocks, *parts, strict=False)]
     if filler:
-        answers.append(answers[0].new_zeros(filler, *answers[0].shape[1:]))
-    return (answers[0] if len(answers) == 1 else torch.cat(answers))[None], None
+        outputs.append(outputs[0].new_zeros(filler, *outputs[0].shape[1:]))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
 def _refuse_other_kinds(module: torch.nn.Module, packing: Packing, others: Mapping[str, Any]) -> None:
-    """Refuse arguments, and modules, for which causal attention within each row is not what the model computes."""
-    asked = [name for name, value in others.items() if value is not None and name not in NEUTRAL and not (
+    """Reject arguments and modules for which causal attention within each row is not what the model computes."""
+    unsupported = [name for name, value in others.items() if value is not None and name not in NEUTRAL and not (
         (name == "sliding_window" and packing.longest <= value) or (name == "is_causal" and value))]
-    if asked:
-        name, value = asked[0], others[asked[0]]
+    if unsupported:
+        name, value = unsupported[0], others[unsupported[0]]
         what = f"{name}={value}" if isinstance(value, int | float | str) else f"{name} (a {type(value).__name__})"
         rows = f", with rows of up to {packing.longest} tokens" if name == "sliding_window" else ""
         raise ModelError(f"{_family(module)} calls attention with {what}{rows}, which packed attention does not "
-                         "compute; take a model without it, or rows within the window (see docs/models.md)")
+                         "compute; use a model without it, or rows within the window (see docs/models.md)")
     if getattr(module, "is_causal", True) is False:
         raise ModelError(f"{_family(module)} lets tokens attend to later ones (is_causal=False), which packed "
-                         "attention does not; take a causal model (see docs/models.md)")
+                         "attention does not; use a causal model (see docs/models.md)")
 
 
 def _family(module: torch.nn.Module) -> str:
@@ -112,8 +111,9 @@ def _family(module: torch.nn.Module) -> str:
     return type(module).__name__ + (f" of the family {kind!r}" if kind else "")
 
 
-def _by_products(query: Tensor, key: Tensor, packing: Packing, dropout: float) -> bool:
-    """Whether `ShortRowAttention` is for these: as many keys' heads as queries', and nothing to drop."""
+def _use_short_row_attention(query: Tensor, key: Tensor, packing: Packing, dropout: float) -> bool:
+    """Whether `ShortRowAttention` applies: short rows in full precision on a CPU, as many key heads as query heads, no
+    dropout."""
     return (query.is_cpu and query.dtype in (torch.float32, torch.float64) and packing.longest <= LONGEST
             and query.shape[1] == key.shape[1] and not dropout and not torch.is_autocast_enabled("cpu"))
 
@@ -121,7 +121,7 @@ def _by_products(query: Tensor, key: Tensor, packing: Packing, dropout: float) -
 def _attend(
     packing: Packing, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
 ) -> Tensor:
-    """[T, heads, D] from `[T, heads, D]` columns of rows that are laid out as one grid."""
+    """[T, heads, D] outputs of `[T, heads, D]` queries, keys and values, with all rows in one grid."""
     size = packing.rows * packing.longest
     q, k, v = (
         (x if packing.is_grid else _Scatter.apply(x, packing.grid_index, size))
@@ -135,7 +135,7 @@ def _attend(
 
 
 def register() -> str:
-    """Make the implementation known to transformers; returns its name. Registering again changes nothing."""
+    """Register the implementation with transformers; returns its name. Registering again has no effect."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)

@@ -1,7 +1,7 @@
-"""One-label sequence classifiers of any architecture as scorers: packed where that is proven, padded elsewhere.
+"""One-label sequence classifiers of any architecture as scorers: on packed rows if tested, on padded rows otherwise.
 
-Decoders score a row at its last token, whatever that token is; encoders as their own head does. What was not measured
-to be right on packed rows (see `families.runs_packed`) runs on rows padded to the longest of a micro-batch, with
+Decoders score a row at its last token, whatever that token is; encoders use their own head. Families that were not
+tested on packed rows (see `families.runs_packed`) run on rows padded to the longest of a micro-batch, with
 transformers' own attention.
 """
 
@@ -33,7 +33,7 @@ class EncodedRow:
     ids: NDArray[np.int32]
     """[T] token ids."""
     types: NDArray[np.int32] | None = None
-    """[T] which text of a pair each token is of, for models that want to know."""
+    """[T] which text of a pair each token belongs to, for models with token types."""
 
 
 class Classifier:
@@ -42,7 +42,7 @@ class Classifier:
     def __init__(self, config: ModelConfig) -> None:
         """
         Raises:
-            ModelError: no such model, or no classifier with one label.
+            ModelError: the model cannot be loaded, or is not a classifier with one label.
         """
         shape = pretrained_config(config)
         self._packs = runs_packed(shape)
@@ -51,26 +51,26 @@ class Classifier:
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._packed = PackedScalarModel(self._model)
         self.reads_pairs = not hasattr(self._model, "score")
-        """Whether it is an encoder, which reads prompt and response as a pair of texts."""
+        """Whether the model is an encoder, which reads prompt and response as a pair of texts."""
         self.longest = _context(self._model)
-        """Most tokens of a row; None when the model does not say."""
+        """Maximum number of tokens of a row; None if the model does not set one."""
         self.vocabulary = int(shape.get_text_config().vocab_size)
-        """Token ids end before this one."""
+        """Number of token ids."""
 
-    def compare(self, who: str, longest: int, budget: int) -> dict[str, float]:
-        """See that the model is transformers' on packed rows, if it runs on such; see `ParityProbe.check`.
+    def compare(self, worker: str, longest: int, budget: int) -> dict[str, float]:
+        """Compare packed passes with transformers' own, if the model runs on packed rows; see `ParityProbe.check`.
 
         Args:
-            longest: most tokens of a row.
-            budget: most tokens of a forward pass.
+            longest: maximum tokens of a row.
+            budget: maximum tokens of a forward pass.
         """
         if not self._packs:
             return {}
         limits = RowLimits.of(self._model.config, longest, budget)
-        return ParityProbe(self._packed, limits, self._device).check(who)
+        return ParityProbe(self._packed, limits, self._device).check(worker)
 
     def digest(self) -> str:
-        """Hex digest of what scores depend on: the configuration and every weight as loaded, precision included."""
+        """Hex digest of the configuration and of every weight in the loaded precision."""
         shape = {k: v for k, v in self._model.config.to_diff_dict().items() if not k.startswith("_")}
         digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode())
         for name, tensor in sorted(self._model.state_dict().items()):
@@ -80,7 +80,7 @@ class Classifier:
 
     @torch.no_grad()
     def scores(self, rows: Sequence[EncodedRow], plan: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
-        """[N] float32 scores, by micro-batches of row numbers."""
+        """[N] float32 scores; `plan` lists micro-batches of row numbers."""
         scores = np.zeros(len(rows), dtype=np.float32)
         for numbers in plan:
             part = [rows[i] for i in numbers]
@@ -96,7 +96,7 @@ class Classifier:
         packing = Packing.of(np.array([len(row.ids) for row in rows]), self._device)
         inputs = {"input_ids": self._grid(packing, [row.ids for row in rows], self._model.config.pad_token_id or 0)}
         inputs["attention_mask"] = self._grid(packing, [np.ones_like(row.ids) for row in rows], 0)
-        if any(row.types is not None for row in rows):  # rows of bare token ids, which have none, are one text
+        if any(row.types is not None for row in rows):  # rows of token ids without types are one text
             types = [np.zeros_like(row.ids) if row.types is None else row.types for row in rows]
             inputs["token_type_ids"] = self._grid(packing, types, 0)
         if self.reads_pairs:
@@ -115,5 +115,5 @@ def _context(model: Any) -> int | None:
     if longest is None or longest < 0:
         return None
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
-    first = getattr(table, "padding_idx", None)  # RoBERTa's positions start behind the padding's
+    first = getattr(table, "padding_idx", None)  # RoBERTa's positions start after the padding's
     return longest if first is None else longest - first - 1

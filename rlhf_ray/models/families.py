@@ -1,9 +1,9 @@
-"""Model families (`model_type` of a config.json): which uses are supported, which are refused, and why.
+"""Model families (`model_type` of a config.json): which uses are supported, which are rejected, and why.
 
 Each use of each family below was tested with a tiny random model in float32: packed passes against transformers'
 forward pass of each row alone, vLLM against the same before and after a publication. A use that is known not to work is
-refused by the model's configuration alone. A family or use that is not listed runs only if packed passes agree with
-padded ones in the comparison that every learner and scorer makes when it starts (`parity`).
+rejected from the model's configuration alone. A family or use that is not listed runs only if packed passes agree with
+padded ones in the comparison that every learner and scorer makes at its start (`parity`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Use(Enum):
-    """What a model is wanted for; the value says it in an error message."""
+    """What a model is used for; the value is its description in error messages."""
 
     LANGUAGE = "log-probabilities of tokens (policy, reference, SFT, process reward model)"
     """Packed passes of a language model."""
@@ -36,7 +36,7 @@ PACKED = frozenset({Use.LANGUAGE, Use.SCALAR})
 DECODING = frozenset({Use.GENERATION, Use.PUBLICATION})
 EVERYTHING = PACKED | DECODING
 POLICY = frozenset({Use.LANGUAGE, *DECODING})
-"""What PPO wants of the model under training."""
+"""The uses that PPO makes of the trained model."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class Family:
     """Models of one `model_type`."""
 
     supported: frozenset[Use] = EVERYTHING
-    """Uses in which it was tested against transformers."""
+    """Uses that were tested against transformers."""
     refused: Mapping[Use, str] = field(default_factory=dict)
-    """Why it is refused in others. What is in neither was not tested."""
+    """Uses that are rejected, and why. Uses in neither were not tested."""
     plain: bool = True
-    """Whether entries that its config.json leaves out set nothing of `_SPECIAL`, by transformers' defaults."""
+    """Whether transformers' defaults for entries missing in its config.json set nothing of `_SPECIAL`."""
 
 
 _BACKEND = ("vLLM 0.32 has no implementation of its own and fails to run transformers' (\"no attribute "
             "'do_not_compile'\")")
-_EXPERTS = "vLLM's fused experts cannot be given transformers' tensors while it runs"
-_NO_HEAD = "transformers has no sequence classifier of it"
-_OWN = "its attention does not go through transformers' interface for it, so packed rows would see each other"
-_RECURRENT = "its layers hand a state on from token to token, and would hand it on from one packed row to the next"
-_NO_BOUNDARIES = "it does not tell its attention where packed rows end"
+_EXPERTS = "vLLM's fused experts cannot load transformers' tensors while it runs"
+_NO_HEAD = "transformers has no sequence classifier for it"
+_OWN = "its attention bypasses transformers' attention interface, so packed rows would attend to each other"
+_RECURRENT = "its layers carry a state from token to token, and would carry it from one packed row to the next"
+_NO_BOUNDARIES = "it does not pass row boundaries on to its attention"
 _SINKS = "its attention has sinks (s_aux), which packed attention does not compute"
 
 FAMILIES: dict[str, Family] = {
@@ -86,34 +86,34 @@ FAMILIES: dict[str, Family] = {
 def check_family(
     model: ModelConfig | NewModelConfig, section: str, uses: Collection[Use], longest: tuple[int, str] | None = None
 ) -> None:
-    """Refuse a model that is known not to work in one of these uses, by its configuration alone.
+    """Reject a model that is known not to work in one of these uses, from its configuration alone.
 
     Args:
         section: the section of the configuration that names the model, or the argument of a command.
-        longest: tokens of the longest row of packed passes, and the field that says so.
+        longest: tokens of the longest row of packed passes, and the field that sets it.
 
     Raises:
         ModelError: names the field, the family, the reason and what to do.
     """
     if isinstance(model, NewModelConfig):
-        return  # a Llama
+        return  # new models are Llamas
     values = _configuration(model)
     kind, refused = str(values.get("model_type")), _refused(values)
     for use in (use for use in Use if use in uses and use in refused):
         raise ModelError(
             f"{section}: {model.path!r} is of the family {kind!r}, which cannot be used for {use.value}: "
-            f"{refused[use]}. Take a model of a family that can: {', '.join(_supporting(uses))} (see docs/models.md)")
+            f"{refused[use]}. Use a model of a family that can: {', '.join(_supporting(uses))} (see docs/models.md)")
     if longest is not None and PACKED & set(uses):
         tokens, field = longest
         for limit, what, why in _limits(values):
             if tokens > limit:
                 raise ModelError(f"{field}={tokens} tokens is over the {what} of {model.path!r}, {limit}: {why}; lower "
-                                 "it to that, or take a model without one")
+                                 "it to that, or use a model without one")
 
 
 def runs_packed(shape: PretrainedConfig) -> bool:
-    """Whether a scalar model of this configuration was measured to compute on packed rows what transformers does, for
-    rows as long as its context."""
+    """Whether scalar models of this configuration were tested to give transformers' results on packed rows as long as
+    their context."""
     values, known = _values(shape), FAMILIES.get(shape.model_type)
     return (known is not None and Use.SCALAR in known.supported and Use.SCALAR not in _refused(values)
             and all(limit >= shape.max_position_embeddings for limit, *_ in _limits(values)))
@@ -124,13 +124,13 @@ def _supporting(uses: Collection[Use]) -> list[str]:
 
 
 def _configuration(model: ModelConfig) -> dict[str, Any]:
-    """What a model's configuration says, transformers' defaults included where they decide something here.
+    """A model's configuration, including transformers' defaults where they matter here.
 
-    A local file of a plain family that sets none of `_SPECIAL` is read as it is: transformers' own class of it would
-    import two seconds' worth of code.
+    A local file of a plain family that sets none of `_SPECIAL` is read directly: importing transformers' class for it
+    would take two seconds.
 
     Raises:
-        ModelError: there is no readable configuration.
+        ModelError: the configuration cannot be read.
     """
     try:
         values = local_configuration(model)
@@ -149,19 +149,19 @@ _SPECIAL = ("attention_chunk_size", "attn_logit_softcapping", "final_logit_softc
 
 
 def _values(shape: PretrainedConfig) -> dict[str, Any]:
-    """Of a model that reads texts and other things, what it says of texts, under the name of the whole."""
+    """The text configuration, which for multimodal models is a part, with the whole model's `model_type`."""
     return {**shape.get_text_config().to_dict(), "model_type": shape.model_type}
 
 
 def _ropes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How positions are turned; some models turn them in one way where attention is local, in another elsewhere."""
+    """Rotary-embedding parameters; some models have one set for local attention and another for global."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     parts = [part for part in given.values() if isinstance(part, dict)]
     return parts or [given]
 
 
 def _refused(values: Mapping[str, Any]) -> dict[Use, str]:
-    """Why a model of this configuration is refused, by use."""
+    """The reasons for which a model of this configuration is rejected, by use."""
     kind = str(values.get("model_type"))
     family = FAMILIES.get(kind)
     reasons = dict(family.refused) if family else _by_transformers(kind)
@@ -176,7 +176,7 @@ def _refused(values: Mapping[str, Any]) -> dict[Use, str]:
 
 
 def _by_transformers(kind: str) -> dict[Use, str]:
-    """What transformers' own lists tell of a family that is not listed here."""
+    """The reasons that transformers' own lists give for a family that is not listed here."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -188,9 +188,9 @@ def _by_transformers(kind: str) -> dict[Use, str]:
 
 
 def _limits(values: Mapping[str, Any]) -> Iterator[tuple[int, str, str]]:
-    """(tokens, what it is, why) of rows up to which packed passes compute what the model does."""
+    """(tokens, what limits them, why) of the longest row for which packed passes compute what the model does."""
     layers = values.get("layer_types") or ["sliding_attention", "chunked_attention"]
-    whole = "packed attention sees whole rows, and would train another model than vLLM runs"
+    whole = "packed attention covers whole rows, and would train another model than vLLM runs"
     for name, kind, what in (("sliding_window", "sliding_attention", "sliding window"),
                              ("attention_chunk_size", "chunked_attention", "attention_chunk_size")):
         if values.get(name) and kind in layers:
@@ -199,4 +199,4 @@ def _limits(values: Mapping[str, Any]) -> Iterator[tuple[int, str, str]]:
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limit = rope.get("original_max_position_embeddings") or values["max_position_embeddings"]
             yield int(limit), f"context before {rope['rope_type']} rope scaling", (
-                "from there on the positions of all rows of a pass are turned by its longest row")
+                "beyond it the longest row of a pass changes the rotary embeddings of all its rows")

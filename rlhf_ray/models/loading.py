@@ -1,6 +1,6 @@
-"""Models by path or Hub name, new ones from a shape, and clear words when that fails.
+"""Models and tokenizers by path or Hub name: loading, creating new ones, and checks before anything expensive starts.
 
-Who loads a tokenizer alone does without torch, whose import is a second of each process's start.
+Torch is imported only to load models: a process that needs only a tokenizer starts a second sooner without it.
 """
 
 from __future__ import annotations
@@ -16,97 +16,98 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-TIMEOUT_S = 10.0
+HUB_TIMEOUT_S = 10.0
 
 
 def check_model_directory(config: ModelConfig, field: str, *, argument: bool = False) -> None:
-    """Refuse a local path that is no model directory, before anything expensive starts.
+    """Reject a local path that is not a model directory, before anything expensive starts.
 
-    A name that does not begin with a slash or dot and has one slash is taken for a Hub name, and the Hub is asked.
+    A name with one slash that does not begin with a slash or dot is a Hub name and is looked up there.
 
     Args:
-        argument: `field` is an argument or option of a command, and no section of a configuration.
+        argument: `field` is an argument or option of a command, not a section of a configuration.
 
     Raises:
-        ModelError: naming the configuration field, the path and what is missing.
+        ModelError: names the configuration field, the path and what is missing.
     """
     path, named = Path(config.path), field if argument else f"{field}.path"
     if not path.exists():
         if path.is_absolute() or config.path.startswith(".") or config.path.count("/") != 1 or path.parent.is_dir():
             raise ModelError(f"{named}={config.path!r}: no such directory (relative paths start at {Path.cwd()}). "
-                             "Give a model directory in Hugging Face format, which the stages `sft` and `reward-model` "
+                             "Use a model directory in Hugging Face format, which the stages `sft` and `reward-model` "
                              "write to model/, or the name of one on the Hub.")
         check_on_hub(config.path, config.revision, named)
         return
     if not (path / "config.json").is_file():
-        raise ModelError(f"{named}={config.path!r} has no config.json, so it is no model in Hugging Face format.")
+        raise ModelError(f"{named}={config.path!r} has no config.json, so it is not a model in Hugging Face format. "
+                         "Save one there with `save_pretrained`.")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{named}={config.path!r} has no *.safetensors file. Weights are read from safetensors "
                          "only (pickled weights run code); convert them with `save_pretrained`.")
 
 
 def check_on_hub(name: str, revision: str | None, field: str) -> None:
-    """Refuse a name that is neither in the local cache nor on the Hub.
+    """Reject a name that is neither in the local cache nor on the Hub.
 
-    Loading by name retries for most of a minute when there is no such model or no network; one question tells earlier.
+    Loading by name retries for most of a minute if there is no such model or no network; this check fails sooner.
 
     Raises:
-        ModelError: naming the configuration field, the name and what the Hub said.
+        ModelError: names the configuration field, the name and the Hub's message.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
         return
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=TIMEOUT_S)
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_S)
     except Exception as error:  # unknown, gated, offline, ...: the library raises its own kinds and its client's
-        said = str(error).strip().splitlines() or [""]
+        message = str(error).strip().splitlines() or [""]
         raise ModelError(
-            f"{field}={name!r} is no directory here, not in the local cache, and could not be found on the Hub"
-            f"{f' at revision {revision!r}' if revision else ''}: {type(error).__name__}: {said[0]}. Correct the path, "
-            "or go online (and `hf auth login` for a gated model)."
+            f"{field}={name!r} is not a local directory, not in the local cache, and could not be found on the Hub"
+            f"{f' at revision {revision!r}' if revision else ''}: {type(error).__name__}: {message[0]}. Correct the "
+            "path, or go online (and `hf auth login` for a gated model)."
         ) from error
 
 
 def config_from_hub(model: ModelConfig) -> dict[str, Any] | None:
-    """config.json of a model on the Hub, or in its local cache; None where it cannot be had. No weight is loaded."""
+    """config.json of a model on the Hub or in its local cache, without any weights; None if it is not available."""
     from huggingface_hub import hf_hub_download
 
     try:
-        file = hf_hub_download(model.path, "config.json", revision=model.revision, etag_timeout=TIMEOUT_S)
+        file = hf_hub_download(model.path, "config.json", revision=model.revision, etag_timeout=HUB_TIMEOUT_S)
         return dict(json.loads(Path(file).read_text(encoding="utf-8")))
-    except Exception:  # no such name, gated, offline, no JSON: whoever asks says what to do about it
+    except Exception:  # no such name, gated, offline, no JSON: callers report it
         return None
 
 
 def load_tokenizer(config: ModelConfig | NewModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model: its own, or the one the configuration names.
+    """The tokenizer of a model: its own, or the one that the configuration names.
 
     Raises:
-        ModelError: no tokenizer there, or one without an end-of-sequence token.
+        ModelError: the tokenizer cannot be loaded, or has no end-of-sequence token.
     """
-    where = config.tokenizer or str(getattr(config, "path", ""))
+    source = config.tokenizer or str(getattr(config, "path", ""))
     try:
-        tokenizer = _tokenizer_class(Path(where)).from_pretrained(where, **_tokenizer_trust(config))
+        tokenizer = _tokenizer_class(Path(source)).from_pretrained(source, **_tokenizer_trust(config))
     except Exception as error:  # a damaged tokenizer.json raises the library's own kinds, or a plain Exception
-        raise ModelError(f"no tokenizer could be loaded from {where!r}: {first_line(error)}") from error
+        raise ModelError(f"no tokenizer could be loaded from {source!r}: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer at {where!r} has no end-of-sequence token; responses could never end. "
+        raise ModelError(f"the tokenizer at {source!r} has no end-of-sequence token; responses could never end. "
                          "Set `eos_token` in its tokenizer_config.json.")
     return tokenizer
 
 
 def _tokenizer_trust(config: ModelConfig | NewModelConfig) -> dict[str, Any]:
-    """The model's trust holds for its own tokenizer. One from elsewhere brings no code, said so that nobody is asked:
-    transformers puts the question to whoever sits at the terminal."""
+    """Keyword arguments for loading: the model's trust applies to its own tokenizer only. For another tokenizer
+    `trust_remote_code` is set to False explicitly, because transformers otherwise prompts at the terminal."""
     if isinstance(config, NewModelConfig):
         return {"trust_remote_code": False}
     return config.trust if config.tokenizer is None else {"revision": config.revision, "trust_remote_code": False}
 
 
 def _tokenizer_class(directory: Path) -> Any:
-    """The class that reads a tokenizer. A directory that names the general one needs no detour through AutoTokenizer,
-    whose import costs each process four seconds."""
+    """The class that loads a tokenizer. A directory that names the generic class does not need AutoTokenizer, whose
+    import takes four seconds in every process."""
     settings = directory / "tokenizer_config.json"
     if (directory / "tokenizer.json").is_file() and settings.is_file():
         named = json.loads(settings.read_text()).get("tokenizer_class")
@@ -126,7 +127,7 @@ def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -
         mapped: see `_mapped`.
 
     Raises:
-        ModelError: the directory or Hub name has no such model.
+        ModelError: the model cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
 
@@ -138,15 +139,15 @@ def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -
 def load_scalar_model(
     config: ModelConfig, new_head: bool, packed: bool = True, mapped: bool = False
 ) -> PreTrainedModel:
-    """A backbone with a one-number head per token: a reward model or a critic.
+    """A backbone with a scalar head per token: a reward model or a critic.
 
     Args:
-        new_head: start the head at zero-centred small random weights instead of requiring one in the directory.
-        packed: with attention over packed rows; transformers' own, over padded ones, otherwise.
-        mapped: see `_mapped`; a new head is as it would be otherwise.
+        new_head: initialise the head with small zero-centred random weights instead of requiring one in the files.
+        packed: use attention over packed rows; otherwise transformers' own, over padded rows.
+        mapped: see `_mapped`; does not affect a new head.
 
     Raises:
-        ModelError: no such model, or it carries no one-label head although `new_head` is False.
+        ModelError: the model cannot be loaded, or has no one-label head although `new_head` is False.
     """
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -163,13 +164,13 @@ def load_scalar_model(
 
 
 def check_scalar_head(config: ModelConfig, field: str = "") -> None:
-    """Refuse a model that is no sequence classifier with one label, by its configuration alone.
+    """Reject a model that is not a sequence classifier with one label, from its configuration alone.
 
     Args:
         field: the section of the configuration that names the model, for the message.
 
     Raises:
-        ModelError: names the field, and says what the model is instead or why its configuration cannot be read.
+        ModelError: names the field, and says what the model is or why its configuration cannot be read.
     """
     named = f"{field}.path={config.path!r}" if field else repr(config.path)
     try:
@@ -177,7 +178,7 @@ def check_scalar_head(config: ModelConfig, field: str = "") -> None:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no model could be loaded from {named}: {first_line(error)}") from error
     if not any("SequenceClassification" in name for name in heads) or labels != 1:
-        raise ModelError(f"{named} is no reward model: it has architectures {heads} with {labels} labels, and "
+        raise ModelError(f"{named} is not a reward model: it has architectures {heads} with {labels} labels, and "
                          "a sequence classifier with one label is needed. Train one with `rlhf-ray reward-model`.")
 
 
@@ -205,20 +206,20 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
     """A model's Hugging Face configuration.
 
     Raises:
-        ModelError: there is none at that path or Hub name, or it is damaged, or of a kind that needs code of its own.
+        ModelError: the configuration is missing or damaged, or needs remote code that is not trusted.
     """
     from transformers.models.auto.configuration_auto import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(config.path, **config.trust)
-    except Exception as error:  # an unknown kind, a field of another type, no JSON: each raises its own
+    except Exception as error:  # an unknown type, a field of another type, no JSON: each raises its own error
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
 
 
 def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
-    """Architectures and number of labels that a model's configuration names.
+    """Architectures and number of labels in a model's configuration.
 
-    A local file of a known kind is read as it is: the kind's own class would import all of transformers' model code.
+    A local file of a known `model_type` is read directly: its own class would import all of transformers' model code.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -258,11 +259,10 @@ def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
 
 
 def _mapped(auto: Any, config: ModelConfig, **more: Any) -> PreTrainedModel:
-    """A model whose weights are the mapped pages of its files, in their own precision: all processes of a node that
-    read them share one copy, which the kernel may drop. The learner casts them one by one
-    (see `engine.parameter_shards`).
+    """A model whose weights are memory-mapped files in their stored precision: all processes of a node share one copy,
+    which the kernel may drop. The learner casts them layer by layer (see `engine.parameter_shards`).
 
-    Files of several precisions are read in the configuration's instead, so that nothing is lost.
+    Files with several precisions are loaded in the configured precision instead, so that nothing is lost.
     """
     import torch
 
@@ -273,23 +273,23 @@ def _mapped(auto: Any, config: ModelConfig, **more: Any) -> PreTrainedModel:
 
 
 def stored_precisions(config: ModelConfig) -> set[torch.dtype]:
-    """Those of the floating-point tensors in a model's files, which have been fetched from the Hub."""
+    """Precisions of the floating-point tensors in a model's files, which must be local or in the Hub's cache."""
     import torch
     from transformers.utils import cached_file
 
     kinds = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    found = set()
+    stored = set()
     for path in Path(cached_file(config.path, "config.json", revision=config.revision)).parent.glob("*.safetensors"):
         with path.open("rb") as file:  # eight bytes: the length of the header, which is JSON
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        found |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-    return {kinds[name] for name in found & kinds.keys()}
+        stored |= {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    return {kinds[name] for name in stored & kinds.keys()}
 
 
 def _load(
     auto: Any, config: ModelConfig, packed: bool = True, dtype: Literal["auto"] | None = None, **more: Any
 ) -> PreTrainedModel:
-    """`dtype`: "auto" for the files' own precision; the configuration's otherwise."""
+    """Load the model; `dtype="auto"` keeps the files' precision, None uses the configured one."""
     import torch
 
     from rlhf_ray.models.attention import register
@@ -301,5 +301,5 @@ def _load(
             config.path, dtype=dtype or getattr(torch, config.dtype), use_safetensors=True, **config.trust,
             **attention, **more,
         ))
-    except Exception as error:  # a damaged file, a pickle where none may be, weights of another shape
+    except Exception as error:  # a damaged file, pickled weights, weights of another shape
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error

@@ -1,8 +1,10 @@
-"""Low-rank adapters (Hu et al. 2021) beside a model's frozen linear layers, and the model they amount to.
+"""Low-rank adapters (Hu et al. 2021) on a model's frozen linear layers, and the merged weights they give.
 
-peft puts the adapters into the model, in place: it keeps its class, its forward pass and the names of its layers. What
-leaves a learner (weights for generators, exported models) speaks of the base model's tensors alone, each of them merged
-when it is asked for: W + alpha/rank * B A. The trained parameters stay as they are, and no second model exists.
+peft adds the adapters to the model in place: it keeps its class, its forward pass and the names of its layers. A
+learner publishes and exports the base model's tensors, each merged on demand: W + alpha/rank * B A. The trained
+parameters stay separate, and there is no second model. Checkpoints hold the adapters without the frozen base, which
+is loaded from its source again; a digest in `adapters.json` checks that it is the same.
+
 """
 
 import json
@@ -24,16 +26,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "default"
-"""peft's name of an adapter; there is one."""
+"""peft's name of the only adapter."""
 A, B, BASE = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight", ".base_layer."
 
 Shapes = list[tuple[str, tuple[int, ...]]]
-DESCRIPTION = "adapters.json"
+ADAPTERS_FILE = "adapters.json"
 
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """How a layer's adapter enters its weight."""
+    """How a layer's adapter is merged into its weight."""
 
     scaling: float
     """alpha / rank."""
@@ -42,16 +44,16 @@ class AdaptedLayer:
 
 
 class Adapters:
-    """The adapters of one model. Its scalar head, if it has one, is trained whole beside them."""
+    """The adapters of one model. Its scalar head, if it has one, is trained in full."""
 
     def __init__(self, model: "PreTrainedModel", config: LoRAConfig, base: str) -> None:
-        """Freeze `model` and put adapters into it. They start at no effect: A is random, B zero.
+        """Freeze `model` and add adapters to it. They have no effect at first: A is random, B zero.
 
         Args:
-            base: path or Hub name of the model, for those who load the exported adapters.
+            base: path or Hub name of the model, written to exported adapters.
 
         Raises:
-            ModelError: a target is no layer of the model (see `lora_targets.chosen_layers`).
+            ModelError: a target is not a layer of the model (see `lora_targets.chosen_layers`).
         """
         from peft import LoraConfig, TaskType, inject_adapter_in_model
 
@@ -68,7 +70,7 @@ class Adapters:
             self.peft_config.modules_to_save = [HEAD]
             getattr(model, HEAD).requires_grad_(True)
         for parameter in model.parameters():
-            if parameter.requires_grad:  # float32 whatever the base's precision: small updates vanish in bfloat16
+            if parameter.requires_grad:  # always float32: small updates vanish in bfloat16
                 parameter.data = parameter.data.float()
         self._modules = dict(_adapted(model))
         self.layers = {name: AdaptedLayer(layer.scaling[NAME], bool(layer.fan_in_fan_out))
@@ -76,7 +78,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the model is its frozen base; no gradients may be taken."""
+        """Inside, the model is its frozen base; do not compute gradients."""
         try:
             for layer in self._modules.values():
                 layer.enable_adapters(False)
@@ -86,22 +88,22 @@ class Adapters:
                 layer.enable_adapters(True)
 
     def base_shapes(self, shapes: Shapes) -> Shapes:
-        """Names and shapes of the base model's parameters, from those of the model with adapters."""
+        """Names and shapes of the base model's parameters, given those of the model with adapters."""
         return [(name.replace(BASE, "."), shape) for name, shape in shapes if not name.endswith((A, B))]
 
     def trained_names(self, shapes: Shapes) -> list[str]:
-        """The parameters under training: adapters, and the scalar head."""
+        """Names of the trained parameters: adapters and the scalar head."""
         return [name for name, _ in shapes if name.endswith((A, B)) or self._in_head(name)]
 
     def sources(self, names: Iterable[str]) -> list[str]:
-        """The parameters that base parameters with these names are merged from."""
+        """Names of the parameters from which these base parameters are merged."""
         return [source for name in names for source in self._sources(name)]
 
     def merged(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Base parameters by name with the adapters in them, float32 where there are any; `tensors` are untouched.
+        """Base parameters by name with their adapters merged in (merged ones in float32); `tensors` are not changed.
 
         Args:
-            tensors: what `sources(names)` names, whole and on one device.
+            tensors: the parameters `sources(names)`, whole and on one device.
         """
         whole = {}
         for name in names:
@@ -115,11 +117,11 @@ class Adapters:
         return whole
 
     def peft_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Trained parameters under the names that peft's files give them."""
+        """Trained parameters under the names in peft's files."""
         return {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in tensors.items()}
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint's adapters mean something with: the base they were trained on, and their own shape."""
+        """The base model and the adapters' shape, without which saved adapters cannot be used."""
         return {"base": self.base_digest, "rank": self.config.rank, "alpha": self.config.alpha,
                 "layers": sorted(self.layers)}
 
@@ -127,7 +129,7 @@ class Adapters:
         return self.head and name.startswith(f"{HEAD}.")
 
     def _sources(self, name: str) -> list[str]:
-        """The frozen parameter, then A and B if it is the weight of an adapted layer."""
+        """The frozen parameter, followed by A and B for the weight of an adapted layer."""
         layer, _, kind = name.rpartition(".")
         if layer not in self.layers:
             return [name]
@@ -150,32 +152,32 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def save_adapter_description(adapters: Adapters, file: Path) -> None:
-    """Write `adapters.json`."""
+    """Write `adapters.json`: the base's digest, rank, alpha and layers."""
     file.write_text(json.dumps(adapters.describe()))
 
 
 def check_adapter_description(adapters: Adapters | None, directory: Path) -> None:
-    """Refuse a checkpoint whose weights are not those of this learner.
+    """Reject a checkpoint whose adapters do not fit this learner.
 
     Raises:
-        CheckpointError: only one of the two has adapters, or theirs have another base, rank, alpha or layers.
+        CheckpointError: only one of the two has adapters, or base, rank, alpha or layers differ.
     """
-    file = directory / DESCRIPTION
+    file = directory / ADAPTERS_FILE
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapters is None):
-        had, asks = ("without", "asks for some") if saved is None else ("with", "asks for none")
-        raise CheckpointError(f"{directory} was written {had} adapters, and the configuration {asks}; set `lora` back, "
-                              "or begin a new run")
+        had, has = ("without", "has `lora`") if saved is None else ("with", "has no `lora`")
+        raise CheckpointError(f"{directory} was written {had} adapters, but the configuration {has}; restore that "
+                              "setting, or start a new run")
     if saved is None or adapters is None:
         return
     now = adapters.describe()
     if saved["base"] != now["base"]:
         raise CheckpointError(f"{directory} holds adapters of another base model: its weights had digest "
                               f"{saved['base']}, those of {adapters.peft_config.base_model_name_or_path!r} have "
-                              f"{now['base']}. Bring the model back that the run began with (path and dtype), or begin "
+                              f"{now['base']}. Restore the model that the run started with (path and dtype), or start "
                               "a new run")
-    other = [name for name in now if saved[name] != now[name]]
-    if other:
+    changed = [name for name in now if saved[name] != now[name]]
+    if changed:
         raise CheckpointError(f"{directory} holds adapters of another shape: "
-                              + "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in other)
-                              + ". Set `lora` back, or begin a new run")
+                              + "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in changed)
+                              + ". Restore `lora`, or start a new run")

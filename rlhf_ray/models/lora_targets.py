@@ -1,4 +1,4 @@
-"""Which layers of a model get adapters: names checked against the model, and words when they do not fit."""
+"""Which layers of a model get adapters; checks the configured names against the model."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 HEAD = "score"
-"""Name of a scalar model's head. It is new or as good as new, so it is trained whole beside the adapters."""
+"""Name of a scalar model's head. It is new or nearly so, and is therefore trained in full."""
 
 
 def check_targets(targets: list[str], model: ModelConfig, field: str, scalar: bool) -> None:
-    """Refuse names of layers that a model has not, by its configuration alone; `all-linear` fits every model.
+    """Reject names of layers that a model does not have, from its configuration alone; `all-linear` fits every model.
 
     Args:
         field: the configuration field that holds the targets.
         scalar: the model is trained with a scalar head in place of its output head.
 
     Raises:
-        ModelError: naming the field, the value and the layers that exist.
+        ModelError: names the field, the value and the layers that exist.
     """
     if targets == [ALL_LINEAR]:
         return
@@ -40,13 +40,13 @@ def check_targets(targets: list[str], model: ModelConfig, field: str, scalar: bo
 
 
 def chosen_layers(model: "PreTrainedModel", targets: list[str], field: str = "lora.targets") -> list[str]:
-    """Full names of the layers that `targets` speak of, in the model's order.
+    """Full names of the layers that `targets` match, in the model's order.
 
-    A target is the end of a layer's name, cut at a dot: `q_proj` is that layer of every block,
-    `layers.0.self_attn.q_proj` the one of the first.
+    A target is a suffix of a layer's name that begins after a dot: `q_proj` matches that layer of every block,
+    `layers.0.self_attn.q_proj` that of the first.
 
     Raises:
-        ModelError: a target is no linear layer of the model, or its scalar head, or a head tied to the embedding.
+        ModelError: a target is not a linear layer of the model, or is its scalar head or a head tied to the embedding.
     """
     output = model.get_output_embeddings()
     layers = {name: layer for name, layer in linear_layers(model).items() if name != HEAD}
@@ -55,25 +55,25 @@ def chosen_layers(model: "PreTrainedModel", targets: list[str], field: str = "lo
     if _is_tied(model):
         layers = {name: layer for name, layer in layers.items() if layer is not output}
     for target in targets:
-        if not any(_speaks_of(target, name) for name in layers):
-            raise ModelError(f"{field} names {target!r}: {_what_it_is(model, target)}. What can be named: "
+        if not any(_matches(target, name) for name in layers):
+            raise ModelError(f"{field} names {target!r}: {_why_not(model, target)}. Valid names: "
                              f"{', '.join(last_names(layers))}, or {ALL_LINEAR} for all but the output head")
-    return [name for name in layers if any(_speaks_of(target, name) for target in targets)]
+    return [name for name in layers if any(_matches(target, name) for target in targets)]
 
 
 def shortest_targets(model: "PreTrainedModel", names: list[str]) -> list[str]:
-    """The last parts of these layers' names if they mean the same layers, else the names themselves."""
+    """The last parts of these layers' names if they match the same layers, else the full names."""
     short = last_names(names)
     return short if chosen_layers(model, short) == names else names
 
 
 def last_names(names: Iterable[str]) -> list[str]:
-    """Each last part of dotted names once, sorted."""
+    """The distinct last parts of dotted names, sorted."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that an adapter can stand beside, by name: linear ones, also in GPT-2's transposed form."""
+    """The layers that can have an adapter, by name: linear layers, including GPT-2's transposed form."""
     from transformers.pytorch_utils import Conv1D
 
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, Conv1D))}
@@ -85,7 +85,7 @@ def stored_transposed(model: nn.Module, names: list[str]) -> bool:
     return not any(isinstance(layers[name], nn.Linear) for name in names)
 
 
-def _speaks_of(target: str, name: str) -> bool:
+def _matches(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
@@ -94,13 +94,14 @@ def _is_tied(model: "PreTrainedModel") -> bool:
     return head is not None and head.weight is embedding.weight
 
 
-def _what_it_is(model: "PreTrainedModel", target: str) -> str:
+def _why_not(model: "PreTrainedModel", target: str) -> str:
     for name, layer in model.named_modules():
         if name == HEAD == target:
-            return "the scalar head is trained whole anyway"
-        if layer is model.get_output_embeddings() and _speaks_of(target, name):
-            return (f"the weight of {name} is the token embedding's too (tie_word_embeddings), and an adapter would "
-                    "change one of them without the other")
-        if _speaks_of(target, name):
-            return f"{name} is of type {type(layer).__name__}, and adapters stand beside linear layers"
+            return "the scalar head is always trained in full"
+        if layer is model.get_output_embeddings() and _matches(target, name):
+            return (f"the weight of {name} is also the token embedding's (tie_word_embeddings), and an adapter "
+                    "would change only one of them")
+        if _matches(target, name):
+            return f"{name} is of type {type(layer).__name__}, and only linear layers can have adapters"
+
     return f"{type(model).__name__} has no such layer"

@@ -24,7 +24,7 @@ from rlhf_ray.engine import distributed
 from rlhf_ray.engine.train_engine import StepResult, TrainEngine
 from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.models.lora import DESCRIPTION, Adapters, check_adapter_description, save_adapter_description
+from rlhf_ray.models.lora import ADAPTERS_FILE, Adapters, check_adapter_description, save_adapter_description
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.observability.owner_record import Term
@@ -195,7 +195,7 @@ class Learner:
             f"rng_{self.rank}.pt": lambda path: torch.save(rng, path),
         }
         if self.adapters is not None and self.rank == 0:
-            found[DESCRIPTION] = partial(save_adapter_description, self.adapters)
+            found[ADAPTERS_FILE] = partial(save_adapter_description, self.adapters)
         return found
 
     def load(self, directory: str) -> None:

@@ -1,1 +1,1 @@
-"""How new policy weights reach the generators: cut into buckets, checked on arrival, applied as a whole."""
+"""How new policy weights reach the generators: sent in buckets, verified on arrival, applied as a whole."""

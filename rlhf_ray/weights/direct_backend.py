@@ -1,7 +1,7 @@
-"""vLLM's nccl and ipc back-ends, as they are, with every tensor verified before the model takes it.
+"""vLLM's nccl and ipc back-ends, with every tensor verified before the model loads it.
 
-vLLM's workers make them when they are named (`vllm_backend` registers the names). A tensor that is not the one that was
-sent fails the update while the model is half loaded: the engine is then of no more use, and is replaced.
+vLLM's workers create them by name (`vllm_backend` registers the names). A tensor that fails verification fails the
+update while the model is partly loaded; the engine is then unusable and is replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OfferInfo(WeightTransferUpdateInfo):
     handles: list[dict[str, list[Any]]] = field(default_factory=list)
 
     def entries(self) -> Iterator[TensorEntry]:
-        """What was announced."""
+        """The announced tensors."""
         for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
             size = torch.Size(shape).numel() * torch_dtype(dtype).itemsize
             yield TensorEntry(name, dtype, tuple(shape), size)
@@ -49,40 +49,41 @@ def offer_info(offer: WeightOffer) -> dict[str, Any]:
 
 
 class VerifyingLoader:
-    """A model's `load_weights`, for tensors that are verified on their way in."""
+    """A model's `load_weights` that verifies every tensor first."""
 
     def __init__(self, model: Any, info: OfferInfo) -> None:
         self._model = model
-        self._coming = {entry.name: (entry, digest) for entry, digest in zip(info.entries(), info.digests, strict=True)}
+        self._expected = {
+            entry.name: (entry, digest) for entry, digest in zip(info.entries(), info.digests, strict=True)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """See the model's own."""
+        """See the model's own `load_weights`."""
         return self._model.load_weights(self._verified(weights))
 
     def require_all(self) -> None:
         """
         Raises:
-            WeightsError: a tensor that was announced did not come.
+            WeightsError: an announced tensor did not arrive.
         """
-        if self._coming:
-            raise WeightsError(f"{len(self._coming)} announced tensors did not arrive, {next(iter(self._coming))!r} "
-                               "among them")
+        if self._expected:
+            raise WeightsError(f"{len(self._expected)} announced tensors did not arrive, "
+                               f"{next(iter(self._expected))!r} among them; publish this version again")
 
     def _verified(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            if name not in self._coming:
-                raise WeightsError(f"tensor {name!r} arrived twice, or was not announced")
-            entry, digest = self._coming.pop(name)
+            if name not in self._expected:
+                raise WeightsError(f"tensor {name!r} arrived twice, or was not announced; publish this version again")
+            entry, digest = self._expected.pop(name)
             require_fingerprint(entry, tensor, digest)
             yield name, tensor
 
 
 class _Verified:
-    """Gives a back-end of vLLM's a verifying loader in its model's place while it receives."""
+    """Puts a verifying loader in place of a vLLM back-end's model while it receives."""
 
     model: Any
 
-    def verified(self, info: OfferInfo, update: Any) -> None:
+    def receive_verified(self, info: OfferInfo, update: Any) -> None:
         model, loader = self.model, VerifyingLoader(self.model, info)
         self.model = loader
         try:
@@ -93,37 +94,37 @@ class _Verified:
 
 
 class VerifiedNCCLEngine(_Verified, NCCLWeightTransferEngine):
-    """Broadcast by NCCL."""
+    """Receives a broadcast over NCCL."""
 
     update_info_cls = OfferInfo
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Join the broadcast, having left the one before."""
+        """Join the broadcast, after leaving the previous one."""
         self.shutdown()
         super().init_transfer_engine(init_info)
 
     def receive_weights(self, update_info: Any) -> None:
-        """One bucket."""
-        self.verified(update_info, NCCLWeightTransferUpdateInfo(
+        """Receive one bucket."""
+        self.receive_verified(update_info, NCCLWeightTransferUpdateInfo(
             update_info.names, update_info.dtype_names, update_info.shapes))
 
 
 class VerifiedIPCEngine(_Verified, IPCWeightTransferEngine):
-    """Memory of the learner's on the same GPU, by handle."""
+    """Reads the learner's memory on the same GPU through handles."""
 
     update_info_cls = OfferInfo
 
     def receive_weights(self, update_info: Any) -> None:
-        """One bucket."""
+        """Receive one bucket."""
         handles = [{gpu: handle_arguments(handle) for gpu, handle in of_tensor.items()}
                    for of_tensor in update_info.handles]
-        self.verified(update_info, IPCWeightTransferUpdateInfo(
+        self.receive_verified(update_info, IPCWeightTransferUpdateInfo(
             update_info.names, update_info.dtype_names, update_info.shapes, ipc_handles=handles))
 
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """As vLLM's for NCCL."""
+    """The fields of vLLM's own for NCCL."""
 
     master_address: str
     master_port: int
@@ -133,7 +134,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 
 class VerifiedGlooEngine(ObjectStoreWeightTransferEngine):
-    """The same between processes without GPUs: what is around the broadcast can be tried out there."""
+    """The same between processes without GPUs, so that everything around the broadcast can be tested there."""
 
     init_info_cls = GlooInitInfo  # type: ignore[assignment]
     update_info_cls = OfferInfo  # type: ignore[assignment]
@@ -141,23 +142,23 @@ class VerifiedGlooEngine(ObjectStoreWeightTransferEngine):
     _broadcast: GlooBroadcast | None = None
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Join the broadcast, having left the one before."""
+        """Join the broadcast, after leaving the previous one."""
         self.shutdown()
         self._broadcast = GlooBroadcast(init_info.master_address, init_info.master_port,
                                         init_info.rank_offset + self.parallel_config.rank, init_info.world_size)
 
     def shutdown(self) -> None:
-        """Leave the broadcast, if one was joined."""
+        """Leave the broadcast; does nothing if none was joined."""
         if self._broadcast is not None:
             self._broadcast.close()
             self._broadcast = None
 
     def receive_weights(self, update_info: Any) -> None:
-        """One bucket. All of it is received before any is verified, as NCCL's packed buckets are: who stopped in the
-        middle would leave the sender waiting."""
+        """Receive one bucket. All of it is received before any tensor is verified, as with NCCL's packed buckets:
+        stopping in the middle would leave the sender waiting."""
         received = {entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
                     for entry in update_info.entries()}
-        assert self._broadcast is not None, "generators meet the learner before a bucket comes"
+        assert self._broadcast is not None, "init_transfer_engine comes before the first bucket"
         for tensor in received.values():
             self._broadcast(tensor)
         loader = VerifyingLoader(self.model, update_info)

@@ -28,10 +28,10 @@ GLOO_TIMEOUT = timedelta(minutes=5)
 
 
 def plain_handle(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments without classes.
+    """The arguments of `rebuild_cuda_tensor` as plain values, without classes.
 
     Raises:
-        WeightsError: they are others than we know: another version of torch.
+        WeightsError: torch's arguments are not the known ones, as in another version of torch.
     """
     if len(arguments) != ARGUMENTS or not isinstance(arguments[DTYPE], torch.dtype):
         raise WeightsError(f"torch {torch.__version__} describes GPU memory in {len(arguments)} parts that are not the "
@@ -40,13 +40,14 @@ def plain_handle(arguments: Sequence[Any]) -> list[Any]:
 
 
 def handle_arguments(handle: Sequence[Any]) -> tuple[Any, ...]:
-    """What `plain` was given.
+    """The arguments that `plain_handle` received.
 
     Raises:
-        WeightsError: this is no such handle.
+        WeightsError: this is not such a handle.
     """
     if len(handle) != ARGUMENTS:
-        raise WeightsError(f"a handle of GPU memory has {len(handle)} parts, not {ARGUMENTS}")
+        raise WeightsError(f"a handle of GPU memory has {len(handle)} parts, not {ARGUMENTS}; install the same version "
+                           "of torch on every node")
     values = [_value(part) for part in handle]
     values[TENSOR_CLASS], values[STORAGE_CLASS] = torch.Tensor, torch.UntypedStorage
     values[DTYPE] = torch_dtype(str(values[DTYPE]))
@@ -71,10 +72,10 @@ class GlooBroadcast:
     """One member of a broadcast from rank 0."""
 
     def __init__(self, host: str, port: int, rank: int, world: int) -> None:
-        """Meet the others at host:port, where rank 0 listens.
+        """Connect to the other members at host:port, where rank 0 listens.
 
         Raises:
-            RuntimeError: torch's own, where the others do not come or go away.
+            RuntimeError: torch's own, if a member does not arrive in time or disconnects.
         """
         import torch.distributed as dist
 
@@ -82,11 +83,11 @@ class GlooBroadcast:
         self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, GLOO_TIMEOUT)
 
     def __call__(self, tensor: Tensor) -> None:
-        """Send rank 0's `tensor` into that of the others; errors as when it was made, and once it is closed."""
+        """Copy rank 0's `tensor` into the other members' `tensor`; raises as `__init__` does, and after `close`."""
         if self._group is None:
-            raise RuntimeError("this member has left its broadcast")
+            raise RuntimeError("this member has left its broadcast; connect again before sending")
         self._group.broadcast(tensor, 0).wait()
 
     def close(self) -> None:
-        """Leave; nothing can be sent from here any more."""
-        self._group = None  # its connections close with it; torch's own `shutdown` leaves them open
+        """Leave the broadcast."""
+        self._group = None  # closes its connections; torch's own `shutdown` leaves them open

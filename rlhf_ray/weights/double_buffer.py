@@ -1,8 +1,8 @@
-"""A second set of a model's weights on CPUs: filled while the first one serves, then put in its place at once.
+"""A second set of a model's weights on CPUs: filled while the first one is in use, then swapped with it.
 
-vLLM's own update stops the model, and then copies and packs every layer. Here that happens layer by layer beside the
-running model, as the tensors arrive. What is left for the pause between two tokens is to exchange references. The price
-is memory: until then the process holds its weights twice.
+vLLM's own update stops the model, then copies and packs every layer. Here layers are loaded and packed as their tensors
+arrive, while the model runs. The pause between two tokens only swaps references. The cost is memory: until the swap the
+process holds its weights twice.
 """
 
 from __future__ import annotations
@@ -29,54 +29,54 @@ from rlhf_ray.weights.loader_routes import Routes
 from rlhf_ray.weights.manifest import unpack
 
 OWN = frozenset({"_parameters", "_buffers", "training"})
-"""Attributes of a twin that are its own from the start."""
+"""Attributes that a layer and its copy never share."""
 CACHE_LINE = 64
 """Bytes."""
 
 
 @dataclass
 class LayerCopy:
-    """A layer's double: everything else is shared, its parameters are its own."""
+    """A layer and a copy of it with parameters of its own; everything else is shared."""
 
     layer: nn.Module
-    double: nn.Module
-    made: dict[str, Any]
-    """Attributes that processing gave the double, such as the function that multiplies with its packed weights."""
+    copy: nn.Module
+    processed: dict[str, Any]
+    """Attributes that processing set on the copy, such as the function that multiplies with its packed weights."""
 
     def process(self) -> None:
-        """Let vLLM make of the loaded parameters what it computes with."""
-        before = dict(self.double.__dict__)
-        method = getattr(self.double, "quant_method", None)
+        """Let vLLM process the loaded parameters into the form it computes with."""
+        before = dict(self.copy.__dict__)
+        method = getattr(self.copy, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            self.double.__dict__.pop("_already_called_process_weights_after_loading", None)
-            method.process_weights_after_loading(self.double)
-        self.made = {name: value for name, value in self.double.__dict__.items()
+            self.copy.__dict__.pop("_already_called_process_weights_after_loading", None)
+            method.process_weights_after_loading(self.copy)
+        self.processed = {name: value for name, value in self.copy.__dict__.items()
                      if name not in OWN and before.get(name) is not value}
 
-    def exchange(self) -> None:
-        """Give the layer what the double has, and the double what the layer had."""
-        layer, double = self.layer.__dict__, self.double.__dict__
-        layer["_parameters"], double["_parameters"] = double["_parameters"], layer["_parameters"]
-        for name, value in self.made.items():
-            self.made[name] = layer.get(name)
-            layer[name] = double[name] = value
+    def swap(self) -> None:
+        """Swap the parameters and processed attributes of the layer and its copy."""
+        layer, copy = self.layer.__dict__, self.copy.__dict__
+        layer["_parameters"], copy["_parameters"] = copy["_parameters"], layer["_parameters"]
+        for name, value in self.processed.items():
+            self.processed[name] = layer.get(name)
+            layer[name] = copy[name] = value
 
 
 class DoubleBuffer:
-    """One publication's weights beside a running model; a `receiver.Stage`."""
+    """One publication's weights next to a running model's; a `receiver.Stage`."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        self._twins: dict[str, LayerCopy] = {}
+        self._copies: dict[str, LayerCopy] = {}
         self._missing: dict[str, set[str]] = {}
         self._has_head = any(isinstance(layer, ParallelLMHead) for layer in routes.layers.values())
 
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
-        """Load tensors, and process the layers that are complete with them."""
+        """Load tensors, and process each layer once it is complete."""
         for name, tensor in unpack(tensors):
             for route in self._routes.of(name, tensor):
-                twin = self._twin(route.layer)
-                parameter = twin.double._parameters[route.parameter]
+                copy = self._copy(route.layer)
+                parameter = copy.copy._parameters[route.parameter]
                 loader = getattr(parameter, "weight_loader", default_weight_loader)
                 loader(parameter, route.tensor, *route.arguments, **route.keywords)
                 self._missing[route.layer].discard(name)
@@ -84,68 +84,69 @@ class DoubleBuffer:
                     self._complete(route.layer)
 
     def require_complete_layers(self) -> None:
-        """Raise unless every layer got all of its tensors, or none.
+        """Check that every layer received all of its tensors, or none.
 
         Raises:
-            WeightsError: names a layer that did not.
+            WeightsError: a layer received some of its tensors; the message names it.
         """
         for layer, names in self._missing.items():
             if names:
-                raise WeightsError(f"layer {layer!r} was to change without {', '.join(sorted(names))}, which it is "
-                                   "made of too")
+                raise WeightsError(f"layer {layer!r} received new weights without {', '.join(sorted(names))}, which "
+                                   "belong to it; publish the weights whole")
 
-    def exchange(self) -> None:
-        """Put the new weights in service; the old ones are freed with this object."""
-        for twin in self._twins.values():
-            twin.exchange()
+    def swap(self) -> None:
+        """Activate the new weights; the old ones are freed with this object."""
+        for copy in self._copies.values():
+            copy.swap()
 
-    def _twin(self, path: str) -> LayerCopy:
-        if path not in self._twins:
-            self._twins[path] = copy_layer(self._routes.layers[path])
+    def _copy(self, path: str) -> LayerCopy:
+        if path not in self._copies:
+            self._copies[path] = copy_layer(self._routes.layers[path])
             self._missing[path] = set(self._routes.sources(path))
-        return self._twins[path]
+        return self._copies[path]
 
     def _complete(self, path: str) -> None:
-        """Process a layer, and what shares a parameter with it: a head that is tied to the embedding."""
-        twin = self._twins[path]
+        """Process a layer, and any layer that shares a parameter with it, such as a head tied to the embedding."""
+        copy = self._copies[path]
         for tie in self._routes.ties.get(path, ()):
-            shared = {tie.name_there: twin.double._parameters[tie.name]}
-            self._twins[tie.other] = copy_layer(self._routes.layers[tie.other], shared)
-            self._twins[tie.other].process()
-        # Where there is a head, nothing multiplies with the embedding, and packing it would be for nothing.
-        if isinstance(twin.layer, ParallelLMHead) or not (
-            self._has_head and isinstance(twin.layer, VocabParallelEmbedding)
+            shared = {tie.other_name: copy.copy._parameters[tie.name]}
+            self._copies[tie.other] = copy_layer(self._routes.layers[tie.other], shared)
+            self._copies[tie.other].process()
+        # If the model has a head, nothing multiplies with the embedding, so packing it would be wasted.
+        if isinstance(copy.layer, ParallelLMHead) or not (
+            self._has_head and isinstance(copy.layer, VocabParallelEmbedding)
         ):
-            twin.process()
+            copy.process()
 
 
-def copy_layer(layer: nn.Module, given: dict[str, Any] | None = None) -> LayerCopy:
-    """A double of `layer` with empty parameters as a checkpoint fills them, and `given` ones as they are."""
-    double = layer.__new__(type(layer))
-    double.__dict__.update(layer.__dict__)
-    double._parameters = {name: None for name, parameter in layer._parameters.items() if parameter is None}
-    double._buffers = dict(layer._buffers)
+def copy_layer(layer: nn.Module, shared: dict[str, Any] | None = None) -> LayerCopy:
+    """A copy of `layer` with empty parameters in checkpoint format; those in `shared` are used as given."""
+
+    copy = layer.__new__(type(layer))
+    copy.__dict__.update(layer.__dict__)
+    copy._parameters = {name: None for name, parameter in layer._parameters.items() if parameter is None}
+    copy._buffers = dict(layer._buffers)
     shapes: dict[str, Tensor] = get_layerwise_info(layer).restore_metadata[0]
     for name, own in layer._parameters.items():
         if own is not None and name not in shapes:
             shapes = {**shapes, name: to_meta_tensor(own)}
     for name, shape in shapes.items():
-        parameter = (given or {}).get(name)
+        parameter = (shared or {}).get(name)
         if parameter is None:
-            # Bound to the layer: what is bound to a double would keep the weights that it ends with alive.
+            # Bound to the layer: a loader bound to the copy would keep the old weights alive after the swap.
             parameter = restore_layer_refs(materialize_meta_tensor(shape), layer)
             if isinstance(layer, LinearBase):
-                spread_rows(parameter)
-        double.register_parameter(name, parameter)
-    return LayerCopy(layer, double, {})
+                pad_rows(parameter)
+        copy.register_parameter(name, parameter)
+    return LayerCopy(layer, copy, {})
 
 
-def spread_rows(parameter: Tensor) -> None:
-    """Lay a float32 matrix out with a cache line of room after each row.
+def pad_rows(parameter: Tensor) -> None:
+    """Store a float32 matrix with a cache line of padding after each row.
 
-    Packing reads a column of rows at a time. Where rows lie a power of two of bytes apart, as in most models, all of
-    them compete for the same few places in the processor's caches: with the room packing takes about 0.6 of the time.
-    (Kernels that vLLM packs other dtypes for want matrices without gaps.)
+    Packing reads down columns. If the row stride is a power of two bytes, as in most models, all rows compete for the
+    same few cache sets; with the padding packing takes about 0.6 of the time. (vLLM's packing of other dtypes needs
+    matrices without gaps.)
     """
     if parameter.ndim == 2 and parameter.dtype is torch.float32:
         rows, columns = parameter.shape

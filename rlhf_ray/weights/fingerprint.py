@@ -1,10 +1,10 @@
-"""Digests of tensors that never leave their device: what crosses from GPU to GPU is verified where it arrives.
+"""Digests of tensors that never leave their device, to verify transfers from GPU to GPU where they arrive.
 
-XXH3, which verifies what goes through the object store (`manifest`), reads bytes in the CPU's memory. Here a tensor's
-64-bit words x_i are weighed and summed, sum(x_i * w_i) mod 2^64, twice, with odd weights w_i that a mixing function
-gives to each place (splitmix64: Steele, Lea and Flood 2014, fig. 16; with arithmetic shifts, as torch has them). An odd
-weight lets no single changed word by, and words that change places do not cancel. Sums of integers do not depend on
-their order, so every device finds the same. It guards against damage and mix-ups, not against an adversary.
+XXH3, which verifies transfers through the object store (`manifest`), reads bytes in CPU memory. Here a tensor's 64-bit
+words x_i are weighted and summed, sum(x_i * w_i) mod 2^64, twice, with odd weights w_i that a mixing function derives
+from each position (splitmix64: Steele, Lea and Flood 2014, fig. 16; with arithmetic shifts, as torch has them). With
+odd weights every single changed word changes the sum, and swapped words do not cancel. Integer sums do not depend on
+their order, so every device computes the same digest. It guards against damage and mix-ups, not against an adversary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_ray.records import TensorEntry
 WORD = 8
 """Bytes."""
 PIECE = 2**22
-"""Words that are weighed at a time: 32 MiB, and three times as much for their weights."""
+"""Words processed at a time: 32 MiB, and three times as much for their weights."""
 GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """splitmix64's constants as signed numbers."""
 SEEDS = (0, 0x243F6A8885A308D3)
@@ -36,37 +36,37 @@ def fingerprint(entry: TensorEntry, tensor: Tensor) -> str:
         places = torch.arange(start + 1, start + 1 + len(piece), dtype=torch.int64, device=tensor.device)
         for total, seed in zip(sums, SEEDS, strict=True):
             total += (piece * _mixed(places + seed)).sum()
-    found = [int(value) for value in torch.stack(sums).tolist()]
-    return xxhash.xxh3_128(json.dumps([entry.name, entry.dtype, list(entry.shape), found]).encode()).hexdigest()
+    values = [int(value) for value in torch.stack(sums).tolist()]
+    return xxhash.xxh3_128(json.dumps([entry.name, entry.dtype, list(entry.shape), values]).encode()).hexdigest()
 
 
 def require_fingerprint(entry: TensorEntry, tensor: Tensor, digest: str) -> None:
-    """Raise unless a tensor that arrived is the one that was sent.
+    """Check that a received tensor is the one that was sent.
 
     Raises:
-        WeightsError: another shape, dtype or digest.
+        WeightsError: its shape, dtype or digest differs.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if (dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
-        raise WeightsError(f"tensor {entry.name!r} arrived as {dtype} {tuple(tensor.shape)}, announced was "
-                           f"{entry.dtype} {entry.shape}")
-    if (found := fingerprint(entry, tensor)) != digest:
-        raise WeightsError(f"tensor {entry.name!r} arrived with digest {found}, expected {digest}; "
+        raise WeightsError(f"tensor {entry.name!r} arrived as {dtype} {tuple(tensor.shape)}, but was announced as "
+                           f"{entry.dtype} {entry.shape}; publish this version again")
+    if (actual := fingerprint(entry, tensor)) != digest:
+        raise WeightsError(f"tensor {entry.name!r} arrived with digest {actual}, expected {digest}; "
                            "publish this version again")
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """A tensor's bytes as [n] int64, the last word filled up with zeros."""
+    """A tensor's bytes as [n] int64, the last word padded with zeros."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(flat) % WORD:
         flat = torch.nn.functional.pad(flat, (0, WORD - len(flat) % WORD))
     elif flat.storage_offset() % WORD:
-        flat = flat.clone()  # a stretch of a packed buffer may begin anywhere
+        flat = flat.clone()  # a slice of a packed buffer may be unaligned
     return flat.view(torch.int64)
 
 
 def _mixed(places: Tensor) -> Tensor:
-    """An odd weight for each place."""
+    """An odd weight for each position."""
     z = places * GOLDEN
     z = (z ^ (z >> 30)) * FIRST
     z = (z ^ (z >> 27)) * SECOND

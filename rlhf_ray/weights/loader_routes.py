@@ -1,7 +1,7 @@
-"""Where a model's own loader puts each tensor of a checkpoint, learned by letting it load tensors without bytes.
+"""Where a model's own loader puts each tensor of a checkpoint, recorded by loading meta tensors.
 
-vLLM's models fuse and rename what a checkpoint holds (`q_proj`, `k_proj` and `v_proj` become one `qkv_proj`), and only
-their `load_weights` knows how. Asking it takes a good part of a millisecond a tensor, so it is asked once.
+vLLM's models fuse and rename a checkpoint's tensors (`q_proj`, `k_proj` and `v_proj` become one `qkv_proj`), and only
+their `load_weights` knows how. Calling it takes most of a millisecond per tensor, so its calls are recorded once.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ class Route:
     """Path of the module that holds the parameter."""
     parameter: str
     tensor: Tensor = field(compare=False)
-    """What is loaded: the checkpoint's tensor, or what the model made of it."""
+    """The loaded tensor: the checkpoint's, or the model's transformation of it."""
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that another layer has too, such as an embedding that is the output head's weight."""
+    """A parameter shared with another layer, such as an embedding that is also the output head's weight."""
 
     name: str
-    """In the layer that tensors are routed to."""
+    """Its name in the layer that tensors are routed to."""
     other: str
     """Path of the other layer."""
-    name_there: str
+    other_name: str
+    """Its name in the other layer."""
 
 
 class Routes:
-    """The routes of all tensors with these names and shapes into `model`, whose weights are not touched."""
+    """The routes of all tensors with these names and shapes into `model`, whose weights are not changed."""
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._model = model
@@ -53,26 +54,26 @@ class Routes:
         with recorded_loaders(model) as calls:
             for name, shape in shapes.items():
                 tensor = torch.empty(shape, device="meta")
-                found = _asked(model, calls, name, tensor)
-                for route in found:
+                routes = _record_calls(model, calls, name, tensor)
+                for route in routes:
                     self._sources.setdefault(route.layer, set()).add(name)
-                if all(route.tensor is tensor for route in found):
-                    self._known[name] = found
+                if all(route.tensor is tensor for route in routes):
+                    self._known[name] = routes
 
     def sources(self, layer: str) -> set[str]:
-        """Names of the checkpoint's tensors that a layer is made of."""
+        """Names of the checkpoint's tensors that a layer consists of."""
         return self._sources[layer]
 
     def of(self, name: str, tensor: Tensor) -> list[Route]:
-        """The calls that load `tensor`. One that the model transforms first goes through its `load_weights` again.
+        """The loader calls for `tensor`. If the model transforms it first, it goes through `load_weights` again.
 
-        The parameters have their own loaders again when this returns: whoever copies them copies those too.
+        The parameters' own loaders are restored on return, because copies of parameters copy their loaders.
         """
         if name in self._known:
             return [Route(route.layer, route.parameter, tensor, route.arguments, route.keywords)
                     for route in self._known[name]]
         with recorded_loaders(self._model) as calls:
-            return _asked(self._model, calls, name, tensor)
+            return _record_calls(self._model, calls, name, tensor)
 
 
 def _ties(layers: Mapping[str, nn.Module]) -> dict[str, list[Tie]]:
@@ -87,7 +88,7 @@ def _ties(layers: Mapping[str, nn.Module]) -> dict[str, list[Tie]]:
     return ties
 
 
-def _asked(model: nn.Module, calls: list[Route], name: str, tensor: Tensor) -> list[Route]:
+def _record_calls(model: nn.Module, calls: list[Route], name: str, tensor: Tensor) -> list[Route]:
     calls.clear()
     model.load_weights([(name, tensor)])  # type: ignore[operator]
     return list(calls)
@@ -95,7 +96,7 @@ def _asked(model: nn.Module, calls: list[Route], name: str, tensor: Tensor) -> l
 
 @contextmanager
 def recorded_loaders(model: nn.Module) -> Iterator[list[Route]]:
-    """Inside, weight loaders of `model` note how they are called, and load nothing."""
+    """Inside, the weight loaders of `model` record their calls and load nothing."""
     calls: list[Route] = []
     before: list[tuple[nn.Parameter, Any]] = []
     seen: set[int] = set()
@@ -118,6 +119,6 @@ def recorded_loaders(model: nn.Module) -> Iterator[list[Route]]:
 def _recorder(calls: list[Route], layer: str, parameter: str) -> Callable[..., bool]:
     def note(_: nn.Parameter, tensor: Tensor, *arguments: Any, **keywords: Any) -> bool:
         calls.append(Route(layer, parameter, tensor, arguments, keywords))
-        return True  # loaders of experts say whether they took the tensor
+        return True  # loaders of experts return whether they took the tensor
 
     return note

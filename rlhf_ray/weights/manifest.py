@@ -1,8 +1,8 @@
-"""What a publication of weights consists of: which tensors in which bucket, and the digests that prove them.
+"""What a publication of weights consists of: which tensors in which bucket, and the digests that verify them.
 
-The digest is XXH3 with 128 bits (35 GB/s on one core here, faster than memory is copied; SHA-256 does 2.1 and blake2b
-1.4). It guards against damage and mix-ups, which a 128-bit hash of that quality detects; it does not guard against an
-adversary, who in this place could send any weights with a fitting digest anyhow.
+The digest is XXH3 with 128 bits (35 GB/s on one core here, faster than a memory copy; SHA-256: 2.1, blake2b: 1.4).
+It guards against damage and mix-ups, which a 128-bit hash of that quality detects. It does not guard against an
+adversary, who in this position could send any weights with a matching digest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlhf_ray.records import TensorEntry, WeightBucket, WeightOffer
 
 TensorSpec = tuple[str, tuple[int, ...], str]
 """Name, shape and torch dtype name ("float32") of one tensor."""
-EXPERTS = ".experts."
-"""Mixtures keep all experts of a layer in one."""
+EXPERTS_INFIX = ".experts."
+"""Mixtures of experts keep all experts of a layer in one fused layer."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -40,12 +40,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorEntry]]:
-    """Cut tensors, in the given order, into buckets of at most `bucket_bytes`; a larger tensor gets one of its own.
+    """Divide tensors, in the given order, into buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
 
-    The same input gives the same plan on every rank and at every step, so a plan need not travel.
+    The same input gives the same plan on every rank and at every step, so plans need not be sent.
 
     Raises:
-        WeightsError: a name occurs twice, or there is no tensor at all.
+        WeightsError: a name occurs twice, or the list is empty.
     """
     if not tensors:
         raise WeightsError("nothing to publish: the list of tensors is empty")
@@ -68,10 +68,10 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[list[
 def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> list[NDArray[np.uint8]]:
     """One bucket's tensors (any device) as bytes, each in its entry's dtype.
 
-    A tensor that lies in order, in the CPU's memory and in that dtype is not copied: the array is a view of it.
+    A contiguous CPU tensor of that dtype is not copied: the array is a view of it.
 
     Raises:
-        WeightsError: a tensor is missing or has another shape than its entry says.
+        WeightsError: a tensor is missing, or its shape differs from its entry's.
     """
     ready = as_announced(entries, tensors, "cpu")
     return [ready[entry.name].view(-1).view(torch.uint8).numpy() for entry in entries]
@@ -80,8 +80,8 @@ def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) ->
 def as_announced(
     entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor], device: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one bucket in order in memory and in the dtypes that their entries say, on `device` or where they
-    are. None is copied that is so already.
+    """The tensors of one bucket, contiguous and in their entries' dtypes, on `device` or on their own. A tensor that
+    already is so is not copied.
 
     Raises:
         WeightsError: as `pack`.
@@ -98,15 +98,15 @@ def as_announced(
 
 
 def unpack(tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named views into arrays of bytes, without a copy. They must not be written to: it may be shared memory."""
-    _hear_torch_s_warning()
+    """Named views into arrays of bytes, without a copy. Do not write to them: they may be shared memory."""
+    _silence_read_only_warning()
     for entry, array in tensors:
         yield entry.name, torch.from_numpy(array).view(torch_dtype(entry.dtype)).view(entry.shape)
 
 
 @cache
-def _hear_torch_s_warning() -> None:
-    """A process's first tensor of read-only memory makes torch warn, once for all."""
+def _silence_read_only_warning() -> None:
+    """Trigger and suppress torch's warning about read-only memory, which it issues once per process."""
     array = np.zeros(1, dtype=np.uint8)
     array.setflags(write=False)
     with warnings.catch_warnings():
@@ -115,44 +115,44 @@ def _hear_torch_s_warning() -> None:
 
 
 def digest_of(entry: TensorEntry, array: NDArray[np.uint8]) -> str:
-    """XXH3-128 hex digest over a tensor's name, dtype, shape and bytes, whatever version it belongs to."""
+    """XXH3-128 hex digest over a tensor's name, dtype, shape and bytes, independent of the version."""
     digest = xxhash.xxh3_128(json.dumps([entry.name, entry.dtype, list(entry.shape)]).encode())
     digest.update(array.data)
     return digest.hexdigest()
 
 
 def checksum(entries: Sequence[TensorEntry], digests: Sequence[str], version: int, index: int, count: int) -> str:
-    """XXH3-128 hex digest over a bucket's place in its publication, its entries and their digests."""
+    """XXH3-128 hex digest over a bucket's position in its publication, its entries and their digests."""
     head = [version, index, count, [[e.name, e.dtype, list(e.shape), e.nbytes] for e in entries], list(digests)]
     return xxhash.xxh3_128(json.dumps(head).encode()).hexdigest()
 
 
 def seal(version: int, index: int, count: int, entries: list[TensorEntry],
          arrays: list[NDArray[np.uint8]]) -> WeightBucket:
-    """The bucket of these tensors; its one pass over the bytes is the digests'."""
+    """A bucket of these tensors with its checksum; computing the digests is the only pass over the bytes."""
     digests = [digest_of(entry, array) for entry, array in zip(entries, arrays, strict=True)]
     return WeightBucket(version, index, count, entries, arrays, digests,
                         checksum(entries, digests, version, index, count))
 
 
 def require_checksum(bucket: WeightBucket | WeightOffer) -> str:
-    """Raise unless a bucket's description is as it was sealed; returns what to call it in messages.
+    """Check a bucket's description against its checksum; returns a label of the bucket for messages.
 
     Raises:
-        WeightsError: version, place, entries or digests were changed on the way.
+        WeightsError: version, index, entries or digests differ from those that were sealed.
     """
     label = f"bucket {bucket.index} of {bucket.count}, weights version {bucket.version}"
-    found = checksum(bucket.entries, bucket.digests, bucket.version, bucket.index, bucket.count)
-    if found != bucket.checksum or len(bucket.entries) != len(bucket.digests):
-        raise WeightsError(f"{label}: expected checksum {bucket.checksum}, found {found}; publish this version again")
+    actual = checksum(bucket.entries, bucket.digests, bucket.version, bucket.index, bucket.count)
+    if actual != bucket.checksum or len(bucket.entries) != len(bucket.digests):
+        raise WeightsError(f"{label}: expected checksum {bucket.checksum}, found {actual}; publish this version again")
     return label
 
 
-def verified(bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
-    """A bucket's tensors, each once its digest is found to be right: who copies it at once finds it in the caches.
+def verified_tensors(bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
+    """A bucket's tensors, each yielded right after its digest is verified, while its bytes are in the CPU's caches.
 
     Raises:
-        WeightsError: a digest differs from the one sent along, or a tensor has more or fewer bytes than its entry says.
+        WeightsError: a digest differs, or a tensor's number of bytes is not its entry's.
     """
     label = require_checksum(bucket)
     if len(bucket.entries) != len(bucket.arrays):
@@ -160,9 +160,10 @@ def verified(bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArray[np.uin
                            f"{len(bucket.arrays)}; publish this version again")
     for entry, array, digest in zip(bucket.entries, bucket.arrays, bucket.digests, strict=True):
         if array.nbytes != entry.nbytes:
-            raise WeightsError(f"{label}: tensor {entry.name!r} has {array.nbytes} bytes, not {entry.nbytes}")
-        if (found := digest_of(entry, array)) != digest:
-            raise WeightsError(f"{label}: tensor {entry.name!r} has digest {found}, expected {digest}; "
+            raise WeightsError(f"{label}: tensor {entry.name!r} has {array.nbytes} bytes, not {entry.nbytes}; "
+                               "publish this version again")
+        if (actual := digest_of(entry, array)) != digest:
+            raise WeightsError(f"{label}: tensor {entry.name!r} has digest {actual}, expected {digest}; "
                                "publish this version again")
         yield entry, array
 
@@ -171,20 +172,20 @@ def fused_groups(names: Iterable[str], fused: Mapping[str, Sequence[str]]) -> li
     """Names that share a layer with others, a list for each such layer.
 
     Args:
-        names: of a checkpoint's tensors, such as "model.layers.0.self_attn.q_proj.weight".
-        fused: parts of each fused layer, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}; vLLM's models carry it
+        names: names of a checkpoint's tensors, such as "model.layers.0.self_attn.q_proj.weight".
+        fused: parts of each fused layer, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}; vLLM's models have it
             as `packed_modules_mapping`.
     """
     whole = {part: layer for layer, parts in fused.items() for part in parts}
     groups: dict[str, list[str]] = {}
     for name in names:
-        module = name.partition(EXPERTS)[0] if EXPERTS in name else name.rpartition(".")[0]
+        module = name.partition(EXPERTS_INFIX)[0] if EXPERTS_INFIX in name else name.rpartition(".")[0]
         layer = ".".join(whole.get(part, part) for part in module.split("."))
         groups.setdefault(layer, []).append(name)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def expand_fused_groups(changing: Iterable[str], groups: Iterable[Sequence[str]]) -> set[str]:
-    """`changing`, and what shares a layer with one of them."""
-    found = set(changing)
-    return found.union(*(group for group in groups if found.intersection(group)))
+    """`changing`, and every name that shares a fused layer with one of them."""
+    names = set(changing)
+    return names.union(*(group for group in groups if names.intersection(group)))

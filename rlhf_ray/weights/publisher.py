@@ -1,8 +1,8 @@
-"""The sending side of publications: asks the learner for tensors bucket by bucket and seals each bucket.
+"""The sending side of publications: gathers the learner's tensors bucket by bucket and seals each bucket.
 
-Only one bucket's tensors exist in full at a time, so a model sharded over many ranks never has to fit on one of them.
-Tensors that training leaves as they are (frozen layers; with adapters all that no adapter touches) go out once, in a
-whole publication. Publications after it may leave them out, and say by digest what the receiver must already have.
+Only one bucket's tensors exist whole at a time, so a model sharded over many ranks never has to fit on one of them.
+Tensors that training does not change (frozen layers; with adapters every layer without one) are sent once, in a whole
+publication. Later publications may leave them out and list the digests that the receiver must already have.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rlhf_ray.weights.fingerprint import fingerprint
 from rlhf_ray.weights.manifest import TensorSpec, as_announced, checksum, pack, plan_buckets, seal
 
 Gather = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
-"""Full tensors by name. On sharded models it is a collective: every rank calls it, and ranks that do not send may
+"""Whole tensors by name. On sharded models it is a collective call: every rank makes it, and ranks that do not send may
 return None."""
 
 
 class Publisher:
-    """One model's weights as rows of sealed buckets.
+    """One model's weights as sealed buckets.
 
     Args:
         tensors: all tensors of the model, in the order in which they are sent.
-        changing: names of those that training changes.
-        bucket_bytes: largest bucket; see `manifest.plan_buckets`.
+        changing: names of the tensors that training changes.
+        bucket_bytes: size of the largest bucket; see `manifest.plan_buckets`.
         gather: see `Gather`.
 
     Raises:
@@ -46,31 +46,31 @@ class Publisher:
 
     @property
     def plan(self) -> WeightsPlan:
-        """How much each kind of publication sends."""
+        """Size of each kind of publication."""
         return WeightsPlan(_size(self._whole), _size(self._changing))
 
     def bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
-        """Gather and seal bucket `index` of a publication; None where `gather` returned None.
+        """Gather and seal bucket `index` of a publication; None if `gather` returns None.
 
         Args:
-            whole: with the tensors that training leaves as they are.
+            whole: include the tensors that training does not change.
 
         Raises:
-            WeightsError: no such bucket, or the gathered tensors do not fit the plan.
+            WeightsError: there is no such bucket, or the gathered tensors do not match the plan.
         """
         plan, entries = self._planned(version, index, whole)
         tensors = self._gather([entry.name for entry in entries])
         if tensors is None:
             return None
         bucket = seal(version, index, len(plan), entries, pack(entries, tensors))
-        self._note(entries, bucket.digests)
+        self._record_digests(entries, bucket.digests)
         return bucket
 
     def offer(self, version: int, index: int, whole: bool, gather: Gather) -> tuple[WeightOffer, dict[str, Tensor]]:
-        """Describe a bucket whose tensors stay on their device, and give them, in the dtypes that are announced.
+        """Describe a bucket whose tensors stay on their device; returns it with the tensors in the announced dtypes.
 
         Args:
-            gather: gives the tensors on that device, here and now.
+            gather: returns the tensors on that device.
 
         Raises:
             WeightsError: as `bucket`.
@@ -78,25 +78,26 @@ class Publisher:
         plan, entries = self._planned(version, index, whole)
         ready = as_announced(entries, gather([entry.name for entry in entries]) or {})
         digests = [fingerprint(entry, ready[entry.name]) for entry in entries]
-        self._note(entries, digests)
+        self._record_digests(entries, digests)
         return WeightOffer(version, index, len(plan), entries, digests,
                            checksum(entries, digests, version, index, len(plan))), ready
 
     def _planned(self, version: int, index: int, whole: bool) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
         plan = self._whole if whole else self._changing
         if not 0 <= index < len(plan):
-            raise WeightsError(f"weights version {version} has buckets 0 to {len(plan) - 1}, asked for {index}")
+            raise WeightsError(f"weights version {version} has buckets 0 to {len(plan) - 1}, not {index}; "
+                               "plan the weights again")
         return plan, plan[index]
 
-    def _note(self, entries: Sequence[TensorEntry], digests: Sequence[str]) -> None:
+    def _record_digests(self, entries: Sequence[TensorEntry], digests: Sequence[str]) -> None:
         self._digests |= {entry.name: digest for entry, digest in zip(entries, digests, strict=True)
                           if entry.name in self._unchanged}
 
     def unchanged(self) -> dict[str, str]:
-        """Digests of the tensors that publications of what changes leave out, as the last whole one sent them.
+        """Digests of the unchanged tensors as the last whole publication sent them; partial ones leave these out.
 
         Raises:
-            WeightsError: there was no whole one.
+            WeightsError: there was no whole publication.
         """
         if self._digests.keys() != self._unchanged:
             raise WeightsError(f"{len(self._unchanged - self._digests.keys())} tensors were never published; "

@@ -1,8 +1,8 @@
-"""The learner's side of transports from GPU to GPU: vLLM's own trainer engines, fed bucket by bucket.
+"""The learner's side of transports from GPU to GPU: vLLM's own trainer engines, given one bucket at a time.
 
-vLLM's trainer drives its engines itself, through a client. Here the coordinator drives both sides, so that each keeps
-its gate, its deadlines and its way to be replaced; the client that vLLM's trainer gets only notes what it is told.
-Imports vLLM: only learners that send this way import the module.
+vLLM's trainer normally drives the generators through a client. Here the coordinator drives both sides, so that its
+verification, deadlines and worker replacement apply; the client given to vLLM's trainer only records calls. The module
+imports vLLM, so only learners that use such a transport import it.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ from rlhf_ray.records import WeightRoute
 from rlhf_ray.weights.direct_transport import GlooBroadcast, plain_handle
 
 KEPT_BUCKETS = 2
-"""Buckets whose memory is kept: the one that is read, and the next, which is offered meanwhile."""
+"""Buckets whose memory is kept: the one being read, and the next one, which is offered meanwhile."""
 
 
 class Sender(Protocol):
-    """Hands one bucket after the other to the generators."""
+    """Sends one bucket after another to the generators."""
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
-        """Keep a bucket for them; returns the tensors' handles, where it has some. A collective call for ipc."""
+        """Keep a bucket for the generators; returns handles if the transport uses them. A collective call for ipc."""
         ...
 
     def send(self) -> None:
-        """Broadcast what was offered; where there are handles, nothing is left to do."""
+        """Broadcast the offered bucket; does nothing if generators read it through handles."""
         ...
 
     def release(self) -> None:
-        """The publication is over: keep nothing."""
+        """Free the offered buckets at the end of a publication."""
         ...
 
     def close(self) -> None:
-        """Leave the generators: another sender takes its place, or none. What joined them is given back."""
+        """Disconnect from the generators and free the connection's resources."""
         ...
 
 
 class NullSyncClient:
-    """vLLM's `VLLMWeightSyncClient` that passes nothing on: the coordinator tells the generators."""
+    """A `VLLMWeightSyncClient` that sends nothing: the coordinator calls the generators itself."""
 
     def __init__(self) -> None:
         self.update: Any = None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """The coordinator gave every generator its own."""
+        """Does nothing: the coordinator sends every generator its own."""
 
     def start_weight_update(self) -> None:
-        """Generators start at a publication's first bucket."""
+        """Does nothing: generators start at a publication's first bucket."""
 
     def update_weights(self, update_info: Any) -> None:
-        """Keep it: the handles are in it."""
+        """Keep the update, which contains the handles."""
         self.update = update_info
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Generators finish when the coordinator says so."""
+        """Does nothing: the coordinator calls the generators."""
 
 
 class BucketSource(WeightSource):
-    """The tensors of the present bucket."""
+    """The tensors of the current bucket."""
 
     def __init__(self) -> None:
         self.tensors: Mapping[str, Tensor] = {}
 
     def metadata(self) -> list[ParamMeta]:
-        """As vLLM wants it."""
+        """Name, dtype and shape of each tensor."""
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +78,7 @@ class BucketSource(WeightSource):
 
 
 class NCCLSender:
-    """Broadcast from the learner's first rank."""
+    """Broadcasts from the learner's first rank over NCCL."""
 
     def __init__(self, route: WeightRoute) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -102,37 +102,37 @@ class NCCLSender:
         self._bucket.tensors = {}
 
     def close(self) -> None:
-        """See `Sender.close`. Nobody else gives NCCL's communicator back, nor the GPU memory that it has."""
+        """See `Sender.close`. Only this frees NCCL's communicator and its GPU memory."""
         self.release()
         self._engine.shutdown()
 
 
 class IPCSender:
-    """Handles of this rank's GPU memory; all ranks' handles come together at the first."""
+    """Sends handles of this rank's GPU memory; rank 0 collects those of all ranks."""
 
     def __init__(self, rank: int) -> None:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        self._bucket, self._told = BucketSource(), NullSyncClient()
-        self._lent: deque[Mapping[str, Tensor]] = deque(maxlen=KEPT_BUCKETS)
+        self._bucket, self._client = BucketSource(), NullSyncClient()
+        self._kept: deque[Mapping[str, Tensor]] = deque(maxlen=KEPT_BUCKETS)
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
-            IPCTrainerInitInfo(rank=rank, packed=False), client=self._told, source=self._bucket)
+            IPCTrainerInitInfo(rank=rank, packed=False), client=self._client, source=self._bucket)
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
         """See `Sender.offered`."""
-        self._lent.append(tensors)
+        self._kept.append(tensors)
         self._bucket.tensors = tensors
         self._engine.send_weights()
-        update, self._told.update = self._told.update, None
-        found = update["ipc_handles"] if update else []
-        return [{gpu: plain_handle(arguments) for gpu, arguments in of_tensor.items()} for of_tensor in found]
+        update, self._client.update = self._client.update, None
+        handles = update["ipc_handles"] if update else []
+        return [{gpu: plain_handle(arguments) for gpu, arguments in of_tensor.items()} for of_tensor in handles]
 
     def send(self) -> None:
         """See `Sender.send`."""
 
     def release(self) -> None:
         """See `Sender.release`."""
-        self._lent.clear()
+        self._kept.clear()
         self._bucket.tensors = {}
         torch.cuda.ipc_collect()
 
@@ -143,7 +143,7 @@ class IPCSender:
 
 
 class GlooSender:
-    """The same broadcast between processes without GPUs, with which the way around it is tried out."""
+    """The same broadcast between processes without GPUs, for testing."""
 
     def __init__(self, route: WeightRoute) -> None:
         self._broadcast = GlooBroadcast(route.host, route.port, 0, route.world)
@@ -170,7 +170,7 @@ class GlooSender:
 
 
 def open_sender(route: WeightRoute, rank: int, device: torch.device) -> Sender | None:
-    """The sender of one rank; None where another rank sends for it. Waits for the generators of a broadcast."""
+    """The sender of one rank; None if another rank sends for it. Waits for the generators of a broadcast to connect."""
     if route.transport == "ipc":
         return IPCSender(rank)
     if rank:

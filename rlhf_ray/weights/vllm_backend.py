@@ -1,9 +1,9 @@
 """The "object_store" back-end of vLLM's own weight update: loads verified buckets of bytes into a running model.
 
-Naming this module in `worker_extension_cls` makes every process that holds a part of the model import it before the
-model is built, and importing it registers the back-end. (The one module of the project that acts on import; only vLLM
-imports it.) Buckets arrive as arrays in the same process, or as the path of a file that all workers of the engine
-can map, so that no bytes are serialised on the way. See https://docs.vllm.ai/en/latest/training/weight_transfer/.
+`worker_extension_cls` names this module, so every process with a part of the model imports it before the model is
+built, and importing it registers the back-end. (It is the only module of the project that acts on import; only vLLM
+imports it.) Buckets arrive as arrays in the same process, or as the path of a file that all workers of the engine map,
+so no bytes are serialised. See https://docs.vllm.ai/en/latest/training/weight_transfer/.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rlhf_ray.weights.manifest import unpack
 
 BACKEND = "object_store"
 DIRECT = {"nccl": "VerifiedNCCLEngine", "ipc": "VerifiedIPCEngine", "gloo": "VerifiedGlooEngine"}
-"""Back-ends of `direct_backend`, by what carries the bytes."""
+"""Back-ends of `direct_backend` by transport."""
 ALIGNMENT = 64
-"""Bytes. Every tensor in a file starts at a multiple of it: enough for any dtype's view, and one cache line."""
+"""Bytes. Every tensor in a file starts at a multiple of it, which suits every dtype and is one cache line."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ def bucket_info(
 
 
 def aligned(nbytes: int) -> int:
-    """How many bytes behind a tensor of `nbytes` the next one begins in a bucket's file."""
+    """`nbytes` rounded up to `ALIGNMENT`: a tensor's size in a bucket's file with padding."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def read_file(path: str, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
-    """The tensors in a bucket's file, which is mapped."""
+    """The tensors in a bucket's file, as views of the mapped file."""
     data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
     offset = 0
     for entry in entries:
@@ -76,20 +76,20 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
     update_info_cls = BucketInfo
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        """Nothing to connect."""
+        """Does nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
-        """Make every layer wait for new weights."""
+        """Prepare every layer for new weights."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket. (The base class would also synchronise an accelerator, which a CPU has none of.)"""
+        """Load one bucket. (The base class would always synchronise an accelerator, which a CPU does not have.)"""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Hand a bucket's tensors to the model's own loader. Layers hold on to them until they are complete."""
+        """Pass a bucket's tensors to the model's own loader. Layers keep them until they are complete."""
         entries = [TensorEntry(name, dtype, tuple(shape), size) for name, dtype, shape, size in update_info.entries]
         if update_info.arrays is None:
             self.model.load_weights(unpack(read_file(str(update_info.path), entries)))
@@ -97,10 +97,10 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
             self.model.load_weights(unpack(zip(entries, update_info.arrays, strict=True)))
 
     def finish_weight_update(self) -> None:
-        """Put the loaded layers in service.
+        """Activate the loaded layers.
 
-        On CPUs the output projection multiplies with a packed copy of its weights, and with tied embeddings the
-        reload leaves that copy as it was: the model goes on with the old head, silently. So it is packed again.
+        On CPUs the output projection multiplies with a packed copy of its weights. With tied embeddings the reload
+        does not update that copy, and the model would silently use the old head. So it is packed again.
         """
         finalize_layerwise_reload(self.model, self.model_config)
         for module in self.model.modules():
@@ -108,15 +108,15 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there are no resources."""
 
 
 class WorkerExtension:
-    """Empty: naming it in `worker_extension_cls` is what brings this module into the workers."""
+    """Empty: `worker_extension_cls` names it so that the workers import this module."""
 
 
 def backend_name(transport: str, gpus: float) -> str:
-    """What vLLM knows a transport's back-end by. Where there are no GPUs gloo stands in for NCCL, to try it out."""
+    """The name under which a transport's back-end is registered. Without GPUs, gloo stands in for NCCL, for testing."""
     if transport == BACKEND:
         return BACKEND
     return f"verified_{'gloo' if transport == 'nccl' and not gpus else transport}"

@@ -93,7 +93,7 @@ def test_a_tokenizer_with_ids_that_the_model_lacks(refused, files, tmp_path):
 
 def test_a_reward_model_that_is_a_language_model(refused, files):
     message = refused(rewards={"main": {"type": "model", "path": str(files.policy)}})
-    assert f"rewards.main.path='{files.policy}' is no reward model" in message and "rlhf-ray reward-model" in message
+    assert f"rewards.main.path='{files.policy}' is not a reward model" in message and "rlhf-ray reward-model" in message
 
 
 def test_an_unknown_key_is_named_with_what_was_probably_meant(refused):

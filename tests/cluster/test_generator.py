@@ -254,7 +254,7 @@ def test_a_damaged_publication_is_refused_and_nothing_is_generated_until_a_whole
     assert generator.version() == 0 and not generator.ready()
     with pytest.raises(WeightsError, match="stays at weights version 0 and does not generate"):
         loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
-    with pytest.raises(WeightsError, match="no publication was under way"):
+    with pytest.raises(WeightsError, match="no publication was in progress"):
         loop.run_until_complete(generator.finish_weights(1))
     loop.run_until_complete(publish(generator, new_models[kind], 1))
     rollout = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
@@ -284,7 +284,8 @@ def test_matrices_that_get_packed_arrive_with_room_after_each_row_and_others_wit
 
     _, generator, _ = running
     layers = list(generator._engine._model.modules())
-    doubles = {layer: copy_layer(layer).double.weight for
+    doubles = {layer: copy_layer(layer).copy.weight
+ for
  layer in layers if getattr(layer, "weight", None) is not None}
     packed = [weight for layer, weight in doubles.items() if isinstance(layer, LinearBase)]
     assert len(packed) == 4 * len(generator._engine._model.model.layers)

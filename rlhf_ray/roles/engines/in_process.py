@@ -285,7 +285,7 @@ class InProcessEngine:
             if isinstance(stage, StagedBuckets):
                 self._load(stage)
             else:
-                stage.exchange()
+                stage.swap()
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._engine.set_weight_version(str(version))
             return time.perf_counter() - began

@@ -13,7 +13,7 @@ from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores
 from rlhf_ray.roles.ppo_update import training_batch
-from rlhf_ray.weights.manifest import unpack, verified
+from rlhf_ray.weights.manifest import unpack, verified_tensors
 from tests.cluster.learners.plain_torch import (
     LARGE,
     OPTIMIZER,
@@ -171,7 +171,7 @@ def test_what_is_published_is_the_merged_model_under_the_base_s_names(ranks, fil
     found = {}
     for index in range(count):
         bucket = learners.do("weight_bucket", 1, index)[0]
-        found.update({name: t.clone() for name, t in unpack(verified(bucket))})
+        found.update({name: t.clone() for name, t in unpack(verified_tensors(bucket))})
     base = dict(load_policy(path).named_parameters())
     assert list(found) == list(base)
     merged = peft_s_merge(adapted(load_policy(path), before))
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(ranks, files, experiences, tm
     others = {
         "adapters of another base model": policy_arguments(files.policy),
         "of another shape: alpha was 16 and is 8": policy_arguments(files.tied, lora=LoRAConfig(rank=4, alpha=8)),
-        "written with adapters, and the configuration asks for none": policy_arguments(files.tied, lora=None),
+        "written with adapters, but the configuration has no `lora`": policy_arguments(files.tied, lora=None),
     }
     for said, arguments in others.items():
         with pytest.raises(CheckpointError, match=said):

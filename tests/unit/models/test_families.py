@@ -95,7 +95,7 @@ def test_what_is_known_not_to_work_is_refused_by_name_and_reason(family, shape, 
     model = saved(tmp_path, family, **shape)
     for use in uses:
         said = (rf"^model: '{re.escape(model.path)}' is of the family '{family}', which cannot be used for .*"
-                f"(?:{reason}).*Take a model of a family that can: .*llama.*docs/models.md")
+                f"(?:{reason}).*Use a model of a family that can: .*llama.*docs/models.md")
         with pytest.raises(ModelError, match=said):
             check_family(model, "model", {use})
 

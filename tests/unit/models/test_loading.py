@@ -113,7 +113,7 @@ def test_a_damaged_model_is_told_with_its_path(copy):
 
 
 def test_a_language_model_is_no_reward_model(llama):
-    said = r"is no reward model: it has architectures \['LlamaForCausalLM'\].*reward-model"
+    said = r"is not a reward model: it has architectures \['LlamaForCausalLM'\].*reward-model"
     with pytest.raises(ModelError, match=said):
         load_scalar_model(config(llama), new_head=False)
 

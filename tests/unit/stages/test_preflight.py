@@ -215,13 +215,13 @@ def test_a_micro_batch_must_hold_the_longest_row(stage, cls, budget, said, llama
 
 
 @pytest.mark.parametrize(("target", "scalar", "said"), [
-    ("q_prj", False, r"^policy\.lora\.targets names 'q_prj': LlamaForCausalLM has no such layer\. What can be named: "
+    ("q_prj", False, r"^policy\.lora\.targets names 'q_prj': LlamaForCausalLM has no such layer\. Valid names: "
                      "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or all-linear"),
     ("proj", False, "no such layer"),
     ("embed_tokens", False, r"model\.embed_tokens is of type Embedding"),
     ("lm_head", False, "lm_head is the token embedding's too"),
     ("lm_head", True, "LlamaForSequenceClassification has no such layer"),
-    ("score", True, "the scalar head is trained whole anyway"),
+    ("score", True, "the scalar head is always trained in full"),
 ])
 def test_adapters_stand_beside_layers_that_the_model_has(llama, target, scalar, said):
     learner = LearnerConfig(lora=LoRAConfig(targets=["q_proj", target]))

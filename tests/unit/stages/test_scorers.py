@@ -77,7 +77,7 @@ def test_a_rewards_file_that_is_none_says_where(tmp_path):
     ("{here}/rewards.py:bref", "the reward function '.*:bref' cannot be used: .*no attribute 'bref'"),
     ("{here}/missing.py:brief", "the reward function '.*' cannot be used"),
     ("http://127.0.0.1:9", "is not ready"),
-    ("{here}/model", "^--scorer='.*/model' is no reward model"),
+    ("{here}/model", "^--scorer='.*/model' is not a reward model"),
 ])
 def test_a_scorer_that_cannot_judge_is_refused_by_the_name_of_its_option(scorer, words, model, tmp_path):
     (tmp_path / "rewards.py").write_text("def brief(responses):\n    return [0.0] * len(responses)\n")

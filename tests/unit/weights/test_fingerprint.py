@@ -57,7 +57,7 @@ def test_what_arrived_is_compared_with_what_was_announced(tensor):
     require_fingerprint(entry, tensor.clone(), sent)
     with pytest.raises(WeightsError, match="arrived with digest"):
         require_fingerprint(entry, tensor + 1, sent)
-    with pytest.raises(WeightsError, match="announced was"):
+    with pytest.raises(WeightsError, match="was announced as"):
         require_fingerprint(entry, tensor.view(-1), sent)
     with pytest.raises(WeightsError, match="arrived as float64"):
         require_fingerprint(entry, tensor.double(), sent)

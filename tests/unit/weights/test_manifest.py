@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry
-from rlhf_ray.weights.manifest import checksum, digest_of, pack, plan_buckets, seal, unpack, verified
+from rlhf_ray.weights.manifest import checksum, digest_of, pack, plan_buckets, seal, unpack, verified_tensors
 
 SPECS = [("a", (3, 5), "float32"), ("b", (7,), "bfloat16"), ("c", (40, 10), "float32"), ("d", (2,), "float32")]
 
@@ -90,11 +90,11 @@ def test_pack_names_missing_and_misshapen_tensors():
 
 def test_tensors_of_an_untouched_bucket_come_as_they_were_and_everything_about_a_damaged_one_is_named():
     bucket = sealed()
-    assert list(verified(bucket)) == list(zip(bucket.entries, bucket.arrays, strict=True))
+    assert list(verified_tensors(bucket)) == list(zip(bucket.entries, bucket.arrays, strict=True))
     damaged = [array.copy() for array in bucket.arrays]
     damaged[1][13] ^= 1
     with pytest.raises(WeightsError) as caught:
-        list(verified(replace(bucket, arrays=damaged)))
+        list(verified_tensors(replace(bucket, arrays=damaged)))
     for said in ("bucket 0 of 1", "version 3", "'b'", bucket.digests[1], digest_of(bucket.entries[1], damaged[1])):
         assert said in str(caught.value)
 
@@ -110,14 +110,14 @@ def test_verify_notices_another_version_place_name_or_number(change):
         "fewer": {"arrays": bucket.arrays[:-1]},
     }
     with pytest.raises(WeightsError, match="expected checksum"):
-        next(verified(replace(bucket, **changes[change])))
+        next(verified_tensors(replace(bucket, **changes[change])))
 
 
 def test_verify_refuses_more_or_fewer_bytes_than_an_entry_says():
     bucket = sealed()
     arrays = [*bucket.arrays[:-1], np.append(bucket.arrays[-1], np.uint8(0))]
     with pytest.raises(WeightsError, match="'d' has 9 bytes, not 8"):
-        list(verified(resealed(replace(bucket, arrays=arrays))))
+        list(verified_tensors(resealed(replace(bucket, arrays=arrays))))
 
 
 def test_a_tensor_s_digest_is_the_same_in_every_version_and_another_under_another_name():

@@ -90,7 +90,7 @@ def test_a_damaged_bucket_breaks_the_publication_until_a_whole_one_is_confirmed(
     with pytest.raises(WeightsError, match="bucket 1 of 3, weights version 5: tensor 'b' has digest"):
         receiver.load(replace(second, arrays=[damaged]))
     assert_not_ready(receiver, 4)
-    with pytest.raises(WeightsError, match="no publication was under way"):
+    with pytest.raises(WeightsError, match="no publication was in progress"):
         receiver.load(second)
     assert publish(receiver, 5) == 5
     receiver.require_ready()
@@ -113,7 +113,8 @@ def test_a_stage_never_sees_a_damaged_tensor_nor_what_comes_after_it():
     ({"version": 6}, "bucket 1 is of version 6"),
     ({"count": 2}, "in 2 buckets, expected version 5 in 3"),
     ({"index": 3}, "not one of 3"),
-    ({"index": 0}, "came twice"),
+    ({"index": 0}, "arrived twice"),
+
 ])
 def test_a_bucket_that_does_not_belong_is_refused(wrong, said):
     receiver = make_receiver()
@@ -137,7 +138,7 @@ def test_finish_names_missing_buckets():
 def test_finish_of_another_version_is_refused():
     receiver = make_receiver()
     receiver.begin(5, 3)
-    with pytest.raises(WeightsError, match="finish of version 6 while version 5 was coming"):
+    with pytest.raises(WeightsError, match="finish of version 6 while version 5 was being received"):
         receiver.finish(6)
     assert_not_ready(receiver, 4)
 
@@ -252,5 +253,5 @@ def test_a_tensor_that_was_to_be_left_out_is_refused():
     receiver, publisher = make_receiver(), publisher_of(changing={"b"})
     publish_whole(receiver, publisher, 5)
     receiver.begin(6, 3, unchanged=publisher.unchanged())
-    with pytest.raises(WeightsError, match="'a' came in bucket 0 and was to be left out"):
+    with pytest.raises(WeightsError, match="'a' arrived in bucket 0, but was announced as unchanged"):
         receiver.load(publisher.bucket(6, 0))
