@@ -10,12 +10,14 @@ EXTRA ?= cpu
 PYTHON ?=
 ARGS ?=
 BIN := $(VENV)/bin
+# A process for each core; tests that start a Ray cluster share one process, and tests of one file another (tests/conftest.py).
+PARALLEL := -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder --durations 15 --durations-min 2
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart example test test-slow fuzz mutants lint typecheck bench bench-estimators bench-growth chaos docs monitoring requirements clean
+.PHONY: help install install-test quickstart example test test-all fuzz mutants lint typecheck bench bench-estimators bench-growth chaos docs monitoring requirements clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,11 +34,12 @@ quickstart: install ## Run the whole way, data to tuned policy, in a few minutes
 example: install ## Teach sums by rewarding right answers, in a few minutes on two cores
 	@$(BIN)/rlhf-ray example arithmetic $(ARGS)
 
-test: install-test ## Run the default tests
-	$(BIN)/python -m pytest $(ARGS)
+test: install-test ## Run the default tests, in under ten minutes on two cores
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-slow: install-test ## Run the slow tests: minutes of real training each
-	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 3600 $(ARGS)
+test-all: ## Run all tests that need no GPU, with the optional packages (W&B, MLflow, S3) installed
+	@$(SETUP) $(EXTRA) test-all
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --timeout 3600 $(ARGS)
 
 fuzz: install-test ## Try thousands of senseless configurations, rows, replies and files (FUZZ_CASES=2000 of each kind)
 	FUZZ_CASES=$${FUZZ_CASES:-2000} $(BIN)/python -m pytest tests/fuzz --timeout 3600 $(ARGS)

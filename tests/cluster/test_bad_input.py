@@ -149,6 +149,7 @@ def make_nan_reward_model(files, directory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_nan_stops_the_run_and_is_never_made_up(command_line, configure, files, tmp_path):
     broken = make_nan_reward_model(files, tmp_path / "nan")
     rewards = {"main": {"type": "model", "path": str(broken)}}
@@ -191,6 +192,7 @@ def fill_the_disk_after_the_first_checkpoint(monkeypatch, disk):
     monkeypatch.setattr(Recovery, "save", save_and_fill)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(
     command_line, configure, small_disk, monkeypatch, tmp_path
 ):

@@ -17,7 +17,7 @@ from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.conftest import SMALL
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PROMPTS, A_STEP, SEED = 20, 8, 5
 FUNCTION = """
 SCORES = {"huge": 3e38, "nan": float("nan")}

@@ -14,7 +14,7 @@ from chaos.invariants import Books, violations
 from chaos.supervisor import run
 from rlhf_ray.failpoints import EXIT_CODE, POINTS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 KILLED = [
     Fault(1, "generator_kill", step=1, rank=1, sightings=2, delay_s=0.01),
     Fault(2, "assembler_kill", step=2, sightings=2),
@@ -42,7 +42,6 @@ def test_each_fault_met_its_victim_in_the_state_that_was_meant_and_was_survived(
     assert all(outcome.detection_s < 30 for outcome in selection.outcomes)
 
 
-@pytest.mark.slow
 def test_a_driver_that_ends_at_every_failpoint_in_turn_ends_as_the_undisturbed_one(
         configure, finished, tmp_path_factory):
     found = looked_at(ENDED, configure, finished, tmp_path_factory)

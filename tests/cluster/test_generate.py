@@ -17,7 +17,7 @@ from rlhf_ray.stages.generate import GenerateOptions
 from rlhf_ray.stages.generate import run as generate
 from tests.models import make_counting_reward_model
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PROMPTS = ("w5 w6 w7", "w9 w10", "w20 w21 w22 w23")
 GREEDY = SamplingConfig(temperature=0, max_tokens=8)
 

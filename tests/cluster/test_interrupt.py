@@ -6,7 +6,7 @@ from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.outside import gauge
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 RESUMABLE = 75
 """EX_TEMPFAIL of sysexits.h."""
 

@@ -13,7 +13,7 @@ from rlhf_ray.errors import RLHFError
 from tests.cluster.conftest import ppo_settings
 from tests.cluster.ray_head import TOKEN, ray_head
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def ask(head, *words, token=TOKEN):

@@ -11,7 +11,7 @@ from tests.cluster.faults import LearnerFaults, run_with_learner_faults
 from tests.cluster.processes import descendants
 from tests.cluster.resumed import assert_equal_runs
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 STOPPED = {2: ("policy", 1, signal.SIGSTOP)}
@@ -22,7 +22,7 @@ ENDS = {signal.SIGSTOP: ("stopped", 60), signal.SIGKILL: ("gone", 30)}
 """What becomes of a process, and how soon that is noticed: by the lease, not by the call's deadline of 120 s."""
 
 
-@pytest.fixture(scope="module", params=[STOPPED, pytest.param(TWICE, marks=pytest.mark.slow)], ids=["stopped", "twice"])
+@pytest.fixture(scope="module", params=[STOPPED, TWICE], ids=["stopped", "twice"])
 def disturbed(request, configure, tmp_path_factory):
     """Two ranks of each learner, one of which is lost, or one after the other."""
     faults = LearnerFaults(dict(request.param))
@@ -58,7 +58,6 @@ def undisturbed_alone(configure, tmp_path_factory):
     return run_with_learner_faults(LearnerFaults({}), configure, directory, **ONE_RANK)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("role", "number"), [("policy", signal.SIGSTOP), ("critic", signal.SIGKILL)])
 def test_a_learner_of_one_rank_comes_back_too(undisturbed_alone, configure, tmp_path, role, number):
     faults = LearnerFaults({2: (role, 0, number)})
@@ -68,7 +67,6 @@ def test_a_learner_of_one_rank_comes_back_too(undisturbed_alone, configure, tmp_
     assert_equal_runs(undisturbed_alone, directory)
 
 
-@pytest.mark.slow
 def test_learners_that_are_lost_again_and_again_end_the_run(configure, tmp_path):
     faults = LearnerFaults({2: ("policy", 0, signal.SIGKILL)}, always=True)
     with pytest.raises(WorkerError, match="lost 2 times since the checkpoint of step 2 .*cluster.max_rebuilds=1"):

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 import pytest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 JOIN = """
 from ray.cluster_utils import Cluster

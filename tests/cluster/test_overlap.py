@@ -13,7 +13,7 @@ from tests.cluster.conftest import SMALL
 from tests.cluster.delays import delayed_roles
 from tests.cluster.resumed import CLOCKS, TRAFFIC, without
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def make_run(configure, directory, delayed=False, **sections):
@@ -64,7 +64,6 @@ def test_a_profiled_step_leaves_traces_of_real_work_and_its_place_in_the_report(
     assert 'href="profile/step_2/policy_learner_1.trace.json.gz"' in report
 
 
-@pytest.mark.slow
 def test_a_profile_has_rays_own_timeline_where_ray_keeps_a_record_of_calls(configure, tmp_path):
     logging = {"profile_step": 3, "task_events": True}
     run = make_run(configure, tmp_path / "run", **{**SMALL, "logging": logging})
@@ -80,14 +79,12 @@ def overlapped(configure, tmp_path_factory):
     return make_run(configure, tmp_path_factory.mktemp("overlap") / "run", delayed=True, **sections)
 
 
-@pytest.mark.slow
 def test_with_late_answers_nothing_older_than_the_bound_is_trained(overlapped):
     staleness = [row["staleness/max"] for row in rows_of(overlapped) if "staleness/max" in row]
     assert len(staleness) == 8 and max(staleness) <= 2
     assert max(staleness) > 0, "work that does not overlap would be all zeros"
 
 
-@pytest.mark.slow
 def test_every_sample_of_an_overlapped_run_was_made_once_and_trained(overlapped):
     ledger = json.loads((overlapped / "summary.json").read_text())["ledger"]
     print(ledger)

@@ -15,7 +15,7 @@ from rlhf_ray.stages.runtime import open_runtime
 from tests.cluster.nodes import cluster_of
 from tests.cluster.reader import BYTES, Reader
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def pool(kind, **fields):
@@ -43,7 +43,6 @@ def node_of(group, rank):
     return group.processes(rank).node
 
 
-@pytest.mark.slow
 def test_roles_land_where_the_labels_of_their_pools_say_and_one_copy_of_a_result_reaches_each_node(three, tmp_path):
     async def work():
         config = staged(three, tmp_path, learn=pool("learn"),
@@ -127,7 +126,6 @@ def test_what_is_only_busy_is_waited_for_and_told_of_and_nothing_is_kept_when_ti
     three.do(work())
 
 
-@pytest.mark.slow
 def test_a_node_that_joins_is_waited_for_where_that_may_happen(three):
     async def work():
         pools = Pools({"late": pool("late")}, cluster=ClusterConfig(nodes_may_join=True))
@@ -142,7 +140,6 @@ def test_a_node_that_joins_is_waited_for_where_that_may_happen(three):
     three.do(work())
 
 
-@pytest.mark.slow
 def test_a_group_gets_another_worker_by_a_bundle_of_its_own_and_gives_it_back(three):
     async def work():
         async with open_runtime(staged(three, gen=pool("gen"))) as place:

@@ -58,11 +58,13 @@ def measured(directory):
     return without(read_metrics(directory), *CLOCKS, TRAFFIC)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(resumed):
     _, warnings = resumed
     assert any("passing over a damaged checkpoint" in w and "step_4" in w and "rank_1" in w for w in warnings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["model", "model_ema"])
 def test_the_resumed_run_ends_with_the_same_weights_bit_for_bit(finished, resumed, model):
     directory, _ = resumed
@@ -70,12 +72,14 @@ def test_the_resumed_run_ends_with_the_same_weights_bit_for_bit(finished, resume
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_resumed_run_measures_the_same_numbers_at_the_same_steps(finished, resumed):
     directory, _ = resumed
     assert [row["step"] for row in measured(directory)] == [0, 1, 2, 3, 4, 4]
     assert measured(directory) == measured(finished.directory)
 
 
+@pytest.mark.slow
 def test_data_order_and_kl_controller_end_where_the_uninterrupted_run_s_do(finished, resumed):
     directories = finished.directory, resumed[0]
     states = [json.loads((d / "checkpoints/step_4/coordinator.json").read_text()) for d in directories]
@@ -84,6 +88,7 @@ def test_data_order_and_kl_controller_end_where_the_uninterrupted_run_s_do(finis
     assert '"visited"' in text and '"value"' in text, "cursor and controller must be in there"
 
 
+@pytest.mark.slow
 def test_the_ledger_tells_the_same_of_every_sample_and_remembers_what_was_made_twice(finished, resumed):
     directory, _ = resumed
     assert samples(directory) == samples(finished.directory)
@@ -94,6 +99,7 @@ def test_the_ledger_tells_the_same_of_every_sample_and_remembers_what_was_made_t
     assert told["attempts given up"] == again == told["committed"] // 2
 
 
+@pytest.mark.slow
 def test_the_texts_of_the_steps_made_again_are_the_same(finished, resumed):
     import pyarrow.parquet as pq
 
@@ -102,6 +108,7 @@ def test_the_texts_of_the_steps_made_again_are_the_same(finished, resumed):
         assert pq.read_table(resumed[0] / name).equals(pq.read_table(finished.directory / name))
 
 
+@pytest.mark.slow
 def test_the_damaged_checkpoint_was_replaced_by_a_whole_one(resumed):
     assert verify_manifest(resumed[0] / "checkpoints/step_4").step == 4
 

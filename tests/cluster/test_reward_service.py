@@ -23,7 +23,7 @@ from tests.cluster.conftest import SMALL, VOCAB
 from tests.cluster.service import services
 
 TOKEN = "canary-0123456789abcdef"
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from ray.dashboard.consts import DASHBOARD_METRIC_PORT
 
 from tests.cluster.outside import SECRET
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def holding(secret, directory):

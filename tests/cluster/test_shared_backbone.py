@@ -13,7 +13,7 @@ from rlhf_ray.errors import ConfigError
 from tests.cluster.conftest import SMALL, VOCAB
 from tests.cluster.resumed import CLOCKS, TRAFFIC, resumed_run, steps, whole_run, without
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CRITIC = {"backbone": "policy", "workers": 50}
 """What is asked for a critic that is not started needs no room in the pool."""
 
@@ -53,7 +53,6 @@ def test_no_critic_is_saved_and_the_head_lies_beside_the_model(run):
     assert "and text in text.jsonl" in (run / "model/README.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_resumed_run_is_the_same_run(run, configure, sections, tmp_path_factory):
     runs = run, resumed_run(run, configure, sections, tmp_path_factory)
     whole, again = (without(steps(directory), *CLOCKS, TRAFFIC) for directory in runs)

@@ -1,4 +1,5 @@
-"""GRPO: no critic is started, measured or saved, and a resumed run is the same run, running statistics included."""
+"""GRPO on vLLM's asynchronous engine: no critic is started, measured or saved, and a resumed run is the same run,
+running statistics included."""
 
 import json
 
@@ -17,8 +18,9 @@ ALGORITHM = {
 }
 
 
-# What is asked for a critic that is not started needs no room in the pool.
-SECTIONS = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM, "critic": {"workers": 50}}
+SECTIONS = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM, "generator": {"workers": 1, "engine": "async"},
+            "critic": {"workers": 50}}
+"""The critic is not started, so its workers need no room in the pool."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,10 @@ def test_nothing_speaks_of_a_critic(run):
     assert not [name for row in rows for name in row if "critic" in name or name == "time/values"]
     saved = {path.name for path in (run / "checkpoints/step_2").iterdir()}
     assert "policy_learner" in saved and "critic_learner" not in saved
+
+
+def test_the_asynchronous_engine_and_the_learner_agree_on_every_token(run):
+    assert max(row["rollout/logprob_gap"] for row in steps(run)) < 1e-4
 
 
 def test_the_policy_learns_with_the_penalty_in_its_loss(run):

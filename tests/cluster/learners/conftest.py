@@ -1,7 +1,10 @@
 """Learners on real ranks: processes that join once for all tests here, and build one learner after another."""
 
 import asyncio
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,19 @@ from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.stages.runtime import open_runtime, start_learners
 from tests.cluster.learners.learner_bench import LearnerBench
 from tests.cluster.learners.plain_torch import make_experiences
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of ZeRO stages and numbers of ranks, the default suite keeps two ranks at stage 3, which shards everything."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if Path(__file__).parent in item.path.parents and callspec is not None and not _is_kept(callspec.params):
+            item.add_marker(pytest.mark.slow)
+
+
+def _is_kept(parameters: Mapping[str, Any]) -> bool:
+    before, after = parameters.get("before", (2, 3)), parameters.get("after", (1, 3))
+    return (parameters.get("world", 2), parameters.get("zero", 3), before, after) == (2, 3, (2, 3), (1, 3))
 
 
 @pytest.fixture(scope="package")

@@ -13,7 +13,7 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import WorkerLost
 from tests.cluster.learners.sleeper import Sleeper
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
