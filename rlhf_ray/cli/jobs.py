@@ -48,7 +48,7 @@ def jobs(
         table.add_column(title, no_wrap=True)
     for job in found:
         about = job.about
-        table.add_row(job.id, about.get("run", ""), about.get("stage", ""), job.standing(), _when(job.began),
+        table.add_row(job.id, about.get("run", ""), about.get("stage", ""), job.describe_state(), _when(job.began),
                       _took(job), about.get("commit", "")[:12])
     console = Console(highlight=False)
     console.width = max(console.width, WIDEST)
@@ -81,7 +81,7 @@ def stop(
     server = connect(address, allow_open)
     found = server.job(job)
     if found.over:
-        typer.echo(f"{found.id} is over: {found.standing()}")
+        typer.echo(f"{found.id} is over: {found.describe_state()}")
         return
     seen = len(server.logs(found.id)) if found.state == "RUNNING" else 0
     if force and found.node:
@@ -112,7 +112,7 @@ def follow_job(server: "JobServer", job_id: str, address: str | None, skip: int 
         typer.echo(f"\n{job_id} goes on without us. Come back with: rlhf-ray logs {job_id} --follow{at}; end it with: "
                    f"rlhf-ray stop {job_id}{at}", err=True)
         return DETACHED
-    typer.echo(f"{job_id}: {job.standing()}", err=job.exit_code != 0)
+    typer.echo(f"{job_id}: {job.describe_state()}", err=job.exit_code != 0)
     if job.state == "FAILED" and job.code is None and job.message:
         typer.echo(job.message.strip(), err=True)  # Ray's own word of a job whose command was never run
     if job.exit_code in (RunInterrupted.exit_code, KILLED) and job.ours:
@@ -133,7 +133,7 @@ def print_job(name: str, address: str) -> None:
     server = connect(address, allow_open=True)  # it only reads, and a token was shown to nobody who did not ask for one
     job = server.job(name)
     about = job.about
-    typer.echo(f"{job.id}: {job.standing()}")
+    typer.echo(f"{job.id}: {job.describe_state()}")
     for title, key in (("run", "dir"), ("stage", "stage"), ("commit", "commit"), ("configuration", "config"),
                        ("submitted by", "by")):
         if about.get(key):
@@ -157,11 +157,11 @@ def _kill(server: "JobServer", job: "Job", node: str) -> None:
     while not (state := server.job(helper)).over:
         if time.monotonic() > until:
             raise ClusterError(f"nothing killed {job.id} within {KILL_S:g} s: the job {helper}, which was to do so, is "
-                               f"{state.standing()}")
+                               f"{state.describe_state()}")
         time.sleep(0.5)
     said = server.logs(helper).strip().splitlines()[-1:]
     if state.exit_code != 0:
-        raise ClusterError(f"{job.id} was not killed: the job {helper}, which was to do so, {state.standing()}: "
+        raise ClusterError(f"{job.id} was not killed: the job {helper}, which was to do so, {state.describe_state()}: "
                            f"{' '.join(said) or state.message}")
     typer.echo("".join(said))
     server.forget(helper)

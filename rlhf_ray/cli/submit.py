@@ -41,11 +41,11 @@ def submit(
     path, overrides = split_arguments(arguments)
     config, stage = _configuration(stage, path, overrides)
     from rlhf_ray.cli.jobs import follow_job
-    from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, look_into
+    from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, list_package
     from rlhf_ray.cluster.jobs.server import connect
     from rlhf_ray.stages.submit import about_run, check_before_submission, check_plan, new_job_id, variables_of
 
-    package = look_into(Path())
+    package = list_package(Path())
     check_paths(config, package)
     said = check_before_submission(stage, config)
     server = connect(address, config.cluster.allow_open)

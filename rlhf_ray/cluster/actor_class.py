@@ -1,4 +1,4 @@
-"""A role's class as a Ray actor class: how a call travels, what is timed, and the environment of its process."""
+"""A role's class as a Ray actor class: how a call is encoded and timed, and the environment of the worker process."""
 
 import gc
 import inspect
@@ -18,33 +18,35 @@ KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""The C library keeps what is freed, and asks for large pages. Every optimizer step and every publication of weights
-needs again what the one before let go: to have the kernel take and give the pages costs several times as much as a copy
-into them, a seventh of a small model's update. (glibc's mallopt(3), and its manual's "Memory Allocation Tunables")"""
+"""Environment of workers on CPUs: the C library keeps freed memory, and asks for large pages. Every optimizer step and
+every publication of weights needs the memory again that the previous one freed. Taking these pages from the kernel and
+returning them costs several times as much as a copy into them: a seventh of a small model's update. (glibc's
+mallopt(3), and its manual's "Memory Allocation Tunables")"""
 GIVE_BACK_LARGE = {**KEEP_MEMORY, "MALLOC_MMAP_MAX_": str(1 << 16), "MALLOC_MMAP_THRESHOLD_": str(8 << 20)}
-"""The same, but blocks of 8 MiB and more come from the kernel and go back to it. Under ZeRO-3 whole weights come and go
-in another order at each pass; what is kept of them breaks into pieces, and twice what is in use at a time was held."""
+"""The same, except that blocks of 8 MiB and more are taken from the kernel and returned to it. Under ZeRO-3 whole
+weights are allocated and freed in a different order in each pass; kept memory fragments, and reached twice what is in
+use at a time."""
 
 
 class CallSpec(NamedTuple):
-    """What a worker is to do. All but the values that come by reference travels as one argument, since Ray takes its
-    time for each."""
+    """What a worker is to do. Everything except the values passed by reference is one argument, because Ray spends time
+    on each argument."""
 
     method: str
     outputs: int
     plain: list[Any]
-    """Arguments that are no references."""
+    """Arguments that are not references."""
     places: list[int]
-    """Of those that are, among all."""
+    """Positions of the references among all arguments."""
 
     @classmethod
     def of(cls, method: str, outputs: int, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The order, as a plain tuple, which is written down faster."""
+        """The call as a plain tuple, which serializes faster."""
         places = [i for i, arg in enumerate(args) if isinstance(arg, ray.ObjectRef)]
         return tuple(cls(method, outputs, [arg for arg in args if not isinstance(arg, ray.ObjectRef)], places))
 
     def arguments(self, values: Sequence[Any]) -> list[Any]:
-        """All arguments in their order; `values` are those that the references stood for."""
+        """All arguments in their order; `values` are those of the references."""
         arguments = list(self.plain)
         for place, value in zip(self.places, values, strict=True):
             arguments.insert(place, value)
@@ -56,7 +58,8 @@ def is_async(cls: type) -> bool:
 
 
 def actor_class(cls: type) -> Any:
-    """The role's class as a Ray actor class of the same name, with one method that times the role's own."""
+    """The role's class as a Ray actor class of the same name, with an added method that calls and times the role's own
+    methods."""
 
     def outcome(result: Any, outputs: int, began: float) -> tuple[Any, ...]:
         seconds = time.perf_counter() - began
@@ -65,16 +68,16 @@ def actor_class(cls: type) -> Any:
     if is_async(cls):
 
         async def timed_call(self: Any, spec: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
-            began, asked = time.perf_counter(), CallSpec(*spec)
-            with gc_paused_for_start(asked.method):
-                result = getattr(self, asked.method)(*asked.arguments(values))
-                return outcome(await result if inspect.isawaitable(result) else result, asked.outputs, began)
+            began, call = time.perf_counter(), CallSpec(*spec)
+            with gc_paused_for_start(call.method):
+                result = getattr(self, call.method)(*call.arguments(values))
+                return outcome(await result if inspect.isawaitable(result) else result, call.outputs, began)
     else:
 
         def timed_call(self: Any, spec: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:  # type: ignore[misc]
-            began, asked = time.perf_counter(), CallSpec(*spec)
-            with gc_paused_for_start(asked.method):
-                return outcome(getattr(self, asked.method)(*asked.arguments(values)), asked.outputs, began)
+            began, call = time.perf_counter(), CallSpec(*spec)
+            with gc_paused_for_start(call.method):
+                return outcome(getattr(self, call.method)(*call.arguments(values)), call.outputs, began)
 
     members = {"timed_call": timed_call, "node_host": _node_host, "introduce": introduce,
                "own_processes": lambda _: own_processes(), "__doc__": cls.__doc__}
@@ -83,8 +86,8 @@ def actor_class(cls: type) -> Any:
 
 @contextmanager
 def gc_paused_for_start(method: str) -> Iterator[None]:
-    """While a role starts, keep the garbage collector from the libraries that it imports (a sixth of the time), and for
-    good from what they leave behind, which is no garbage. Other methods run as they are."""
+    """While a role starts, keep the garbage collector off the libraries that it imports (a sixth of the time), and
+    afterwards permanently off the objects that they create. Other methods run unchanged."""
     if method != "start":
         yield
         return
@@ -99,17 +102,17 @@ def gc_paused_for_start(method: str) -> Iterator[None]:
 
 
 def _node_host(_: Any) -> str:
-    """Address by which other nodes of the cluster reach the worker's node."""
+    """Address at which other nodes of the cluster reach the worker's node."""
     return ray.util.get_node_ip_address()
 
 
 def worker_environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(placement.threads),
-        "OMP_WAIT_POLICY": "passive",  # a thread that spins for work takes the core from the worker that has some
+        "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core from a worker that has work
         "TOKENIZERS_PARALLELISM": "false",
         **_memory(placement),
-        "PYTHONDONTWRITEBYTECODE": "",  # without bytecode every start of a worker compiles torch and vLLM anew
+        "PYTHONDONTWRITEBYTECODE": "",  # without bytecode every start of a worker compiles torch and vLLM again
         **more,
     }
 

@@ -1,4 +1,4 @@
-"""One call to a worker: what it returns stays in the object store, what it took comes back, and it has a deadline."""
+"""One call to a worker: its results stay in the object store, its inputs are references, and it has a deadline."""
 
 import asyncio
 import pickle
@@ -16,20 +16,21 @@ from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError, WorkerLost, fi
 
 @dataclass(frozen=True)
 class Timing:
-    """What the worker says about a call it has finished."""
+    """What a worker reports about a finished call."""
 
     seconds: float
 
 
 TIMING_BYTES = 9
-"""A float as it travels."""
+"""Size of a serialized float."""
 GRACE_S = 1.0
-"""What a call past its deadline gets to hand over results that are there, perhaps from another node."""
+"""Time that a call past its deadline gets to fetch results that exist already, perhaps on another node."""
 
 
 @dataclass
 class Traffic:
-    """Bytes the driver itself has received from workers: what the promise "references and small numbers" is about."""
+    """Bytes that the driver itself has received from workers. The coordinator is meant to handle references and small
+    numbers only, and tests check it by this count."""
 
     received: int = 0
 
@@ -38,17 +39,18 @@ traffic = Traffic()
 
 
 class Fence:
-    """Around one incarnation of a worker. Once closed, nothing that it says counts, and nobody waits for it."""
+    """Guards one incarnation of a worker. Once it is closed, replies of that process are ignored and all waits for them
+    end."""
 
     def __init__(self, incarnation: int = 1) -> None:
         self.incarnation = incarnation
-        """Which process of its rank the worker is, counted from 1."""
+        """Number of the worker's process, counted from 1 for each rank."""
         self.closed: str | None = None
-        """Why, if it is."""
+        """Why the worker was given up; None while it is in use."""
         self._waiting: set[asyncio.Timeout] = set()
 
     def close(self, reason: str) -> None:
-        """Give the worker up: waits for it end now. For the event loop's thread; the first reason stays."""
+        """Give up the worker: pending waits end now. Call it from the event loop's thread; the first reason is kept."""
         self.closed = self.closed or reason
         for deadline in self._waiting:
             if not deadline.expired():
@@ -56,7 +58,7 @@ class Fence:
 
     @contextmanager
     def around(self, deadline: asyncio.Timeout) -> Iterator[None]:
-        """A wait that ends early when the worker is given up."""
+        """Let a wait end early when the worker is given up."""
         self._waiting.add(deadline)
         if self.closed is not None:
             deadline.reschedule(0.0)
@@ -68,7 +70,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Call:
-    """A call under way. Pass `ref` (or `refs`) on to other workers; await `done` or `value`."""
+    """A call in progress. Pass `ref` (or `refs`) on to other workers; await `done` or `value`."""
 
     role: str
     rank: int
@@ -76,39 +78,39 @@ class Call:
     refs: tuple[ray.ObjectRef, ...]
     """The call's results, owned by this process: they outlive the worker that made them."""
     timing: ray.ObjectRef
-    """The seconds that it took the worker."""
+    """The seconds that the call took on the worker."""
     timeout_s: float
     started: float
-    """By the event loop's clock, which is `time.monotonic`."""
+    """By the event loop's clock, `time.monotonic`."""
     fence: Fence = field(default_factory=Fence)
-    """Of the incarnation that was called."""
+    """Fence of the incarnation that was called."""
     limit: str = "cluster.call_timeout_s"
-    """The field of the configuration that `timeout_s` is; empty for none."""
+    """The configuration field that sets `timeout_s`; empty when none does."""
 
     @property
     def worker(self) -> str:
-        """Readable name of the worker, e.g. "policy_learner/0"."""
+        """Name of the worker, e.g. "policy_learner/0"."""
         return f"{self.role}/{self.rank}"
 
     @property
     def ref(self) -> ray.ObjectRef:
-        """The (first) result."""
+        """The first result."""
         return self.refs[0]
 
     async def done(self) -> Timing:
-        """Wait for the call to end without fetching its results.
+        """Wait for the end of the call without fetching its results.
 
         Raises:
             RLHFError: the role's own error, as raised in the worker.
-            WorkerLost: the worker died, hung past the deadline or was given up, or a result is not there any more.
-            WorkerError: the role failed in a way it has no words for.
+            WorkerLost: the worker died, hung past the deadline or was given up, or a result no longer exists.
+            WorkerError: the role raised an error of another kind.
         """
         timing = Timing(await self._fetch(self.timing))
         traffic.received += TIMING_BYTES
         return timing
 
     async def value(self, index: int = 0) -> Any:
-        """Wait for the call and fetch one result into this process; same errors as `done`."""
+        """Wait for the call and fetch one result into this process. Raises the same errors as `done`."""
         value = await self._fetch(self.refs[index])
         traffic.received += len(pickle.dumps(value, protocol=5))
         return value
@@ -120,7 +122,7 @@ class Call:
                 with self.fence.around(deadline):
                     value = await ref
         except RayTaskError as error:
-            raise self._told_by_worker(error) from error
+            raise self._as_our_error(error) from error
         except RayActorError as error:
             raise self._lost("died", f"{self.worker} died in {self.method}: {first_line(error)}") from error
         except RayError as error:
@@ -134,14 +136,14 @@ class Call:
         return value
 
     def _lost(self, kind: Literal["died", "hung", "broke", "result", "stale"], message: str) -> WorkerLost:
-        """The error; where the worker was given up before, that is the reason."""
+        """The error to raise. For a worker that was given up earlier, it states that reason."""
         age_s = time.monotonic() - self.started
         if self.fence.closed is not None:
             kind, message = "stale", (f"{self.worker} was given up while {self.method} was under way for {age_s:.1f} s:"
                                       f" {self.fence.closed}")
         return WorkerLost(message, self.role, self.rank, self.fence.incarnation, self.method, kind, age_s)
 
-    def _told_by_worker(self, error: RayTaskError) -> RLHFError:
+    def _as_our_error(self, error: RayTaskError) -> RLHFError:
         cause: BaseException = error
         while isinstance(cause, RayTaskError) and cause.cause is not None and cause.cause is not cause:
             cause = cause.cause

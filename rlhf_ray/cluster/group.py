@@ -1,4 +1,4 @@
-"""Plain classes made remote: the workers of one role, spawned into their pool, called one by one or together."""
+"""The workers of one role: a plain class made a Ray actor, spawned in its pool, called one by one or all together."""
 
 import asyncio
 import time
@@ -19,15 +19,15 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
 
 KILLED_S = 2.0
-"""What workers get to be ended by Ray, which reports those as failed that end in another way."""
+"""Time for Ray to kill actors; Ray reports an actor that ends in another way as failed."""
 
 LIMITS = {"start": "cluster.start_timeout_s", "introduce": "cluster.start_timeout_s",
           "finish_weights": "cluster.heartbeat_timeout_s", "load_weights": "cluster.heartbeat_timeout_s"}
-"""Field of the configuration that bounds a method whose deadline is not that of any call."""
+"""The configuration field that bounds a method, where it is not that of ordinary calls."""
 
 
 class WorkerGroup:
-    """All workers of one role. A role is an ordinary class that knows nothing of Ray."""
+    """All workers of one role. A role is an ordinary class without knowledge of Ray."""
 
     def __init__(
         self,
@@ -41,16 +41,17 @@ class WorkerGroup:
         task_events: bool = False,
         section: str = "",
     ) -> None:
-        """Spawn the workers. Returns at once; `start` is the first thing that waits for them.
+        """Spawn the workers. Returns at once; `start` is the first call that waits for them.
 
         Args:
-            role: name in the dashboard; workers are called `role/rank`, a rank's later processes `role/rank (2)`.
+            role: name in the dashboard; workers are called `role/rank`, later processes of a rank `role/rank (2)`.
             cls: the role's class.
             arguments: keyword arguments of the class for each rank.
-            environment: variables of the worker processes, set before they import anything.
-            task_events: let Ray keep a record of every call: a quarter of the driver's bytes. The step clock's
-                `under_way` says as much of the present.
-            section: of the configuration that `placement` is, by which `pools` knows the role; the role's name if none.
+            environment: variables of the worker processes, set before any import.
+            task_events: let Ray keep a record of every call, which is a quarter of the driver's bytes. The step clock's
+                `under_way` has the same information about the present.
+            section: the configuration section that `placement` comes from, under which `pools` knows the role; the
+                role's name when empty.
         """
         self.role, self._section = role, section or role
         self.call_timeout_s = call_timeout_s
@@ -60,42 +61,42 @@ class WorkerGroup:
         self._arguments, self._environment = arguments, worker_environment(placement, environment)
         self._workers = {rank: self._spawned(rank, 1) for rank in range(placement.workers)}
         self._former: dict[int, _Worker] = {}
-        """Those that were removed; a rank is never used again, so that nobody mistakes a new worker for an old one."""
+        """Workers that were removed. A rank is never used again, so a new worker cannot be mistaken for an old one."""
 
     def __len__(self) -> int:
         return len(self._workers)
 
     @property
     def ranks(self) -> list[int]:
-        """Those that there are, in order; some are missing where workers were removed."""
+        """Present ranks in order, with gaps where workers were removed."""
         return sorted(self._workers)
 
     def incarnation(self, rank: int) -> int:
-        """Which process of that rank is the present one, counted from 1."""
+        """Number of the rank's present process, counted from 1."""
         return self._worker(rank).fence.incarnation
 
     def processes(self, rank: int) -> Processes | None:
-        """The worker's processes, as it named them when it had started, before that its own; None before its first
+        """The worker's processes as it reported them after its start, before that only its own; None before its first
         answer."""
         return self._worker(rank).processes
 
     def seat(self, rank: int) -> Seat:
-        """Where in the cluster the worker lives."""
+        """Pool, bundle and placement group of the worker."""
         return self._pools.seat(self._section, rank, self._placement)
 
     async def start(self, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call every role's `start`; what they return, in rank order. Same errors as `values`."""
+        """Call every role's `start`; returns the results in rank order. Raises the same errors as `values`."""
         return list(await asyncio.gather(*(self.start_one(rank, *args, timeout_s=timeout_s)
                                            for rank in self.ranks)))
 
     async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call one role's `start`, note its processes, so that they can be killed whatever state they are in, and have
-        it give signs of life. Its own process is known before, in case it is ended while it starts."""
+        """Call one role's `start`, record the worker's processes, so that they can be killed in any state, and start
+        its heartbeat. Its own process is recorded first, in case it has to be killed while it starts."""
         worker = self._workers[rank]
         worker.processes = await self.call(rank, "own_processes", timeout_s=timeout_s).value()
         started = await self.call(rank, "start", *args, timeout_s=timeout_s).value()
-        place = place_of(self.role, rank, worker.fence.incarnation)
-        processes = self.call(rank, "introduce", place, timeout_s=timeout_s)
+        key = place_of(self.role, rank, worker.fence.incarnation)
+        processes = self.call(rank, "introduce", key, timeout_s=timeout_s)
         worker.processes = await processes.value()
         return started
 
@@ -104,16 +105,16 @@ class WorkerGroup:
         return await count_at(place_of(self.role, rank, self.incarnation(rank)))
 
     def give_up(self, rank: int, reason: str) -> None:
-        """Wait for no answer of a rank's present process any more, and refuse those that come: calls under way fail
-        with `reason`."""
+        """Ignore the rank's present process from now on: calls in progress fail with `reason`, and late answers are
+        refused."""
         self._worker(rank).fence.close(reason)
 
     async def respawn(self, rank: int, reason: str = "it was restarted") -> None:
-        """End a rank's processes for certain, and spawn its successor in their place: the same class in the same pool
-        with the same arguments, whose incarnation is one more. It is not started.
+        """Kill a rank's processes and spawn its successor in their place: the same class in the same pool with the same
+        arguments, and an incarnation number one higher. The new worker is not started.
 
         Args:
-            reason: what calls under way, and calls to the old process, fail with.
+            reason: the error message of calls in progress, and of calls to the old process.
         """
         old = self._workers[rank]
         await _ended(old, reason)
@@ -122,13 +123,14 @@ class WorkerGroup:
             self._workers[rank] = self._spawned(rank, old.fence.incarnation + 1)
 
     async def add(self, timeout_s: float) -> int:
-        """Spawn one worker more, of the next rank; the pool grows by a bundle where it has no room. It is not started.
+        """Spawn one more worker with the next rank; the pool grows by a bundle when it is full. The worker is not
+        started.
 
         Returns:
             its rank.
 
         Raises:
-            ClusterError: the cluster has no room for it.
+            ClusterError: the cluster has no free resources for it.
         """
         if not self._pools.has_room(self._placement):
             await self._pools.grow(self._placement.pool, timeout_s)
@@ -136,27 +138,27 @@ class WorkerGroup:
         self._workers[rank] = self._spawned(rank, 1)
         return rank
 
-    async def remove(self, rank: int, reason: str, goodbye: str | None = None, patience_s: float = 0.0) -> None:
-        """End a worker for good, and give back its place.
+    async def remove(self, rank: int, reason: str, shutdown_method: str | None = None, grace_s: float = 0.0) -> None:
+        """End a worker permanently, and free its bundle.
 
         Args:
-            reason: what calls under way fail with.
-            goodbye: a method that lets it end in good order, within `patience_s`.
+            reason: the error message of calls in progress.
+            shutdown_method: a method that shuts the role down cleanly, within `grace_s`.
         """
         worker = self._workers[rank]
-        if goodbye is not None and worker.fence.closed is None:
+        if shutdown_method is not None and worker.fence.closed is None:
             with suppress(RLHFError):
-                await self.call(rank, goodbye, timeout_s=patience_s).done()
+                await self.call(rank, shutdown_method, timeout_s=grace_s).done()
         self._former[rank] = self._workers.pop(rank)
         await _ended(worker, reason)
         self._pools.leave(self._section, rank, self._placement)
 
     def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
-        """Call one worker. Object references among `args` arrive as their values; results stay in the store.
+        """Call one worker. Object references among `args` arrive as their values; results stay in the object store.
 
         Args:
-            outputs: how many values the method returns as a tuple, each to become an object of its own.
-            timeout_s: deadline, where it is another than the group's.
+            outputs: how many values the method returns as a tuple, each of which becomes an object of its own.
+            timeout_s: deadline, when it differs from the group's.
         """
         worker, spec = self._worker(rank), CallSpec.of(method, outputs, args)
         *refs, timing = worker.timed_call(outputs + 1).remote(
@@ -172,27 +174,27 @@ class WorkerGroup:
         return [self.call(rank, method, *args, timeout_s=timeout_s) for rank in self.ranks]
 
     async def values(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """The same call to every worker; their results in rank order. The first failure is raised."""
+        """The same call to every worker; returns the results in rank order. The first failure is raised."""
         calls = self.call_all(method, *args, timeout_s=timeout_s)
         return list(await asyncio.gather(*(call.value() for call in calls)))
 
     def kill(self) -> None:
-        """End the worker processes now, stopped ones too, with all that they have started."""
+        """Kill the worker processes now, stopped ones too, and all processes that they have started."""
         here = [member for worker in self._workers.values() if worker.processes and is_here(worker.processes)
                 for member in worker.processes.members]
-        with removed_after(here):  # Ray ends those that would tidy up, too
+        with removed_after(here):  # Ray also kills the processes that would clean up
             for worker in self._workers.values():
                 ray.kill(worker.handle)
-            kill(here, patience_s=KILLED_S)
+            kill(here, grace_s=KILLED_S)
         forget(self.role)
 
     def _worker(self, rank: int) -> "_Worker":
-        """A rank's present process, or its last; calls to that fail as to any that was given up."""
+        """A rank's present process, or its last; calls to a last one fail like calls to a worker that was given up."""
         return self._workers.get(rank) or self._former[rank]
 
     def _spawned(self, rank: int, incarnation: int) -> "_Worker":
         seat = self.seat(rank)
-        # Ray frees the name of a killed actor some time later, so the next one has another.
+        # Ray frees the name of a killed actor only some time later, so the next one has another name.
         name = f"{self.role}/{rank}" if incarnation == 1 else f"{self.role}/{rank} ({incarnation})"
         options = self._class.options(
             name=name,
@@ -215,15 +217,15 @@ class _Worker:
         self._methods: dict[int, Any] = {}
 
     def timed_call(self, returns: int) -> Any:
-        """The worker's one method, with options that Ray checks but once."""
+        """The worker's one remote method; Ray checks its options only once."""
         if returns not in self._methods:
             self._methods[returns] = self.handle.timed_call.options(num_returns=returns)
         return self._methods[returns]
 
 
 async def _ended(worker: _Worker, reason: str) -> None:
-    """End a worker's processes for certain."""
+    """Kill a worker's processes."""
     worker.fence.close(reason)
-    if worker.processes is not None:  # before Ray does: it would kill what cleans up after them, too
+    if worker.processes is not None:  # before ray.kill, which would also kill the processes that clean up
         await kill_on_their_node(worker.processes)
     ray.kill(worker.handle)

@@ -1,8 +1,8 @@
-"""Whether a cluster's head takes connections, and the end of a driver whose head is lost.
+"""Probes of the cluster's head, and the end of a driver whose head is lost.
 
 Ray's client ends the process with exit code 1 when it has not reached the head for 60 s
-(RAY_gcs_rpc_server_reconnect_timeout_s), as if the run were broken. So a thread probes the head, and ends the process
-a little earlier with the exit code of `ClusterUnavailable`. Ending at once loses nothing: a run resumes from its last
+(RAY_gcs_rpc_server_reconnect_timeout_s), as if the run had failed. So a thread probes the head, and ends the process a
+little earlier with the exit code of `ClusterUnavailable`. Nothing is lost by that: a run resumes from its last
 checkpoint after `kill -9` at any moment.
 """
 
@@ -18,27 +18,27 @@ from rlhf_ray.errors import ClusterError, ClusterUnavailable, RLHFError, WorkerE
 from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
 
 CONNECT_S = 10.0
-"""For a cluster's address to take a connection."""
+"""Longest wait for a connection to the cluster's address."""
 EVERY_S = 5.0
-"""Between two probes."""
+"""Interval of the probes."""
 REMEDY = "When the cluster is back, the same command with --resume continues the run (run.auto_resume waits for it)"
-RAY_GIVES_UP = "RAY_gcs_rpc_server_reconnect_timeout_s"
-RAY_GIVES_UP_S = 60.0
-"""What Ray takes where that variable is not set."""
+RECONNECT_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+RECONNECT_TIMEOUT_S = 60.0
+"""Ray's default of that variable."""
 
 
 def require_listener(address: str, timeout_s: float = CONNECT_S) -> None:
-    """Refuse a host:port where nobody listens: Ray itself tries for minutes, and logs each try.
+    """Refuse a host:port that takes no connections: Ray itself tries for minutes, and logs each try.
 
     Raises:
-        ClusterUnavailable: nobody does now.
-        ClusterError: it is no address.
+        ClusterUnavailable: the address takes no connections now.
+        ClusterError: it is not an address.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        return  # "auto", or another of Ray's own notations
+        return  # "auto", or another notation of Ray's
     try:
-        if int(port) > 65535:  # which the system takes modulo 65536
+        if int(port) > 65535:  # the system takes ports modulo 65536
             raise OverflowError("ports go up to 65535")
         socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
     except (OSError, OverflowError, UnicodeError) as error:
@@ -47,8 +47,8 @@ def require_listener(address: str, timeout_s: float = CONNECT_S) -> None:
                    "(`ray start --head` prints its address), or correct host and port") from error
 
 
-def answers(address: str) -> bool:
-    """Whether somebody listens at a host:port; True for an address of another kind, of which nothing is known."""
+def is_listening(address: str) -> bool:
+    """Whether a host:port takes connections; True for an address of another kind, which cannot be probed."""
     try:
         require_listener(address, EVERY_S)
     except ClusterError:
@@ -60,33 +60,33 @@ def raise_for_lost_head(address: str, error: Exception) -> None:
     """Raise `ClusterUnavailable` in place of `error` if workers or Ray failed and the head does not answer.
 
     Raises:
-        ClusterUnavailable: it is so.
+        ClusterUnavailable: the head does not answer.
     """
-    if (isinstance(error, WorkerError) or not isinstance(error, RLHFError)) and not answers(address):
+    if (isinstance(error, WorkerError) or not isinstance(error, RLHFError)) and not is_listening(address):
         raise ClusterUnavailable(f"the head of the Ray cluster at {address} takes no connections, and the run failed: "
                                  f"{first_line(error)}. {REMEDY}") from error
 
 
-def patience_s() -> float:
-    """How long a head may be away: less than until Ray's client ends the process."""
+def head_timeout_s() -> float:
+    """How long the head may be unreachable: less than the time after which Ray's client ends the process."""
     try:
-        return 0.75 * float(os.environ.get(RAY_GIVES_UP, RAY_GIVES_UP_S))
+        return 0.75 * float(os.environ.get(RECONNECT_TIMEOUT, RECONNECT_TIMEOUT_S))
     except ValueError:
-        return 0.75 * RAY_GIVES_UP_S
+        return 0.75 * RECONNECT_TIMEOUT_S
 
 
 @contextmanager
-def head_watched(address: str, end: Callable[[str], None] | None = None, patience: float | None = None,
+def head_watched(address: str, end: Callable[[str], None] | None = None, timeout_s: float | None = None,
                  every_s: float = EVERY_S) -> Iterator[None]:
-    """Probe the head meanwhile.
+    """Probe the head during the enclosed work.
 
     Args:
-        end: told once when the head is lost; ends the process when None.
-        patience: in seconds, `patience_s` when None.
-        every_s: between two probes.
+        end: called once with a message when the head is lost; ends the process when None.
+        timeout_s: how long the head may be unreachable; `head_timeout_s` when None.
+        every_s: interval of the probes.
     """
-    over, patience = threading.Event(), patience_s() if patience is None else patience
-    thread = threading.Thread(target=_watch, args=(address, end or end_process, patience, every_s, over),
+    over, timeout_s = threading.Event(), head_timeout_s() if timeout_s is None else timeout_s
+    thread = threading.Thread(target=_watch, args=(address, end or end_process, timeout_s, every_s, over),
                               name="head watch", daemon=True)
     thread.start()
     try:
@@ -96,25 +96,25 @@ def head_watched(address: str, end: Callable[[str], None] | None = None, patienc
         thread.join(2 * every_s)
 
 
-def _watch(address: str, end: Callable[[str], None], patience: float, every_s: float, over: threading.Event) -> None:
-    """Probe until the head has been away for `patience` seconds, by three probes at least: this process, too, may have
-    stood still."""
+def _watch(address: str, end: Callable[[str], None], timeout_s: float, every_s: float, over: threading.Event) -> None:
+    """Probe until the head has been unreachable for `timeout_s` seconds and three probes: this process may have been
+    stopped as well."""
     last, failed = time.monotonic(), 0
     while not over.wait(every_s):
-        if answers(address):
+        if is_listening(address):
             last, failed = time.monotonic(), 0
             continue
         failed += 1
         away_s = time.monotonic() - last
-        if failed >= 3 and away_s >= patience and not over.is_set():
+        if failed >= 3 and away_s >= timeout_s and not over.is_set():
             end(f"the head of the Ray cluster at {address} has not taken a connection for {away_s:.0f} s: it is lost, "
-                f"or cut off from here. {REMEDY}")
+                f"or the network between here and there is. {REMEDY}")
             return
 
 
 def end_process(message: str) -> None:
-    """End this process, from any thread, with the exit code of `ClusterUnavailable`, whether or not anybody takes the
-    message."""
+    """End this process, from any thread, with the exit code of `ClusterUnavailable`, even when its output is
+    blocked."""
     use_non_blocking_output()
     sys.stderr.write(f"error: {message}\n")
     drain_output()

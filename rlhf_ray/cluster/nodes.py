@@ -16,7 +16,7 @@ HEAD = "node:__internal_head__"
 
 
 def nodes_of_cluster(config: ClusterConfig) -> list[Node]:
-    """Those of the cluster at `config.address`; the connection is closed again.
+    """Nodes of the cluster at `config.address`; the connection is closed afterwards.
 
     Raises:
         ClusterError: as `session.ray_session`.
@@ -26,8 +26,8 @@ def nodes_of_cluster(config: ClusterConfig) -> list[Node]:
 
 
 def present_nodes() -> list[Node]:
-    """Those that are alive of the cluster that this process is connected to, with what is free of each at this moment
-    (Ray's view is a second old at most). The head comes first."""
+    """Alive nodes of the cluster that this process is connected to, with their free resources (Ray's view is at most a
+    second old). The head comes first."""
     free = state.available_resources_per_node()
     alive = [as_node(node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["Resources"],
                      node.get("Labels"), free.get(node["NodeID"])) for node in ray.nodes() if node["Alive"]]
@@ -35,28 +35,29 @@ def present_nodes() -> list[Node]:
 
 
 def head_first(nodes: list[Node]) -> list[Node]:
-    """The driver is thought of as lying on the first."""
+    """Sort the head first: planning assumes that the driver runs on the first node."""
     return sorted(nodes, key=lambda node: HEAD not in node.resources)
 
 
 def as_node(node_id: str, host: str, address: str, resources: Mapping[str, float], labels: Mapping[str, str] | None,
             free: Mapping[str, float] | None = None) -> Node:
-    """What Ray tells of a node, as planning takes it."""
+    """Convert Ray's description of a node to planning's."""
     labels = labels or {}
     kinds = [key.removeprefix(ACCELERATOR_RESOURCE) for key in resources if key.startswith(ACCELERATOR_RESOURCE)]
     kind = labels.get(ACCELERATOR_LABEL) or next(iter(kinds), "")
-    # Ray sets the object store's memory apart from what it calls memory.
+    # Ray's "memory" does not include the memory of the object store.
     memory = float(resources.get("memory", 0)) + float(resources.get("object_store_memory", 0))
     return Node(f"{host} ({address}, {node_id[:8]})", resources, memory, gpu_of(kind) if kind else None, labels,
                 free or {}, node_id)
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """Ray's id of every node that is being drained, and how many seconds it has left (None: nobody said)."""
-    found = state.state.get_draining_nodes()
-    return {node: deadline_ms / 1000 - time.time() if deadline_ms else None for node, deadline_ms in found.items()}
+    """Nodes that are being drained (a spot machine's notice, an autoscaler's decision, `ray drain-node`): Ray's id, and
+    the seconds left, None when no deadline is set."""
+    deadlines_ms = state.state.get_draining_nodes()
+    return {node: deadline / 1000 - time.time() if deadline else None for node, deadline in deadlines_ms.items()}
 
 
 def own_node() -> str:
-    """Ray's id of this process's node."""
+    """Ray's id of the node that this process runs on."""
     return str(ray.get_runtime_context().get_node_id())

@@ -1,7 +1,7 @@
-"""Pools as placement groups: opened all or none, with one deadline, and every worker's place in them.
+"""Pools as placement groups: all opened or none, with one deadline, and each worker's bundle in them.
 
-The bundle of each worker is chosen here (`config.bundle_assignment`), and not left to Ray, which looks at one worker at
-a time. What can be placed at all is `cluster.pools`'s question.
+The bundle of a worker is chosen here (`config.bundles`) and not left to Ray, which considers one worker at a time.
+Pools that the nodes could never hold are refused at once; the others wait for resources in use.
 """
 
 import asyncio
@@ -20,38 +20,39 @@ from rlhf_ray.planning.placement_errors import asked_for, nodes_table, why_not
 
 
 class Seat(NamedTuple):
-    """Where a worker lives."""
+    """Where a worker runs."""
 
     pool: str
     bundle: int
-    """Number of the bundle in its pool."""
+    """Index of the bundle in its pool."""
     group: PlacementGroup
     slot: int
-    """Of the bundle in its placement group."""
+    """Index of the bundle in its placement group."""
 
 
 class Pools:
-    """The run's placement groups by name. `open` before workers are spawned, `close` after they are gone."""
+    """The run's placement groups by name. Call `open` before workers are spawned, and `close` after they are gone."""
 
     def __init__(self, configs: Mapping[str, PoolConfig], placements: Mapping[str, PlacementConfig] | None = None,
                  cluster: ClusterConfig | None = None) -> None:
-        """`placements`: of the roles, by section; workers of others take what room there is when they are spawned."""
+        """`placements`: of the roles, by section. Workers of other roles take a free bundle when they are spawned."""
         self.configs, self._cluster = dict(configs), cluster or ClusterConfig()
         self._groups: dict[str, list[tuple[PlacementGroup, int]]] = {}
-        """By pool, for each of its bundles: placement group, and index in it."""
+        """By pool, for each of its bundles: the placement group, and the index in it."""
         self._bundles = {name: _assigned(config, name, placements or {}) for name, config in configs.items()}
         self._grown = 0
-        """How often: Ray wants another name for each placement group, and frees that of a removed one later."""
+        """Number of bundles added so far. Each placement group needs a name of its own, since Ray frees the name of a
+        removed one later."""
 
     async def open(self, timeout_s: float, say: Callable[[str], None] | None = None) -> None:
         """Reserve all pools, or none of them.
 
         Args:
-            say: told what is waited for, should it take long.
+            say: called with a message when the wait takes long.
 
         Raises:
-            ClusterError: these nodes could never hold the pools, or did not in time; says what each asks for, what each
-                node has, what fits where and what to change.
+            ClusterError: the nodes could never hold the pools, or did not in time. The message lists what each pool
+                asks for, what each node has, what fits where and what to change.
         """
         if not self._cluster.nodes_may_join:
             await asyncio.to_thread(require_feasible, self.configs)
@@ -72,10 +73,10 @@ class Pools:
                 self.close()
 
     def seat(self, name: str, rank: int, place: PlacementConfig) -> Seat:
-        """Where a worker lives; one who has no place yet takes one.
+        """Where a worker runs; a worker without a bundle is assigned one.
 
         Raises:
-            ClusterError: there is no room for it.
+            ClusterError: no bundle has enough left for it.
         """
         bundles, worker = self._bundles[place.pool], (name, rank)
         number = bundles.assignments.get(worker)
@@ -88,12 +89,12 @@ class Pools:
         return Seat(place.pool, number, *self._groups[place.pool][number])
 
     def has_room(self, place: PlacementConfig) -> bool:
-        """Whether one more worker would find a bundle."""
+        """Whether one more worker fits into a bundle."""
         return bool(self._bundles[place.pool].room(place))
 
     async def leave_lost_nodes(self, name: str, rank: int, place: PlacementConfig) -> None:
-        """Give a worker another bundle, if its own lay on a node that is gone and there is room elsewhere. Else it
-        stays, and starts when Ray has found that bundle another node."""
+        """Assign another bundle to a worker whose own was on a lost node, if one has room. Otherwise the worker keeps
+        its bundle, and starts when Ray has placed that bundle on another node."""
         bundles, worker = self._bundles[place.pool], (name, rank)
         gone = await asyncio.to_thread(self._lost_bundles, place.pool)
         if bundles.assignments.get(worker) not in gone:
@@ -103,10 +104,10 @@ class Pools:
             bundles.assign(worker, place, other)
 
     async def grow(self, name: str, timeout_s: float) -> None:
-        """One bundle more for a pool, a placement group of its own.
+        """Add one bundle to a pool, in a placement group of its own.
 
         Raises:
-            ClusterError: the cluster has no room for it now, and none came in time where nodes may join.
+            ClusterError: the cluster has no free resources for it now, and none came in time where nodes may join.
         """
         one = {name: self.configs[name].model_copy(update={"bundles": 1})}
         nodes = await asyncio.to_thread(present_nodes)
@@ -127,7 +128,8 @@ class Pools:
         self._groups[name].append((group, 0))
 
     def leave(self, name: str, rank: int, place: PlacementConfig) -> None:
-        """A worker is gone for good. Bundles at the pool's end that it grew by and that nobody uses are given back."""
+        """Free the bundle of a worker that is gone permanently. Added bundles at the pool's end that are now empty are
+        given back."""
         bundles, groups = self._bundles[place.pool], self._groups[place.pool]
         bundles.leave((name, rank))
         while len(groups) > self.configs[place.pool].bundles and not bundles.occupants(len(groups) - 1):
@@ -135,17 +137,17 @@ class Pools:
             bundles.remove_last()
 
     def close(self) -> None:
-        """Give all resources back; workers still inside are killed by Ray."""
+        """Give all resources back; Ray kills workers that are still inside."""
         for group in {group.id: group for places in self._groups.values() for group, _ in places}.values():
             remove_placement_group(group)
         self._groups.clear()
 
     def nodes_of(self, name: str) -> set[str]:
         """Ids of the nodes that hold bundles of a pool now."""
-        return set(self._whereabouts(name))
+        return set(self._bundle_nodes(name))
 
-    def _whereabouts(self, pool: str) -> list[str]:
-        """Of each bundle of a pool, the id of its node."""
+    def _bundle_nodes(self, pool: str) -> list[str]:
+        """The node id of each bundle of a pool."""
         tables: dict[Any, Mapping[int, str]] = {}
         for group, _ in self._groups[pool]:
             if group.id not in tables:
@@ -154,17 +156,17 @@ class Pools:
 
     def _lost_bundles(self, pool: str) -> set[int]:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return {number for number, node in enumerate(self._whereabouts(pool)) if node not in alive}
+        return {number for number, node in enumerate(self._bundle_nodes(pool)) if node not in alive}
 
 
 def _assigned(pool: PoolConfig, name: str, placements: Mapping[str, PlacementConfig]) -> Bundles:
-    """The pool's bundles, with those in them whose placements are known."""
-    found = assigned(pool, {role: place for role, place in placements.items() if place.pool == name})
-    return found if isinstance(found, Bundles) else Bundles(pool)  # the configuration's checks have refused that
+    """The pool's bundles, with the workers whose placements are known assigned to them."""
+    bundles = assigned(pool, {role: place for role, place in placements.items() if place.pool == name})
+    return bundles if isinstance(bundles, Bundles) else Bundles(pool)  # the configuration's checks refuse that case
 
 
 def _reserved(name: str, pool: PoolConfig, bundles: int) -> PlacementGroup:
-    # Ray takes a space after a comma for a part of the value that follows.
+    # Ray treats a space after a comma as a part of the next value.
     selector = {label: wanted.replace(" ", "") for label, wanted in pool.labels.items()}
     labels = {"bundle_label_selector": [selector] * bundles} if selector else {}
     return placement_group([pool.bundle] * bundles, strategy=pool.strategy, name=name, **labels)
@@ -179,28 +181,28 @@ def _is_well(task: "asyncio.Future[None]") -> bool:
 
 
 SAY_AFTER_S = 5.0
-"""A wait for pools as long as that is told of."""
+"""Seconds after which a wait for pools is announced."""
 
 
 def require_feasible(pools: Mapping[str, PoolConfig]) -> None:
-    """Refuse pools that the present nodes could not hold even if nobody else used them.
+    """Refuse pools that the present nodes could not hold even if they were idle.
 
     Raises:
-        ClusterError: with a line for each pool that is at fault, and a table of the nodes.
+        ClusterError: with a line for each such pool, and a table of the nodes.
     """
     nodes = present_nodes()
-    found = arrange(pools, nodes)
-    if found.never:
-        raise ClusterError("\n".join([*why_not(pools, nodes, found), nodes_table(pools, nodes),
-                                      "(if such nodes are about to join, cluster.nodes_may_join=true waits for them)"]))
+    packing = arrange(pools, nodes)
+    if packing.never:
+        raise ClusterError("\n".join([*why_not(pools, nodes, packing), nodes_table(pools, nodes),
+                                      "(if such nodes are about to join, set cluster.nodes_may_join=true)"]))
 
 
 async def placed(waiting: Mapping[str, "asyncio.Future[None]"], timeout_s: float, say: Callable[[str], None]) -> None:
-    """Wait for all pools within one deadline; what is waited for is told once, when it takes long."""
+    """Wait for all pools within one deadline; a long wait is announced once, with the pools it is for."""
     _, late = await asyncio.wait(waiting.values(), timeout=min(SAY_AFTER_S, timeout_s))
     if late:
-        say(f"waiting for room for {_listed(name for name, task in waiting.items() if task in late)} until others give "
-            f"it back, {timeout_s:g} s at most (cluster.start_timeout_s)")
+        say(f"waiting for room for {_listed(name for name, task in waiting.items() if task in late)} until others free "
+            f"it, {timeout_s:g} s at most (cluster.start_timeout_s)")
         _, late = await asyncio.wait(late, timeout=max(0.0, timeout_s - SAY_AFTER_S))
     if late:
         raise TimeoutError
@@ -209,11 +211,11 @@ async def placed(waiting: Mapping[str, "asyncio.Future[None]"], timeout_s: float
 
 
 def not_in_time(pools: Mapping[str, PoolConfig], late: list[str], timeout_s: float) -> str:
-    """What to say of pools that were late: what they ask for, and what the nodes have."""
+    """The message about pools that were late: what they ask for, and what the nodes have."""
     nodes = present_nodes()
     return "\n".join([
-        f"{_listed(late)} found no place within {timeout_s:g} s (cluster.start_timeout_s); what was reserved is given "
-        "back. Others may be using the nodes (`ray status` tells):",
+        f"{_listed(late)} found no place within {timeout_s:g} s (cluster.start_timeout_s); the other pools were "
+        "released. Other jobs may be using the nodes (`ray status` lists what is in use):",
         *(asked_for(name, pools[name]) for name in late),
         nodes_table({name: pools[name] for name in late}, nodes),
     ])

@@ -1,7 +1,8 @@
-"""The operating system's processes behind a worker, and their certain end.
+"""The operating system's processes of a worker, and how they are killed.
 
-Ray ends an actor by asking its process, which one that is stopped does not hear, and knows nothing of processes that a
-role has started (vLLM's engine runs in one of its own). So a worker names them all, and whoever restarts it kills them.
+Ray ends an actor by a request to its process, which a stopped process does not receive, and it does not know the
+processes that a role has started (vLLM's engine runs in one of its own). So each worker reports all of its processes,
+and they are killed by pid before the worker is restarted.
 """
 
 import asyncio
@@ -17,49 +18,49 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlhf_ray.cluster.shared_memory import made_by, remove_unused
 
 GONE_S = 5.0
-"""How long the system gets to take away a killed process; one in the middle of a write to a disk needs a moment."""
+"""Time for the system to remove a killed process; one in the middle of a write to disk takes a moment."""
 ELSEWHERE_S = 60.0
-"""Longest wait for another node to kill: it starts a process for that."""
+"""Longest wait for another node to kill processes: Ray starts a process there for it."""
 LOST_LOOK_S = 1.0
-"""Between two looks whether that node is lost meanwhile."""
+"""Interval of the checks whether that node is lost in the meantime."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """A worker's process and all that it has started."""
+    """A worker's process and all processes that it has started."""
 
     node: str
-    """Ray's id of the node they are on."""
+    """Ray's id of their node."""
     members: tuple[tuple[int, float], ...]
-    """(pid, when it began): together they name a process for good, while pids alone are used again."""
+    """(pid, start time) of each: unique together, whereas a pid alone is used again."""
     host: str = ""
     """Address of that node."""
     gpus: tuple[str, ...] = ()
-    """Numbers of the GPUs that it was given there."""
+    """Ids of the GPUs assigned to the worker on that node."""
 
     @property
     def pid(self) -> int:
-        """The worker's own."""
+        """Pid of the worker itself."""
         return self.members[0][0]
 
 
 def own_processes() -> Processes:
-    """Those of this process; without Python's resource trackers, which clean up after processes that were killed."""
+    """Processes of this worker, without Python's resource trackers, which clean up after killed processes."""
     own = psutil.Process()
-    found = [own, *(child for child in own.children(recursive=True) if not _tidies_up(child))]
+    found = [own, *(child for child in own.children(recursive=True) if not _is_resource_tracker(child))]
     return Processes(ray.get_runtime_context().get_node_id(), tuple((p.pid, p.create_time()) for p in found),
                      ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids())))
 
 
-def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[int]:
-    """Kill processes of this host, stopped ones too, with all that they have started since, and remove the shared
-    memory that they made and alone used.
+def kill(members: Iterable[tuple[int, float]], grace_s: float = 0.0) -> list[int]:
+    """Kill processes of this host (stopped ones too) and their descendants, and remove shared memory that only they
+    used.
 
     Args:
-        patience_s: what they get to end by themselves, having been asked before.
+        grace_s: time for them to end after an earlier request to stop.
 
     Returns:
-        pids of those that are still there after some seconds.
+        pids that still exist a few seconds later.
     """
     doomed: dict[int, psutil.Process] = {}
     first = time.time()
@@ -69,11 +70,12 @@ def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[
             process = psutil.Process(pid)
             if process.create_time() == began:
                 doomed[pid] = process
-                doomed |= {child.pid: child for child in process.children(recursive=True) if not _tidies_up(child)}
+                doomed |= {child.pid: child for child in process.children(recursive=True)
+                           if not _is_resource_tracker(child)}
         except psutil.NoSuchProcess:
             continue
     segments = made_by(doomed, first)
-    _, alive = psutil.wait_procs(doomed.values(), timeout=patience_s)
+    _, alive = psutil.wait_procs(doomed.values(), timeout=grace_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -83,8 +85,8 @@ def kill(members: Iterable[tuple[int, float]], patience_s: float = 0.0) -> list[
 
 
 async def kill_on_their_node(processes: Processes) -> None:
-    """`kill`, wherever they are. A node that cannot be asked has lost its processes, or will end them itself: Ray
-    declares it dead, and it exits when it hears so."""
+    """`kill` on the node of the processes. A node that cannot be reached has lost its processes or will end them: Ray
+    declares it dead, and its raylet exits when it learns of that."""
     if is_here(processes):
         await asyncio.to_thread(kill, processes.members)
         return
@@ -105,17 +107,17 @@ async def _killed(processes: Processes) -> None:
 
 
 async def _lost(node: str) -> None:
-    """Wait until Ray takes a node for dead. What was asked of one that stands still is not always answered then."""
+    """Wait until Ray declares a node dead. A task on a node that stands still does not always return by then."""
     while any(one["NodeID"] == node and one["Alive"] for one in await asyncio.to_thread(ray.nodes)):
         await asyncio.sleep(LOST_LOOK_S)
 
 
 def is_here(processes: Processes) -> bool:
-    """Whether they are on this process's node."""
+    """Whether the processes are on this node."""
     return bool(processes.node == ray.get_runtime_context().get_node_id())
 
 
-def _tidies_up(process: psutil.Process) -> bool:
+def _is_resource_tracker(process: psutil.Process) -> bool:
     try:
         return any("resource_tracker" in part for part in process.cmdline())
     except psutil.NoSuchProcess:

@@ -16,19 +16,19 @@ import ray
 from ray._private import services, worker
 from ray.job_config import JobConfig
 
-from rlhf_ray.cluster.head import answers, head_watched, raise_for_lost_head, require_listener
+from rlhf_ray.cluster.head import head_watched, is_listening, raise_for_lost_head, require_listener
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable
 
 INLINE_BYTES = 4096
-"""Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's own bound of
-100 KiB lets whole chunks of tokens through the driver, to it and on to each of their readers."""
+"""Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's default of
+100 KiB would send whole chunks of tokens through the driver, to it and on to each of their readers."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """What a person may want to know about the cluster the run is on."""
+    """What a person needs to find the cluster."""
 
     address: str
     dashboard_url: str | None
@@ -40,17 +40,17 @@ class Session:
 def ray_session(
     config: ClusterConfig, pools: dict[str, PoolConfig], name: str, metadata: Mapping[str, str] | None = None
 ) -> Iterator[Session]:
-    """Connect (starting a local cluster when no address is configured), and leave again whatever happens. A process
-    whose cluster loses its head meanwhile ends, see `head`.
+    """Connect (starting a local cluster when no address is configured), and disconnect at the end in any case. When the
+    cluster loses its head meanwhile, the process ends, see `head`.
 
-    A session inside a session joins it, so several stages can share one cluster.
+    A session inside another one joins it, so several stages can share one cluster.
 
     Args:
-        metadata: what Ray's dashboard says of this job.
+        metadata: what Ray's dashboard shows about this job.
 
     Raises:
-        ClusterUnavailable: nobody answers at the address.
-        ClusterError: the cluster cannot be joined or started, or is open to whoever asks.
+        ClusterUnavailable: the address takes no connections.
+        ClusterError: the cluster cannot be joined or started, or others can reach it and it has no authentication.
     """
     if ray.is_initialized():
         yield _describe()
@@ -58,7 +58,7 @@ def ray_session(
     _quieten_ray()
     if config.address:
         require_listener(config.address)
-    namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster: their workers share names too
+    namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster use the same worker names
     job = JobConfig(metadata={"job_name": name, **(metadata or {})})  # the name that the dashboard shows
     try:
         if config.address:
@@ -68,14 +68,15 @@ def ray_session(
             _start_local(config, pools, namespace, job)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
-        lost = config.address and (isinstance(error, ConnectionError | TimeoutError) or not answers(config.address))
+        lost = config.address and (isinstance(error, ConnectionError | TimeoutError)
+                                   or not is_listening(config.address))
         raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {error}") from error
     address = ray.get_runtime_context().gcs_address
-    with head_watched(address):  # to the end of the shutdown, which waits for the head
+    with head_watched(address):  # until after the shutdown, which waits for the head
         try:
             if config.address and not config.allow_open:
                 require_token(address)
-            with deaths_told_once():
+            with without_death_messages():
                 yield _describe()
         except Exception as error:
             raise_for_lost_head(address, error)
@@ -85,14 +86,15 @@ def ray_session(
 
 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:
-    # Logical CPUs are what the pools ask for: on a laptop many light workers share few cores. So are custom resources.
+    # Logical CPUs are those that the pools request: on a laptop many light workers share few cores. The same holds for
+    # custom resources.
     cpus = max(1, int(sum(p.cpus * p.bundles for p in pools.values()) + 0.999))
     custom: Counter[str] = Counter()
     for pool in pools.values():
         custom.update({kind: amount * pool.bundles for kind, amount in pool.resources.items()})
-    with process_group_of_their_own():
+    with own_process_groups():
         ray.init(
-            address="local",  # else RAY_ADDRESS, or a cluster that happens to run here, would be joined
+            address="local",  # otherwise RAY_ADDRESS, or a cluster that runs on this machine, would be joined
             num_cpus=max(cpus, os.cpu_count() or 1),
             resources=dict(custom),
             object_store_memory=config.object_store_mb * 2**20,
@@ -121,15 +123,19 @@ def _quieten_ray() -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray tells on stderr of failed calls that nobody waits for; ours without a waiter are those to workers given up.
+    # Ray reports failed calls without a waiter on stderr; ours are the calls to workers that were given up.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Our workers all have environments of their own, so processes started ahead of need would never be used.
+    # All our workers have their own runtime environment, so Ray's prestarted processes would never be used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
 @contextmanager
-def process_group_of_their_own() -> Iterator[None]:
-    """Processes that Ray starts meanwhile begin a process group each. They still end when this process does."""
+def own_process_groups() -> Iterator[None]:
+    """Start Ray's processes in process groups of their own meanwhile. They still end when this process does.
+
+    A terminal, `timeout` and schedulers send signals to a whole process group. Ray blocks SIGINT in the processes that
+    it starts, but not SIGTERM: they would end at once, while the run still saves its checkpoint.
+    """
     start = services.ConsolePopen
     services.ConsolePopen = partial(start, process_group=0)
     try:
@@ -142,64 +148,64 @@ DEATH = "A worker died or was killed while executing a task by an unexpected sys
 
 
 @contextmanager
-def deaths_told_once() -> Iterator[None]:
-    """Ray's paragraph about each worker that died stays unprinted meanwhile: the run says it in a line, with what it
-    does about it. Ray's other messages are printed as ever, and the logs hold them all."""
+def without_death_messages() -> Iterator[None]:
+    """Do not print Ray's paragraph about each dead worker: the run logs one line about it. Ray's other messages are
+    printed as usual, and its logs hold them all."""
     printed = worker.print_to_stdstream
 
-    def others(data: dict[str, Any], *args: Any, **keywords: Any) -> None:
+    def print_others(data: dict[str, Any], *args: Any, **keywords: Any) -> None:
         if not any(line.startswith(DEATH) for line in data["lines"]):
             printed(data, *args, **keywords)
 
-    worker.print_to_stdstream = others
+    worker.print_to_stdstream = print_others
     try:
         yield
     finally:
         worker.print_to_stdstream = printed
 
 
-ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""The control service's smallest question."""
+CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""The smallest request of the control service."""
 TIMEOUT_S = 10.0
 PROTECTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
-"""What one says that wants a token, or TLS."""
+"""Status codes of a service that requires a token, or TLS."""
 
 
 def require_token(address: str) -> None:
-    """Refuse a cluster that others can reach and that has no authentication.
+    """Refuse a cluster that others can reach and that has no authentication: Ray's API runs code for its callers.
 
     Args:
         address: host:port of the cluster's control service.
 
     Raises:
-        ClusterError: it does not listen on loopback, and answers without a token.
+        ClusterError: the service does not listen on loopback, and answers without a token.
     """
-    if is_loopback(address.rsplit(":", 1)[0]) or not answers_anybody(address):
+    if is_loopback(address.rsplit(":", 1)[0]) or not answers_without_token(address):
         return
     raise ClusterError(
-        f"the Ray cluster at {address} has no authentication: whoever can reach it can run code there, in your run "
-        "too. Start its nodes with RAY_AUTH_MODE=token and one token for all (`ray get-auth-token --generate` makes "
-        "one). Where its network is closed to others, cluster.allow_open=true joins it as it is")
+        f"the Ray cluster at {address} has no authentication: anyone who can reach it can run code there, also in "
+        "your run. Start its nodes with RAY_AUTH_MODE=token and one token for all (`ray get-auth-token --generate` "
+        "makes one). If its network is closed to others, set cluster.allow_open=true to join it")
 
 
-def answers_anybody(address: str) -> bool:
-    """Whether the control service answers a caller that shows no token. One behind TLS does not.
+def answers_without_token(address: str) -> bool:
+    """Whether the control service answers a request without a token. A service behind TLS does not.
 
     Raises:
-        ClusterError: it did not answer in time, so nothing is known.
+        ClusterError: it did not answer in time.
     """
     with grpc.insecure_channel(address) as channel:
-        ask = channel.unary_unary(ALIVE, request_serializer=bytes, response_deserializer=bytes)
+        ask = channel.unary_unary(CHECK_ALIVE, request_serializer=bytes, response_deserializer=bytes)
         try:
             ask(b"", timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise ClusterError(f"the Ray cluster at {address} did not say within {TIMEOUT_S:g} s whether it asks "
-                                   "for a token; try again when it is less busy") from error
+                raise ClusterError(f"the Ray cluster at {address} did not answer within {TIMEOUT_S:g} s when asked "
+                                   "without a token; try again when it is less busy") from error
             return error.code() not in PROTECTED
     return True
 
 
 def write_timeline(path: Path) -> None:
-    """Write the calls of all workers that Ray remembers as a Chrome trace; it blocks while Ray collects them."""
+    """Write Ray's record of calls (kept with `logging.task_events`) as a Chrome trace. Blocks while Ray collects it."""
     ray.timeline(str(path))

@@ -1,4 +1,4 @@
-"""Do all nodes see the same files? Workers load models and write checkpoints themselves, wherever they run."""
+"""Checks that all nodes see the same files: workers read models and write checkpoints themselves, wherever they run."""
 
 import asyncio
 import os
@@ -19,40 +19,40 @@ from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.errors import ClusterError
 
 ANSWER_S = 120.0
-"""Longest wait for a node's answer: it starts a process for it."""
+"""Longest wait for a node's answer: Ray starts a process there for it."""
 
 
 async def require_files(wanted: Mapping[str, Sequence[str]]) -> None:
-    """Refuse nodes that do not see what workers on them are going to read or write.
+    """Refuse nodes that do not see files that workers on them will read or write.
 
     Args:
-        wanted: Ray's id of a node -> paths that must exist there. This process's own node is not asked.
+        wanted: Ray's id of a node -> paths that must exist there. This process's own node is not checked.
 
     Raises:
         ClusterError: naming nodes and paths, and what to do.
     """
     here = ray.get_runtime_context().get_node_id()
     others = {node: list(paths) for node, paths in wanted.items() if node != here and paths}
-    answers = await asyncio.gather(*(_asked(node, paths) for node, paths in others.items()))
-    names = {node.id: node.name for node in present_nodes()} if any(answers) else {}
-    missing = [f"  {names.get(node, node)}: {path}" for node, paths in zip(others, answers, strict=True)
+    absent = await asyncio.gather(*(_absent_on(node, paths) for node, paths in others.items()))
+    names = {node.id: node.name for node in present_nodes()} if any(absent) else {}
+    missing = [f"  {names.get(node, node)}: {path}" for node, paths in zip(others, absent, strict=True)
                for path in paths]
     if missing:
         raise ClusterError(
             "nodes of the pools do not see files that this process sees:\n" + "\n".join(missing) + "\nPut them on a "
             "file system that all nodes mount at the same place, name them by absolute paths, or name models by their "
-            "place on the Hub; run.dir has to be shared too, since learners write their checkpoints themselves")
+            "Hub id; run.dir must be shared too, since learners write their checkpoints themselves")
 
 
-async def _asked(node: str, paths: list[str]) -> list[str]:
-    """Those of the paths that a node does not see; none where it cannot be asked, which others will notice."""
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
+async def _absent_on(node: str, paths: list[str]) -> list[str]:
+    """The paths that a node does not see; none when it does not answer, which other checks report."""
+    on_node = NodeAffinitySchedulingStrategy(node, soft=False)
     try:
-        ref = ray.remote(num_cpus=0, max_retries=0)(_absent).options(scheduling_strategy=there).remote(paths)
-        found: list[str] = await asyncio.wait_for(ref, ANSWER_S)
+        ref = ray.remote(num_cpus=0, max_retries=0)(_absent).options(scheduling_strategy=on_node).remote(paths)
+        absent: list[str] = await asyncio.wait_for(ref, ANSWER_S)
     except (ray.exceptions.RayError, TimeoutError):
         return []
-    return found
+    return absent
 
 
 def _absent(paths: list[str]) -> list[str]:
@@ -60,8 +60,8 @@ def _absent(paths: list[str]) -> list[str]:
 
 
 @contextmanager
-def footprint(directory: Path) -> Iterator[str]:
-    """A file that is in this directory and in no other of the same name: its path, while the enclosed work goes on."""
+def marker_file(directory: Path) -> Iterator[str]:
+    """Keep a file with a unique name in this directory during the enclosed work; yields its path."""
     file = directory.absolute() / f".seen-from-{uuid4().hex}"
     file.touch()
     try:
@@ -71,25 +71,25 @@ def footprint(directory: Path) -> Iterator[str]:
 
 
 WRITERS = ("policy", "critic", "learner", "assembler")
-"""Sections of roles that write into the run's directory."""
+"""Sections of the roles that write into the run's directory."""
 
 
 async def require_shared_files(config: StageConfig, pools: Pools) -> None:
-    """Refuse nodes that lack a model, or have another run.dir than this process.
+    """Refuse nodes that lack a model, or whose run.dir is a different directory from this process's.
 
     Raises:
-        ClusterError: see `cluster.shared_files.require_files`.
+        ClusterError: see `require_files`.
     """
     nodes = {name: pools.nodes_of(name) for name in config.pools}
     directory = Path(config.run.dir)
     if not directory.is_dir():
         return
-    with footprint(directory) as mark:
+    with marker_file(directory) as marker:
         wanted: dict[str, set[str]] = defaultdict(set)
         for role, place in config.placements().items():
-            paths = {path for path in _models(config, role) if Path(path).exists()}  # others are names on the Hub
+            paths = {path for path in _models(config, role) if Path(path).exists()}  # the others are Hub ids
             for node in nodes[place.pool]:
-                wanted[node] |= paths | ({mark} if role in WRITERS else set())
+                wanted[node] |= paths | ({marker} if role in WRITERS else set())
         await require_files({node: sorted(paths) for node, paths in wanted.items()})
 
 

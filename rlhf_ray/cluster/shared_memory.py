@@ -1,7 +1,7 @@
-"""Shared memory that killed processes leave behind: files in /dev/shm, which stay until somebody removes them.
+"""Removes shared memory that killed processes leave behind: files in /dev/shm, which otherwise stay.
 
-vLLM's and NCCL's processes talk through such files, and remove them when they end in good order. People keep files of
-their own there as well, for speed: models, caches of data sets. Nothing of theirs is removed.
+vLLM's and NCCL's processes communicate through such files, and remove them at a normal end. People keep files of their
+own there too, for speed (models, caches of data sets); these are never removed.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from pathlib import Path
 
 import psutil
 
-PLACE = "/dev/shm/"
+SHM = "/dev/shm/"
 CLOCKS_S = 1.0
-"""By which the kernel's times of processes and of files may differ."""
+"""Largest difference between the kernel's clocks of processes and of files."""
 
 
 def made_by(pids: Iterable[int], since: float) -> set[str]:
-    """Paths of the segments that processes of this host use and may have made: what lies in /dev/shm itself, as shared
-    memory does, and was not there before the first of the processes began.
+    """Paths of the segments that processes of this host use and may have made: files in /dev/shm itself, as shared
+    memory is, that did not exist before the first of the processes started.
 
     Args:
-        since: when that was, in seconds since 1970.
+        since: start of the first process, in seconds since 1970.
     """
     return {path for path in mapped_by(pids) if _is_new(path, since)}
 
 
 @contextmanager
 def removed_after(members: Iterable[tuple[int, float]]) -> Iterator[None]:
-    """Have the enclosed work end processes, and remove what they and all that they have started made then (`made_by`),
-    if nobody uses it any more.
+    """Remove the shared memory of processes that the enclosed work ends, and of their descendants (`made_by`), unless
+    another process uses it.
 
     Args:
-        members: (pid, when it began) of each.
+        members: (pid, start time) of each.
     """
     named = tuple(members)
     pids = [pid for pid, _ in named]
@@ -52,32 +52,32 @@ def _started_by(pids: Iterable[int]) -> Iterator[int]:
 
 
 def mapped_by(pids: Iterable[int]) -> set[str]:
-    """Paths of the segments in /dev/shm itself that processes of this host use. Of others' processes nothing is
-    known."""
+    """Paths of the segments in /dev/shm itself that processes of this host map. Other users' processes cannot be
+    read."""
     inodes = {inode for pid in pids for inode in _mapped(pid)}
     with suppress(OSError):
-        return {entry.path for entry in os.scandir(PLACE) if entry.inode() in inodes}
+        return {entry.path for entry in os.scandir(SHM) if entry.inode() in inodes}
     return set()
 
 
 def remove_unused(paths: Iterable[str]) -> None:
-    """Remove those segments that no process uses any more."""
-    if found := set(paths):
-        for path in found - mapped_by(psutil.pids()):
-            with suppress(OSError):  # somebody else was faster, or it is somebody else's
+    """Remove the segments that no process maps any more."""
+    if segments := set(paths):
+        for path in segments - mapped_by(psutil.pids()):
+            with suppress(OSError):  # already removed, or owned by another user
                 Path(path).unlink()
 
 
 def _is_new(path: str, since: float) -> bool:
-    with suppress(OSError):  # it is gone, or somebody else's
+    with suppress(OSError):  # it is gone, or owned by another user
         return Path(path).stat().st_ctime > since - CLOCKS_S
     return False
 
 
 def _mapped(pid: int) -> set[int]:
-    """Inodes in /dev/shm that a process maps. Names would not do: a semaphore has another one by the time it is used
+    """Inodes in /dev/shm that a process maps. Names are not enough: a semaphore is renamed before it is used
     (sem_open(3) makes a file, links it to its name, and removes the first)."""
-    with suppress(OSError):  # it is gone, or another user's
+    with suppress(OSError):  # it is gone, or owned by another user
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-        return {int(line.split()[4]) for line in lines if PLACE in line}
+        return {int(line.split()[4]) for line in lines if SHM in line}
     return set()

@@ -106,7 +106,7 @@ class Scaling:
         await dispatcher.idle(rank, self._config.heartbeat_timeout_s)
         await self._weights.over()  # the next one begins without it
         left = dispatcher.scheduler.load(rank)
-        await dispatcher.group.remove(rank, REMOVED, goodbye="stop", patience_s=SHUTDOWN_GRACE_S)
+        await dispatcher.group.remove(rank, REMOVED, shutdown_method="stop", grace_s=SHUTDOWN_GRACE_S)
         return left
 
 

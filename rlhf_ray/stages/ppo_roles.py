@@ -41,7 +41,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = N
                           "max_context": config.prompts.max_tokens + config.longest_response[0],
                           "name": f"generator/{rank}", "in_flight": config.weights.in_flight,
                           "transport": config.weights.transport},
-            {**generator_environment(generation), **runtime.scratch}, goodbye="stop",
+            {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         ),
         reference=runtime.spawn(
             "reference_scorer", ReferenceScorer, config.reference,
@@ -53,7 +53,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = N
             lambda _: {"rewards": config.rewards, "policy": config.model,
                        "micro_batch_tokens": config.reward.micro_batch_tokens, "on_failure": config.reward.on_failure,
                        "longest": _longest_row(config, "reward")},
-            goodbye="stop",
+            shutdown_method="stop",
         ),
         assembler=runtime.spawn(
             "assembler", Assembler, config.assembler,
@@ -63,11 +63,11 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = N
         policy=runtime.spawn(
             "policy_learner", ActorCriticLearner if config.shares_backbone else PolicyLearner, config.policy,
             lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
-                          "old_logprobs": config.old_logprobs}, goodbye="leave",
+                          "old_logprobs": config.old_logprobs}, shutdown_method="leave",
         ),
         critic=runtime.spawn(
             "critic_learner", CriticLearner, config.critic,
-            lambda rank: _learner(config, "critic", rank), goodbye="leave",
+            lambda rank: _learner(config, "critic", rank), shutdown_method="leave",
         ) if config.starts_critic else None,
         clock=StepClock(),
         healing=healing or Healing(config.cluster),

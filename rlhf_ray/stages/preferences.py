@@ -84,7 +84,7 @@ class _Sampler:
             lambda rank: {"model": model, "generation": generation, "seed": config.run.seed,
                           "max_context": config.prompts.max_tokens + generation.sampling.max_tokens,
                           "name": f"generator/{rank}"},
-            {**generator_environment(generation), **runtime.scratch}, goodbye="stop",
+            {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         )
         self._dispatcher = WorkerDispatcher(self._generators, StepClock())
         self._ranker = runtime.spawn("pair_ranker", PairRanker, pool,

@@ -48,14 +48,14 @@ class Runtime:
 
     def spawn(
         self, role: str, cls: type, placement: PlacementConfig, arguments: Callable[[int], Mapping[str, Any]],
-        environment: Mapping[str, str] | None = None, goodbye: str | None = None,
+        environment: Mapping[str, str] | None = None, shutdown_method: str | None = None,
     ) -> WorkerGroup:
-        """Workers of one role. `goodbye` is the method that lets them end in good order."""
+        """Workers of one role. `shutdown_method` is the method that lets them end in good order."""
         group = WorkerGroup(role, cls, placement, self._pools, arguments,
                             {**accelerator_environment(placement.gpus), **self._recording(), **(environment or {})},
                             self._config.cluster.call_timeout_s, self._config.logging.task_events,
                             self._section(placement))
-        self._groups.append((group, goodbye))
+        self._groups.append((group, shutdown_method))
         return group
 
     def _recording(self) -> Mapping[str, str]:
@@ -68,7 +68,7 @@ class Runtime:
 
     async def give_up_on(self, grace_s: float) -> None:
         """End all workers: politely where that is possible in time, then for certain."""
-        stopping = [group.values(goodbye) for group, goodbye in self._groups if goodbye]
+        stopping = [group.values(method) for group, method in self._groups if method]
         try:
             with suppress(TimeoutError, RLHFError):
                 async with asyncio.timeout(grace_s):

@@ -126,7 +126,7 @@ async def _prepare(
         lambda rank: {"config": config.learner, "model": config.model, "rank": rank, "world": config.learner.workers,
                       "seed": config.run.seed, "total_steps": config.run.steps,
                       "batch_size": config.training.batch_size, "longest": config.data.max_tokens, **stage.options},
-        goodbye="leave",
+        shutdown_method="leave",
     )
     progress.note(f"starting {len(learners)} learner(s) and reading {config.data.title}")
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-from rlhf_ray.cluster.shared_memory import PLACE, mapped_by
+from rlhf_ray.cluster.shared_memory import SHM, mapped_by
 
 spared: set[str] = set()
 """Marks in the command lines of processes that are nobody's fault while a cluster is open on purpose."""
@@ -59,4 +59,4 @@ def abandoned(before: set[str], wait_s: float = 3.0) -> set[str]:
 def _unmapped(names: set[str]) -> set[str]:
     """By what they are and not by name: a semaphore that somebody uses is mapped under another one."""
     mapped = mapped_by(psutil.pids()) if names else set()
-    return {name for name in names & shared_memory() if PLACE + name not in mapped}
+    return {name for name in names & shared_memory() if SHM + name not in mapped}

@@ -111,7 +111,7 @@ def test_what_is_only_busy_is_waited_for_and_told_of_and_nothing_is_kept_when_ti
         await first.open(60)
         with pytest.raises(ClusterError, match=r"(?s)pool 'b' found no place within 1 s .*0 of 4 CPU.*b: 0 now, 1 wh"):
             await second.open(1, said.append)
-        assert said == ["waiting for room for pool 'b' until others give it back, 1 s at most "
+        assert said == ["waiting for room for pool 'b' until others free it, 1 s at most "
                         "(cluster.start_timeout_s)"]
         whole = Pools({"c": pool("learn", cpus=4)})
         await whole.open(20)  # the part of `second` that was placed is given back

@@ -98,7 +98,7 @@ def test_a_stopped_run_saves_its_last_step_and_says_how_to_go_on(submitted):
     code, said = submitted["stopped"]
     assert code == 0 and f"stopped by SIGTERM after step {submitted['step']} of 100000; the checkpoint is saved" in said
     assert "rlhf-ray submit ppo.yaml --address" in said and "--resume" in said
-    assert "stopped; --resume goes on" in submitted["listed"][1]
+    assert "stopped; --resume continues it" in submitted["listed"][1]
 
 
 def test_it_goes_on_where_it_stopped_and_ends_with_its_exit_code(submitted):

@@ -1,4 +1,4 @@
-"""One job as a person asks for it: which run it is, how it stands, how it ended."""
+"""One submitted job: its run, its state, and how it ended."""
 
 import json
 import signal
@@ -9,14 +9,14 @@ from typing import Any
 from rlhf_ray.errors import RunInterrupted, StoppedEarly, WorkerError
 
 KILLED = 128 + signal.SIGKILL
-"""As a shell has it."""
+"""As shells report it."""
 ENDINGS = {
-    RunInterrupted.exit_code: "stopped; --resume goes on",
+    RunInterrupted.exit_code: "stopped; --resume continues it",
     StoppedEarly.exit_code: "stopped itself early",
-    WorkerError.exit_code: "lost a worker; --resume may go on",
-    KILLED: "killed; --resume may go on",
+    WorkerError.exit_code: "lost a worker; --resume may continue it",
+    KILLED: "killed; --resume may continue it",
 }
-"""Exit codes of a run that say more than that it failed."""
+"""Exit codes of a run with a meaning beyond failure."""
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,22 @@ class Job:
 
     id: str
     state: str
-    """Ray's word: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+    """Ray's state: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
     about: Mapping[str, str] = field(default_factory=dict)
-    """What was said of it when it was submitted: run, stage, commit, digest, dir, arguments (JSON)."""
+    """Metadata given at submission: run, stage, commit, digest, dir, arguments (JSON)."""
     message: str = ""
     began: float | None = None
     ended: float | None = None
     code: int | None = None
-    """Exit code of the run, or minus the signal that it died of; None before its end, and for one that Ray stopped."""
+    """Exit code of the run, or minus the signal that killed it; None before its end, and for a job that Ray stopped."""
     node: str | None = None
-    """Ray's name of the node that its driver is on."""
+    """Ray's id of the driver's node."""
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """Ray's runtime environment: what was packed."""
+    """Ray's runtime environment of the job."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the job has ended."""
         return self.state in ("STOPPED", "SUCCEEDED", "FAILED")
 
     @property
@@ -50,20 +50,20 @@ class Job:
 
     @property
     def exit_code(self) -> int:
-        """What a command that followed it to its end exits with: the run's own code, 128 and the signal's number for
-        one that died of a signal, 75 for one that was stopped."""
+        """Exit code of a command that followed the job to its end: the run's own code, 128 plus the signal's number for
+        a run killed by a signal, 75 for a stopped one."""
         if self.code is not None:
             return self.code if self.code >= 0 else 128 - self.code
         return {"SUCCEEDED": 0, "STOPPED": RunInterrupted.exit_code}.get(self.state, 1)
 
     @property
     def arguments(self) -> list[str]:
-        """What `submit` was given besides address and --resume."""
+        """Arguments of `submit`, without the address and --resume."""
         return list(json.loads(self.about.get("arguments", "[]")))
 
-    def standing(self) -> str:
-        """How it stands, in words."""
+    def describe_state(self) -> str:
+        """The job's state in words."""
         if self.state == "FAILED":
             return ENDINGS.get(self.exit_code, f"failed (exit code {self.exit_code})")
         return {"PENDING": "waiting to start", "RUNNING": "running", "SUCCEEDED": "finished",
-                "STOPPED": "stopped; --resume goes on"}.get(self.state, self.state.lower())
+                "STOPPED": "stopped; --resume continues it"}.get(self.state, self.state.lower())

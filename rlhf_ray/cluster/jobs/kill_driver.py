@@ -1,7 +1,7 @@
 """`python -m rlhf_ray.cluster.jobs.kill_driver JOB`: kill all processes of a job's driver on this node.
 
-Ray's own way to stop a job waits as long as was agreed when it was submitted, and cannot be told to hurry. So another
-job, on the driver's node, does this.
+Ray's own way to stop a job waits for the time set when it was submitted, which cannot be shortened. So another job, on
+the driver's node, runs this module.
 """
 
 import json
@@ -13,32 +13,32 @@ from contextlib import suppress
 import psutil
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
-PATIENCE_S = 30.0
-"""A process in the middle of a write to a disk that hangs cannot be killed, and this one must not wait for ever."""
+TIMEOUT_S = 30.0
+"""A process in the middle of a write to a disk that hangs cannot be killed, and this one must end nevertheless."""
 
 
 def processes_of(job_id: str) -> list[psutil.Process]:
-    """Those on this node whose environment says that they belong to the driver of the job, but for this one."""
-    found = []
+    """Processes on this node whose environment says that they belong to the job's driver, except this one."""
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ValueError):
             text = process.environ().get(RAY_JOB_CONFIG_JSON_ENV_VAR)
             if text and json.loads(text).get("metadata", {}).get("job_submission_id") == job_id:
-                found.append(process)
-    return [process for process in found if process.pid != os.getpid()]
+                processes.append(process)
+    return [process for process in processes if process.pid != os.getpid()]
 
 
 def kill(job_id: str) -> int:
-    """Kill them until none is left, for half a minute at most; returns how many there were."""
+    """Kill the processes until none is left, for half a minute at most; returns how many there were."""
     killed: set[int] = set()
-    until = time.monotonic() + PATIENCE_S
-    while (left := processes_of(job_id)) and time.monotonic() < until:
-        for process in left:
+    until = time.monotonic() + TIMEOUT_S
+    while (alive := processes_of(job_id)) and time.monotonic() < until:
+        for process in alive:
             killed.add(process.pid)
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=5)
-        if not [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]:
+        psutil.wait_procs(alive, timeout=5)
+        if not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]:
             break
     return len(killed)
 

@@ -1,8 +1,8 @@
-"""What of this machine a job takes along: the working directory without what is large or made here, and this package.
+"""The files that a job takes along: the working directory without large or generated files, and this package.
 
-Ray packs it into one archive that lies in the memory of the cluster's control service and is unpacked on every node
-that runs a part of the job. So it is for code, configurations and small data; models and large data lie where all
-nodes see them.
+Ray packs them into one archive, which lies in the memory of the cluster's control service and is unpacked on every node
+that runs a part of the job. So the archive is for code, configurations and small data; models and large data belong
+where all nodes see them.
 """
 
 import logging
@@ -19,9 +19,9 @@ from rlhf_ray.errors import ConfigError
 
 EXCLUDES = ("/runs/", ".git/", ".venv/", "venv/", "node_modules/", "__pycache__/", "*.egg-info/", ".pytest_cache/",
             ".mypy_cache/", ".ruff_cache/", ".hypothesis/", "wandb/", "mlruns/", ".ray/")
-"""Left out besides what .gitignore and .rayignore of the directory name; patterns as there."""
+"""Left out in addition to the patterns of the directory's .gitignore and .rayignore; same syntax."""
 LIMIT = int(GCS_STORAGE_MAX_SIZE)
-"""Bytes: more than a message to Ray's control service may have."""
+"""Largest message to Ray's control service, in bytes."""
 MIB = 2**20
 
 
@@ -35,11 +35,11 @@ class Package:
 
     @property
     def nbytes(self) -> int:
-        """Before compression."""
+        """Size before compression."""
         return sum(self.files.values())
 
     def holds(self, path: Path) -> bool:
-        """Whether a file, or something of a directory, is in it."""
+        """Whether it contains a file, or any file of a directory."""
         try:
             name = path.resolve().relative_to(self.directory).as_posix()
         except ValueError:
@@ -52,15 +52,15 @@ class Package:
         return ", ".join(f"{name} ({size / MIB:.3g} MiB)" for name, size in order)
 
 
-def look_into(directory: Path) -> Package:
-    """What Ray would pack of `directory`, by Ray's own walk.
+def list_package(directory: Path) -> Package:
+    """The files that Ray would pack of `directory`, by Ray's own walk.
 
     Raises:
-        ConfigError: it is no directory, or more than Ray takes.
+        ConfigError: it is not a directory, or is larger than Ray's limit.
     """
     directory = directory.resolve()
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory")
+        raise ConfigError(f"{directory} is not a directory: name the directory that the job runs in")
     files: dict[str, int] = {}
 
     def take(path: Path) -> None:
@@ -68,19 +68,19 @@ def look_into(directory: Path) -> Package:
             files[path.relative_to(directory).as_posix()] = path.stat().st_size
 
     _dir_travel(directory, [_get_excludes(directory, list(EXCLUDES))], take, include_gitignore=True,
-                logger=logging.getLogger(__name__))  # Ray's own would name .gitignore as what is left out
+                logger=logging.getLogger(__name__))  # Ray's own logger would warn about .gitignore
     package = Package(directory, files)
     if package.nbytes > LIMIT:
         raise ConfigError(
-            f"the working directory {directory} has {package.nbytes / MIB:,.0f} MiB to take along, and Ray takes at "
-            f"most {LIMIT / MIB:.0f} MiB: it goes through the memory of the cluster's head, and to every node. Its "
-            f"largest files: {package.largest()}. Name what the run does not need in a file .rayignore (patterns as in "
+            f"the working directory {directory} has {package.nbytes / MIB:,.0f} MiB to pack, and Ray takes at most "
+            f"{LIMIT / MIB:.0f} MiB: the archive is held in the head's memory and copied to every node. Its "
+            f"largest files: {package.largest()}. List what the run does not need in .rayignore (patterns as in "
             ".gitignore), and put data and models where all nodes see them")
     return package
 
 
 def check_paths(config: BaseModel, package: Package) -> None:
-    """Refuse what the configuration names by a relative path and the job would not find in its working directory.
+    """Refuse relative paths of the configuration that the job would not find in its working directory.
 
     Raises:
         ConfigError: naming the field, and what to do.
@@ -99,7 +99,7 @@ def check_paths(config: BaseModel, package: Package) -> None:
 
 
 def strings_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """All texts of a configuration with the dotted names of their fields."""
+    """All strings of a configuration with the dotted names of their fields."""
     if isinstance(value, BaseModel):
         for key in type(value).model_fields:
             yield from strings_of(getattr(value, key), f"{name}.{key}".lstrip("."))
@@ -114,7 +114,7 @@ def strings_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def environment_of(package: Package, variables: Mapping[str, str], requirements: Sequence[str]) -> dict[str, Any]:
-    """Ray's runtime environment of a job: the directory, this very package, variables, and requirements to install."""
+    """Ray's runtime environment of a job: the directory, this package, variables, and requirements to install."""
     home = Path(rlhf_ray.__file__).resolve().parent
     environment: dict[str, Any] = {"working_dir": str(package.directory), "excludes": list(EXCLUDES),
                                    "env_vars": dict(variables)}

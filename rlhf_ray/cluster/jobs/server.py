@@ -1,6 +1,7 @@
-"""The job server of a Ray cluster (its dashboard's port), asked with a token, and never where anybody may ask it.
+"""Client of a Ray cluster's job server (on its dashboard's port).
 
-A token is shown to nobody before the server has refused a question without one.
+A cluster that others can reach is used only if it requires a token. A token is sent only after the server has refused a
+request without one.
 """
 
 import logging
@@ -22,56 +23,56 @@ from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
 from rlhf_ray.planning.nodes import Node
 
-USUAL = "http://127.0.0.1:8265"
-"""Where Ray puts it, on its head node."""
+DEFAULT_URL = "http://127.0.0.1:8265"
+"""Ray's default address, on the head node."""
 TIMEOUT_S = 20.0
-OVERRULING = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-"""Variables that Ray's client prefers to the address it is given."""
+OVERRIDING_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+"""Variables that Ray's client prefers over the address in its arguments."""
 REFUSED = (401, 403)
-TALKATIVE = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk",
+VERBOSE_LOGGERS = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk",
              "ray._private.runtime_env.packaging")
-"""Loggers of Ray's client, some of which set their own level when they are imported."""
+"""Loggers of Ray's client, some of which set their own level on import."""
 
 
 class JobServer:
-    """What we ask of it; errors said for a person."""
+    """The requests that this project makes; Ray's errors are raised as `ClusterError`."""
 
     def __init__(self, client: JobSubmissionClient, url: str) -> None:
         self._client, self.url = client, url
 
     def submit(self, entrypoint: str, job_id: str, environment: dict[str, Any], about: Mapping[str, str]) -> str:
-        """Pack what `environment` names, send it, and have the job started; returns its id."""
-        with said_plainly(self.url):
+        """Pack the files that `environment` names, send them, and start the job; returns its id."""
+        with ray_errors_as_ours(self.url):
             return str(self._client.submit_job(entrypoint=entrypoint, submission_id=job_id, runtime_env=environment,
                                                metadata=dict(about)))
 
     def run_on(self, node: str, entrypoint: str, environment: Mapping[str, Any]) -> str:
-        """Have a command run on one node of the cluster; returns the id of its job."""
-        with said_plainly(self.url):
+        """Run a command on one node of the cluster; returns the id of its job."""
+        with ray_errors_as_ours(self.url):
             return str(self._client.submit_job(entrypoint=entrypoint, runtime_env=dict(environment),
                                                entrypoint_label_selector={"ray.io/node-id": node}))
 
     def nodes(self) -> list[Node]:
-        """What is alive of the cluster, as planning knows it; the head first."""
-        with said_plainly(self.url):
+        """The alive nodes of the cluster, as planning describes them; the head first."""
+        with ray_errors_as_ours(self.url):
             answer = self._client._do_request("GET", "/api/v0/nodes?limit=10000")
             if answer.status_code != 200:
-                raise RuntimeError(f"it does not say which nodes it has (status {answer.status_code})")
-            found = [node for node in answer.json()["data"]["result"]["result"] if node["state"] == "ALIVE"]
+                raise RuntimeError(f"it does not list its nodes (status {answer.status_code})")
+            alive = [node for node in answer.json()["data"]["result"]["result"] if node["state"] == "ALIVE"]
         return head_first([as_node(node["node_id"], node["node_name"], node["node_ip"], node["resources_total"],
-                                   node.get("labels")) for node in found])
+                                   node.get("labels")) for node in alive])
 
     def jobs(self) -> list[Job]:
-        """All that were submitted, newest first."""
-        with said_plainly(self.url):
-            found = [job_of(details) for details in self._client.list_jobs() if details.submission_id]
-        return sorted(found, key=lambda job: -(job.began or 0))
+        """All submitted jobs, newest first."""
+        with ray_errors_as_ours(self.url):
+            jobs = [job_of(details) for details in self._client.list_jobs() if details.submission_id]
+        return sorted(jobs, key=lambda job: -(job.began or 0))
 
     def job(self, name: str) -> Job:
-        """The job of this id, or the newest one of the run of this name.
+        """The job with this id, or the newest job of the run with this name.
 
         Raises:
-            ClusterError: there is none; names those that are.
+            ClusterError: no job or run has that name; the message lists the newest jobs.
         """
         jobs = self.jobs()
         for job in jobs:
@@ -81,87 +82,87 @@ class JobServer:
             if job.ours and name == job.about["run"]:
                 return job
         known = ", ".join(job.id for job in jobs[:5] if job.ours) or "none"
-        raise ClusterError(f"there is no job and no run {name!r} at {self.url}; the newest jobs there: {known}")
+        raise ClusterError(f"there is no job or run {name!r} at {self.url}; use one of the newest jobs there: {known}")
 
     def logs(self, job_id: str) -> str:
-        """All that a job printed so far."""
-        with said_plainly(self.url):
+        """The job's output so far."""
+        with ray_errors_as_ours(self.url):
             return str(self._client.get_job_logs(job_id))
 
     def tail(self, job_id: str) -> AsyncIterator[str]:
-        """What a job printed and prints, from the beginning to its end."""
+        """The job's output from its beginning to its end, as it comes."""
         return self._client.tail_job_logs(job_id)
 
     def stop(self, job_id: str) -> None:
-        """Have all processes of a job sent SIGTERM, and SIGKILL after the time that was set when it was submitted."""
-        with said_plainly(self.url):
+        """Send SIGTERM to all processes of a job, and SIGKILL after the time set at its submission."""
+        with ray_errors_as_ours(self.url):
             self._client.stop_job(job_id)
 
     def forget(self, job_id: str) -> None:
-        """Take a job that is over off the list."""
-        with said_plainly(self.url):
+        """Remove a finished job from the list."""
+        with ray_errors_as_ours(self.url):
             self._client.delete_job(job_id)
 
 
 def connect(address: str | None, allow_open: bool = False) -> JobServer:
-    """The job server at `address` (host:port or URL; RAY_API_SERVER_ADDRESS or this machine's where empty).
+    """The job server at `address` (host:port or URL; when empty, RAY_API_SERVER_ADDRESS or this machine's).
 
     Raises:
-        ClusterError: nobody answers there, or no job server of our version of Ray; the token is missing or wrong;
-            others can reach it and it has no authentication.
+        ClusterError: there is no server, or it is not a job server of our version of Ray; the token is missing or
+            wrong; others can reach the server and it has no authentication.
     """
-    url = url_of(address or os.environ.get("RAY_API_SERVER_ADDRESS") or USUAL)
-    for name in TALKATIVE:
+    url = url_of(address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_URL)
+    for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     headers: dict[str, str] = {}
-    if _ask(url, headers) in REFUSED:
+    if _status_code(url, headers) in REFUSED:
         token = find_token()
         if token is None:
-            raise ClusterError(f"the cluster at {url} asks for a token (401), and there is none here. {HOW}")
+            raise ClusterError(f"the cluster at {url} requires a token (401), and none was found here. {HOW}")
         headers = {"Authorization": f"Bearer {token}"}
-        if (code := _ask(url, headers)) in REFUSED:
-            raise ClusterError(f"the cluster at {url} refuses the token found here ({code}): it is another cluster's, "
-                               f"or was changed. {HOW}")
+        if (code := _status_code(url, headers)) in REFUSED:
+            raise ClusterError(f"the cluster at {url} refuses the token found here ({code}): it belongs to another "
+                               f"cluster, or was changed. {HOW}")
     elif not allow_open and not is_loopback(urlsplit(url).hostname or ""):
         raise ClusterError(
-            f"the cluster at {url} has no authentication: whoever can reach it can run code there. Start its nodes "
-            "with RAY_AUTH_MODE=token and one token for all. Where its network is closed to others, "
-            "cluster.allow_open=true (`--allow-open` of other commands) uses it as it is")
-    with _own_address(), said_plainly(url):
+            f"the cluster at {url} has no authentication: anyone who can reach it can run code there. Start its nodes "
+            "with RAY_AUTH_MODE=token and one token for all. If its network is closed to others, set "
+            "cluster.allow_open=true (`--allow-open` of other commands)")
+    with _own_address(), ray_errors_as_ours(url):
         client = JobSubmissionClient(url, headers=headers)
         _check_version(url, client)
     return JobServer(client, url)
 
 
 def url_of(address: str) -> str:
-    """The URL of a job server, from what a person writes.
+    """The URL of a job server, from a host:port or URL.
 
     Raises:
-        ClusterError: it is another kind of address.
+        ClusterError: it is an address of another kind.
     """
     if "://" not in address:
         address = f"http://{address}"
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ClusterError(f"--address={address}: give the address of the cluster's job server, which is its "
-                           f"dashboard's: http://HOST:8265, or {USUAL} behind a tunnel "
+                           f"dashboard's: http://HOST:8265, or {DEFAULT_URL} behind a tunnel "
                            "(ssh -L 8265:127.0.0.1:8265 HEAD)")
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _ask(url: str, headers: Mapping[str, str]) -> int:
-    """What the server's jobs answer with to someone who shows this.
+def _status_code(url: str, headers: Mapping[str, str]) -> int:
+    """Status code of the server's job list, requested with these headers.
 
     Raises:
-        ClusterError: nobody answers.
+        ClusterError: the server does not answer.
     """
     try:
         answer = httpx.get(f"{url}/api/jobs/", headers=dict(headers), timeout=TIMEOUT_S, trust_env=False)
     except httpx.HTTPError as error:
         raise ClusterError(
-            f"no job server answers at {url} ({first_line(error)}). It is where the cluster's dashboard is (port 8265 "
-            "of the head node), and mostly listens on that node alone: ssh -L 8265:127.0.0.1:8265 HEAD, or kubectl "
-            "port-forward, brings it here") from error
+            f"no job server answers at {url} ({first_line(error)}). It is part of the cluster's dashboard (port "
+            "8265 of the head node), and usually listens on that node only: forward the port by "
+            "ssh -L 8265:127.0.0.1:8265 HEAD, or kubectl port-forward") from error
     if answer.status_code not in (200, *REFUSED):
         raise ClusterError(f"{url} answers with {answer.status_code} where a job server of Ray lists its jobs: correct "
                            "host and port, or start the cluster with its dashboard (pip install 'ray[default]')")
@@ -171,23 +172,23 @@ def _ask(url: str, headers: Mapping[str, str]) -> int:
 def _check_version(url: str, client: JobSubmissionClient) -> None:
     theirs, ours = client._server_ray_version or "", ray.__version__
     if theirs.split(".")[:2] != ours.split(".")[:2]:
-        raise ClusterError(f"the cluster at {url} runs Ray {theirs}, and this package Ray {ours}: a run needs one "
-                           "version on all sides; install the cluster's here, or this one there")
+        raise ClusterError(f"the cluster at {url} runs Ray {theirs}, and this package uses Ray {ours}: they must be "
+                           "the same. Install the cluster's version here, or this one there")
 
 
 @contextmanager
 def _own_address() -> Iterator[None]:
-    """Keep Ray's client at the address that it is given."""
-    kept = {name: os.environ.pop(name) for name in OVERRULING if name in os.environ}
+    """Make Ray's client use the address that it is given."""
+    removed = {name: os.environ.pop(name) for name in OVERRIDING_VARIABLES if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(removed)
 
 
 @contextmanager
-def said_plainly(url: str) -> Iterator[None]:
-    """Errors of Ray's client as ours."""
+def ray_errors_as_ours(url: str) -> Iterator[None]:
+    """Raise errors of Ray's client as `ClusterError`."""
     try:
         yield
     except AuthenticationError as error:
@@ -197,7 +198,7 @@ def said_plainly(url: str) -> Iterator[None]:
 
 
 def job_of(details: JobDetails) -> Job:
-    """Ray's record of a job as ours."""
+    """Convert Ray's record of a job."""
     def seconds(ms: int | None) -> float | None:
         return ms / 1000 if ms else None
 
@@ -207,8 +208,8 @@ def job_of(details: JobDetails) -> Job:
 
 
 VARIABLE, FILE_VARIABLE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-HOW = ("Copy the cluster's token to ~/.ray/auth_token (on its head node `ray get-auth-token` prints it), name its "
-       f"file in {FILE_VARIABLE}, or put it into {VARIABLE}")
+HOW = ("Copy the cluster's token to ~/.ray/auth_token (on its head node `ray get-auth-token` prints it), set "
+       f"{FILE_VARIABLE} to a file with it, or set {VARIABLE}")
 
 
 def find_token() -> str | None:

@@ -54,7 +54,7 @@ def floor(shared_ray):
 
 def spawn(place, ranks, name):
     return place.spawn(name, LearnerBench, PlacementConfig(workers=ranks, cpus=0.1),
-                       lambda rank: {"rank": rank, "world": ranks}, goodbye="leave")
+                       lambda rank: {"rank": rank, "world": ranks}, shutdown_method="leave")
 
 
 class Ranks:

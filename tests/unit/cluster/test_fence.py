@@ -78,7 +78,7 @@ def test_a_pid_that_another_process_has_now_is_left_alone():
         assert kill([(process.pid, found.create_time() - 1), (2**22 + 1, 0.0)]) == []
         assert process.poll() is None and child.is_running()
     finally:
-        kill([(process.pid, found.create_time())], patience_s=0)
+        kill([(process.pid, found.create_time())], grace_s=0)
         process.wait(10)
 
 

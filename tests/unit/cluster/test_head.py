@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rlhf_ray.cluster.head import answers, head_watched, patience_s, raise_for_lost_head, require_listener
+from rlhf_ray.cluster.head import head_timeout_s, head_watched, is_listening, raise_for_lost_head, require_listener
 from rlhf_ray.errors import ClusterError, ClusterUnavailable, ConfigError, LedgerError, RunInterrupted, WorkerError
 
 
@@ -23,9 +23,9 @@ def address_of(server):
 
 def test_an_address_answers_while_somebody_listens_there(listener):
     address = address_of(listener)
-    assert answers(address)
+    assert is_listening(address)
     listener.close()
-    assert not answers(address)
+    assert not is_listening(address)
     with pytest.raises(ClusterUnavailable, match=f"nothing takes connections at cluster.address='{address}'") as caught:
         require_listener(address)
     assert (caught.value.exit_code, caught.value.retryable) == (68, True)
@@ -40,7 +40,7 @@ def test_what_is_no_address_is_refused_for_good(address):
 
 @pytest.mark.parametrize("address", ["auto", "ray://head:10001", "local"])
 def test_of_other_notations_nothing_is_known(address):
-    assert answers(address)
+    assert is_listening(address)
 
 
 def test_a_lost_head_is_told_once_after_several_probes_and_a_present_one_never(listener):
@@ -51,7 +51,7 @@ def test_a_lost_head_is_told_once_after_several_probes_and_a_present_one_never(l
         lost.set()
 
     address = address_of(listener)
-    with head_watched(address, end, patience=0.05, every_s=0.02):
+    with head_watched(address, end, timeout_s=0.05, every_s=0.02):
         assert not lost.wait(0.3)
         listener.close()
         assert lost.wait(30)
@@ -69,9 +69,9 @@ def test_a_head_that_is_away_for_a_moment_is_not_lost(listener, monkeypatch):
             return True
         return probes[-1]
 
-    monkeypatch.setattr("rlhf_ray.cluster.head.answers", probe)
+    monkeypatch.setattr("rlhf_ray.cluster.head.is_listening", probe)
     told = []
-    with head_watched("h:1", told.append, patience=0.0, every_s=0.001):
+    with head_watched("h:1", told.append, timeout_s=0.0, every_s=0.001):
         assert over.wait(30)
     assert told == [], "three probes in a row have to fail"
 
@@ -92,9 +92,9 @@ def test_what_workers_or_ray_failed_of_is_the_heads_loss_where_it_does_not_answe
 
 def test_it_ends_before_rays_client_would(monkeypatch):
     monkeypatch.delenv("RAY_gcs_rpc_server_reconnect_timeout_s", raising=False)
-    assert patience_s() == 45
+    assert head_timeout_s() == 45
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "200")
-    assert patience_s() == 150
+    assert head_timeout_s() == 150
 
 
 def test_the_end_is_at_once_with_its_code_whatever_the_main_thread_does():

@@ -47,7 +47,7 @@ def test_a_node_that_does_not_see_a_file_is_named_with_it(monkeypatch):
     async def asked(node, paths):
         return [path for path in paths if node == "far" and path != "/shared/run"]
 
-    monkeypatch.setattr(shared_files, "_asked", asked)
+    monkeypatch.setattr(shared_files, "_absent_on", asked)
     monkeypatch.setattr(shared_files, "present_nodes", lambda: [Node("10.0.0.7 (far)", {}, id="far")])
     monkeypatch.setattr(shared_files.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     with pytest.raises(ClusterError) as refused:

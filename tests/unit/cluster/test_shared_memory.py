@@ -38,14 +38,14 @@ def killed_after():
 
 
 def test_shared_memory_that_a_killed_process_made_goes_with_it(killed_after):
-    segment = Path(module.PLACE) / f"rlhf-ray-test-{uuid4().hex}"
+    segment = Path(module.SHM) / f"rlhf-ray-test-{uuid4().hex}"
     killed_after(MAKES, segment)
     assert not segment.exists()
 
 
 def test_a_file_that_was_there_before_stays(killed_after, monkeypatch):
     monkeypatch.setattr(module, "CLOCKS_S", 0.0)
-    with tempfile.NamedTemporaryFile(dir=module.PLACE) as model:
+    with tempfile.NamedTemporaryFile(dir=module.SHM) as model:
         model.write(bytes(4096))
         model.flush()
         time.sleep(1.5)  # the kernel tells when a process began by a clock of whole seconds
@@ -54,7 +54,7 @@ def test_a_file_that_was_there_before_stays(killed_after, monkeypatch):
 
 
 def test_a_new_file_in_somebodys_directory_stays(killed_after):
-    with tempfile.TemporaryDirectory(dir=module.PLACE) as cache:
+    with tempfile.TemporaryDirectory(dir=module.SHM) as cache:
         rows = Path(cache) / "rows.arrow"
         killed_after(MAKES, rows)
         assert rows.exists()
@@ -72,4 +72,4 @@ def test_of_a_semaphore_tests_say_that_it_is_left_when_nobody_uses_it_any_more()
         assert f"sem.{name}" in abandoned(before, wait_s=0)
     finally:
         maker.kill()
-        Path(module.PLACE, f"sem.{name}").unlink(missing_ok=True)
+        Path(module.SHM, f"sem.{name}").unlink(missing_ok=True)

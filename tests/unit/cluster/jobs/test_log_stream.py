@@ -50,19 +50,19 @@ def test_what_was_seen_before_is_skipped(monkeypatch):
 
 def test_a_server_that_stays_away_ends_the_following_and_not_the_job(monkeypatch):
     monkeypatch.setattr(log_stream, "PAUSE_S", 0.0)
-    monkeypatch.setattr(log_stream, "PATIENCE_S", 0.05)
-    with pytest.raises(ClusterError, match=r"has been away.*may well go on"):
+    monkeypatch.setattr(log_stream, "UNREACHABLE_S", 0.05)
+    with pytest.raises(ClusterError, match=r"unreachable.*may still be running"):
         asyncio.run(follow(Breaking("abc", [0] * 100_000), "it", lambda _: None))
 
 
 @pytest.mark.parametrize(("state", "code", "exit_code", "said"), [
     ("SUCCEEDED", 0, 0, "finished"), ("FAILED", 2, 2, "failed (exit code 2)"), ("FAILED", None, 1, "failed"),
-    ("FAILED", 75, 75, "--resume goes on"), ("FAILED", 69, 69, "lost a worker"),
+    ("FAILED", 75, 75, "--resume continues"), ("FAILED", 69, 69, "lost a worker"),
     ("FAILED", -9, 137, "killed; --resume"), ("STOPPED", None, 75, "--resume"),
     ("FAILED", 3, 3, "stopped itself early")])
 def test_how_a_job_ended(state, code, exit_code, said):
     job = Job("it", state, code=code)
-    assert job.over and job.exit_code == exit_code and said in job.standing()
+    assert job.over and job.exit_code == exit_code and said in job.describe_state()
 
 
 def test_all_processes_of_a_job_are_killed_and_no_others():

@@ -8,7 +8,7 @@ import pytest
 
 import rlhf_ray
 from rlhf_ray.cluster.jobs import package as module
-from rlhf_ray.cluster.jobs.package import check_paths, environment_of, look_into, strings_of
+from rlhf_ray.cluster.jobs.package import check_paths, environment_of, list_package, strings_of
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 
@@ -29,15 +29,15 @@ def config_of(**sections):
 
 
 def test_code_and_data_are_packed_and_outputs_environments_and_ignored_files_are_not(project):
-    assert set(look_into(project).files) == {"ppo.yaml", "data/prompts.jsonl", "code/rewards.py", "code/runs/kept.txt",
-                                             ".gitignore"}
+    assert set(list_package(project).files) == {"ppo.yaml", "data/prompts.jsonl", "code/rewards.py",
+                                                "code/runs/kept.txt", ".gitignore"}
 
 
 def test_looking_into_a_directory_says_nothing(project, caplog):
     talker = logging.getLogger("ray._private.runtime_env.packaging")
     talker.addHandler(caplog.handler)
     try:
-        look_into(project)
+        list_package(project)
     finally:
         talker.removeHandler(caplog.handler)
     assert not caplog.messages
@@ -45,14 +45,14 @@ def test_looking_into_a_directory_says_nothing(project, caplog):
 
 def test_a_rayignore_leaves_out_more(project):
     (project / ".rayignore").write_text("code/\n")
-    assert "code/rewards.py" not in look_into(project).files
+    assert "code/rewards.py" not in list_package(project).files
 
 
 def test_too_much_is_refused_with_the_largest_files_and_what_to_do(project, monkeypatch):
     (project / "data/large.bin").write_bytes(bytes(3 * 2**20))
     monkeypatch.setattr(module, "LIMIT", 2**20)
-    with pytest.raises(ConfigError, match=r"3 MiB to take along.*at most 1 MiB.*data/large.bin \(3 MiB\).*\.rayignore"):
-        look_into(project)
+    with pytest.raises(ConfigError, match=r"3 MiB to pack.*at most 1 MiB.*data/large.bin \(3 MiB\).*\.rayignore"):
+        list_package(project)
 
 
 @pytest.mark.parametrize(("sections", "field"), [
@@ -62,23 +62,23 @@ def test_too_much_is_refused_with_the_largest_files_and_what_to_do(project, monk
 def test_a_relative_path_that_is_left_out_is_refused(project, sections, field):
     (project / "runs/r.py").write_text("")
     with pytest.raises(ConfigError, match=rf"{field}='.*is not packed.*absolute path"):
-        check_paths(config_of(**sections), look_into(project))
+        check_paths(config_of(**sections), list_package(project))
 
 
 def test_packed_files_names_on_the_hub_and_absolute_paths_are_left_alone(project):
     check_paths(config_of(run={"dir": str(project / "runs")}, model={"path": str(project / "runs/old")},
                           rewards={"r": {"type": "function", "function": "code/rewards.py:score"}}),
-                look_into(project))
+                list_package(project))
 
 
 def test_this_package_goes_along_unless_the_directory_holds_it(project):
     home = Path(rlhf_ray.__file__).parent
-    environment = environment_of(look_into(project), {"A": "b"}, ["einops"])
+    environment = environment_of(list_package(project), {"A": "b"}, ["einops"])
     assert environment["py_modules"] == [str(home)] and environment["pip"] == ["einops"]
     assert environment["env_vars"] == {"A": "b"} and environment["working_dir"] == str(project)
     (project / "here").mkdir()
     subprocess.run(["cp", "-r", str(home), str(project / "here")], check=True)
-    packed = look_into(project)
+    packed = list_package(project)
     assert packed.holds(project / "here/rlhf_ray") and not packed.holds(home)
 
 

@@ -81,7 +81,7 @@ def test_an_open_cluster_that_others_can_reach_is_refused_and_shown_no_token(ans
 
 def test_a_server_that_wants_a_token_says_where_to_put_it(answering):
     url, _ = answering(401)
-    with pytest.raises(ClusterError, match=r"asks for a token \(401\).*~/.ray/auth_token.*RAY_AUTH_TOKEN"):
+    with pytest.raises(ClusterError, match=r"requires a token \(401\).*~/.ray/auth_token.*RAY_AUTH_TOKEN"):
         connect(url)
 
 
