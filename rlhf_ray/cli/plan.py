@@ -70,13 +70,13 @@ def load_any(path: Path | None, overrides: list[str], stage: str | None) -> Stag
     from rlhf_ray.config.load import STAGES, load
     from rlhf_ray.config.sources import read_yaml
 
-    named = stage or stage_told(read_yaml(path).values if path else {}, path)
+    named = stage or stage_of_file(read_yaml(path).values if path else {}, path)
     if named not in STAGES:
         raise ConfigError(f"--stage={named}: there is no such stage; there are {', '.join(STAGES)}")
     return load(STAGES[named], path, overrides)
 
 
-def stage_told(values: object, path: Path | None) -> str:
+def stage_of_file(values: object, path: Path | None) -> str:
     """Whose configuration a file is, by the sections that one stage alone has; else by its name; else sft."""
     sections = values if isinstance(values, dict) else {}
     for section, stage in (("rewards", "ppo"), ("pairs", "preferences"), ("steps", "process-reward"),

@@ -18,43 +18,43 @@ STORE = "object store"
 COLOURS = dict(zip((*PARTS, STORE), ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "bright_black",
                                      "bright_magenta", "white", "bright_yellow"), strict=True))
 MARKS = dict(zip((*PARTS, STORE), "WGOALKBCRS", strict=True))
-"""A letter for each part, so that bars can be read without colours."""
+"""A letter for each part, so that bars are readable without colours."""
 BAR = 56
-"""Characters of a full bar, at most."""
+"""Maximum width of a full bar in characters."""
 
 
 def plan_page(plan: Plan, width: int = 100) -> RenderableType:
-    """What rich prints of a plan, in lines of at most `width` characters."""
+    """The plan as a rich renderable, in lines of at most `width` characters."""
     parts: list[RenderableType] = [_nodes(plan), Text(""), _roles(plan), Text("")]
     parts += _bars(plan.loads, min(BAR, max(20, width - 44)))
     parts += [Text(""), _facts(plan), Text("")]
     parts += [_finding(finding.level, finding.text) for finding in plan.findings]
-    parts.append(Text("it cannot work like this", style="bold red") if plan.refused else
-                 Text("it fits", style="bold green"))
+    parts.append(Text("the run cannot work", style="bold red") if plan.refused else
+                 Text("the run fits", style="bold green"))
     return Group(*parts)
 
 
 def _nodes(plan: Plan) -> Text:
-    alike: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for node in plan.nodes:
         gpus = f"{node.gpus} x {node.gpu.name if node.gpu else 'GPU of an unknown kind'}, " if node.gpus else ""
         labels = f", {', '.join(f'{k}={v}' for k, v in node.labels.items() if not k.startswith('ray.io/node'))}"
-        what = f"{gpus}{node.cpus:g} CPUs, {gib(node.memory_bytes)}{labels if len(labels) > 2 else ''}"
-        alike[what] = alike.get(what, 0) + 1
-    return Text("nodes  " + "\n       ".join(f"{count} x ({what})" for what, count in alike.items()))
+        description = f"{gpus}{node.cpus:g} CPUs, {gib(node.memory_bytes)}{labels if len(labels) > 2 else ''}"
+        counts[description] = counts.get(description, 0) + 1
+    return Text("nodes  " + "\n       ".join(f"{count} x ({description})" for description, count in counts.items()))
 
 
 def _roles(plan: Plan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column, right in (("role", False), ("workers", True), ("model", False), ("where", False), ("each holds", True),
-                          ("beside it", True)):
+    for column, right in (("role", False), ("workers", True), ("model", False), ("where", False), ("per worker", True),
+                          ("host memory", True)):
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for role in plan.roles:
         memory = plan.memory[role.name]
         on_gpu = bool(memory.device)
         table.add_row(role.name, str(role.placement.workers), _model(role), _where(plan, role),
                       gib(memory.device_bytes if on_gpu else memory.host_bytes),
-                      f"{gib(memory.host_bytes)} host" if on_gpu else "")
+                      gib(memory.host_bytes) if on_gpu else "")
     return table
 
 
@@ -63,15 +63,15 @@ def _model(role: Role) -> str:
 
 
 def size(parameters: float) -> str:
-    """Of a model: 0.5B, 25M."""
+    """Number of weights as text: 0.5B, 25M."""
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e8 else f"{parameters / 1e6:.3g}M"
 
 
 def _where(plan: Plan, role: Role) -> str:
-    """Pool, bundles and nodes, those of all workers in one expression."""
+    """Pool, bundles and nodes of all workers of a role."""
     mine = [worker for worker in plan.placement.workers if worker.role == role.name]
     if not mine:
-        return f"{role.placement.pool}: no place"
+        return f"{role.placement.pool}: not placed"
     nodes = list(dict.fromkeys(worker.node for worker in mine))
     bundles = sorted({worker.bundle for worker in mine})
     where = nodes[0] if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
@@ -79,7 +79,7 @@ def _where(plan: Plan, role: Role) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers in short: 0-3, 5."""
+    """Sorted numbers as ranges: 0-3, 5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -90,13 +90,13 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _bars(loads: Sequence[Load], width: int) -> list[RenderableType]:
-    """A bar for each kind of load; those that hold the same are one."""
-    alike: dict[tuple[object, ...], list[Load]] = {}
+    """A bar for each kind of load; equal loads share one."""
+    groups: dict[tuple[object, ...], list[Load]] = {}
     for load in loads:
         held = tuple(sorted((name.partition("/")[0], round(sum(p.values()))) for name, p in load.holders.items()))
-        alike.setdefault((load.kind, load.capacity, held), []).append(load)
+        groups.setdefault((load.kind, load.capacity, held), []).append(load)
     lines: list[RenderableType] = []
-    for same in alike.values():
+    for same in groups.values():
         first = same[0]
         roles = ", ".join(dict.fromkeys(name.partition("/")[0] for name in first.holders))
         lines.append(Text(f"{_names(same)}: {roles}", style="bold"))
@@ -108,7 +108,7 @@ def _bars(loads: Sequence[Load], width: int) -> list[RenderableType]:
 
 
 def _names(same: Sequence[Load]) -> str:
-    """Of loads that hold the same: node-0 GPU 3-5; node-0 to node-1, 16 GPUs; node-2 to node-3 memory."""
+    """Name of a group of equal loads: node-0 GPU 3-5; node-0 to node-1, 16 GPUs; node-2 to node-3 memory."""
     nodes = list(dict.fromkeys(load.node for load in same))
     where = nodes[0] if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
     if same[0].device is None:
@@ -138,19 +138,19 @@ def _facts(plan: Plan) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in plan.geometry.items():
         table.add_row(name, text)
-    kept = ", ".join(f"{gib(amount)} {name}" for name, amount in plan.disk.items())
-    table.add_row("disk", f"{gib(sum(plan.disk.values()))}: {kept}")
-    if plan.pace:
-        took = ", ".join(f"{name} {seconds_of(s)}" for name, s in plan.pace.roles.items())
-        step, steps = plan.pace.seconds, plan.config.run.steps
-        table.add_row("time", f"about {seconds_of(step)} a step ({plan.pace.samples_per_second:.3g} samples a second; "
-                              f"{took}); the bottleneck is {plan.pace.bottleneck}")
-        table.add_row("", f"all {steps} steps: about {seconds_of(step * steps)}; an estimate, good to a factor of two")
+    files = ", ".join(f"{gib(amount)} {name}" for name, amount in plan.disk.items())
+    table.add_row("disk", f"{gib(sum(plan.disk.values()))}: {files}")
+    if estimate := plan.step_time:
+        by_role = ", ".join(f"{name} {seconds_of(s)}" for name, s in estimate.roles.items())
+        step, steps = estimate.seconds, plan.config.run.steps
+        table.add_row("time", f"about {seconds_of(step)} per step ({estimate.samples_per_second:.3g} samples/s; "
+                              f"{by_role}); the bottleneck is {estimate.bottleneck}")
+        table.add_row("", f"all {steps} steps: about {seconds_of(step * steps)}; an estimate, within a factor of two")
     return table
 
 
 def seconds_of(seconds: float) -> str:
-    """A time for people."""
+    """A duration as text."""
     if seconds < 60:
         return f"{seconds:.2g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
@@ -162,12 +162,12 @@ def _finding(level: str, text: str) -> Text:
 
 
 def plan_as_json(plan: Plan) -> str:
-    """One object: nodes, roles with a worker's memory by part, places, loads, batch, disk, time, findings."""
+    """The plan as a JSON object: nodes, roles, places, loads, batch, disk, step and findings."""
     return json.dumps(plan_as_values(plan), indent=2, ensure_ascii=False)
 
 
 def plan_as_values(plan: Plan) -> dict[str, Any]:
-    """The same as plain values."""
+    """The same as a dictionary."""
     return {
         "fits": not plan.refused,
         "nodes": [{"name": n.name, "cpus": n.cpus, "gpus": n.gpus, "gpu": n.gpu.name if n.gpu else None,
@@ -185,8 +185,8 @@ def plan_as_values(plan: Plan) -> dict[str, Any]:
                    "capacity_bytes": round(load.capacity), "share": round(load.share, 4)} for load in plan.loads],
         "batch": plan.geometry,
         "disk_bytes": {name: round(amount) for name, amount in plan.disk.items()},
-        "step": None if plan.pace is None else {
-            "seconds": plan.pace.seconds, "bottleneck": plan.pace.bottleneck, "samples": plan.pace.samples,
-            "roles_seconds": dict(plan.pace.roles)},
+        "step": None if plan.step_time is None else {
+            "seconds": plan.step_time.seconds, "bottleneck": plan.step_time.bottleneck,
+            "samples": plan.step_time.samples, "roles_seconds": dict(plan.step_time.roles)},
         "findings": [{"level": finding.level, "text": finding.text} for finding in plan.findings],
     }

@@ -15,8 +15,8 @@ from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.config.bundle_assignment import Bundles, assigned, spread
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.errors import ClusterError
-from rlhf_ray.planning.bundle_packing import arrange, what_is_free
-from rlhf_ray.planning.placement_errors import asked_for, nodes_table, why_not
+from rlhf_ray.planning.bundle_packing import arrange, free_resources
+from rlhf_ray.planning.placement_errors import explain_shortage, nodes_table, pool_request
 
 
 class Seat(NamedTuple):
@@ -111,7 +111,7 @@ class Pools:
         """
         one = {name: self.configs[name].model_copy(update={"bundles": 1})}
         nodes = await asyncio.to_thread(present_nodes)
-        if not self._cluster.nodes_may_join and arrange(one, nodes, what_is_free).missing:
+        if not self._cluster.nodes_may_join and arrange(one, nodes, free_resources).missing:
             raise ClusterError(f"pools.{name} is full, and the cluster has no room for one more of its bundles now:\n"
                                + nodes_table(one, nodes))
         self._grown += 1
@@ -192,8 +192,8 @@ def require_feasible(pools: Mapping[str, PoolConfig]) -> None:
     """
     nodes = present_nodes()
     packing = arrange(pools, nodes)
-    if packing.never:
-        raise ClusterError("\n".join([*why_not(pools, nodes, packing), nodes_table(pools, nodes),
+    if packing.impossible:
+        raise ClusterError("\n".join([*explain_shortage(pools, nodes, packing), nodes_table(pools, nodes),
                                       "(if such nodes are about to join, set cluster.nodes_may_join=true)"]))
 
 
@@ -216,7 +216,7 @@ def not_in_time(pools: Mapping[str, PoolConfig], late: list[str], timeout_s: flo
     return "\n".join([
         f"{_listed(late)} found no place within {timeout_s:g} s (cluster.start_timeout_s); the other pools were "
         "released. Other jobs may be using the nodes (`ray status` lists what is in use):",
-        *(asked_for(name, pools[name]) for name in late),
+        *(pool_request(name, pools[name]) for name in late),
         nodes_table({name: pools[name] for name in late}, nodes),
     ])
 

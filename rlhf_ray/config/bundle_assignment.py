@@ -120,7 +120,7 @@ def _assigned(pool: PoolConfig, placements: Mapping[str, PlacementConfig], choos
 
 
 @dataclass(frozen=True)
-class Seat:
+class BundleSlot:
     """Where one worker of a role lives."""
 
     role: str
@@ -131,11 +131,11 @@ class Seat:
 
 
 def check_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> None:
-    """Every worker must find a bundle with room for it; errors as in `seats`."""
-    seats(pools, placements)
+    """Every worker must find a bundle with room for it; errors as in `worker_bundles`."""
+    worker_bundles(pools, placements)
 
 
-def seats(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> list[Seat]:
+def worker_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> list[BundleSlot]:
     """The bundle of every worker, as `assigned` chooses it: sums over a pool do not tell.
 
     Raises:
@@ -151,5 +151,5 @@ def seats(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) 
                 f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have room "
                 f"for all workers together, but not one by one: a worker lives in one bundle, and {role} with "
                 f"{place.cpus:g} cpus and {place.gpus:g} gpus finds none; make bundles larger or give {role} less")
-        found += [Seat(role, rank, name, number) for (role, rank), number in bundles.assignments.items()]
+        found += [BundleSlot(role, rank, name, number) for (role, rank), number in bundles.assignments.items()]
     return found

@@ -1,4 +1,4 @@
-"""How a batch is cut: prompts, samples, mini-batches, ranks, micro-batches; and what the buffer may hold."""
+"""How a batch is divided into prompts, samples, mini-batches, ranks and micro-batches, and the size of the buffer."""
 
 from math import ceil
 
@@ -13,12 +13,12 @@ from rlhf_ray.config.stages import (
 )
 
 
-def geometry_of(config: StageConfig) -> dict[str, str]:
-    """What a person wants to see of it, by heading."""
+def batch_layout_of(config: StageConfig) -> dict[str, str]:
+    """The layout of a stage's batch as text, by heading."""
     if isinstance(config, PPOConfig):
         return _ppo(config)
     if isinstance(config, PreferencesStageConfig):
-        return {"samples": "two of each prompt"}
+        return {"samples": "two for each prompt"}
     assert isinstance(config, SFTConfig | RewardModelConfig | ProcessRewardConfig)
     rows, longest = config.training.batch_size, config.data.max_tokens
     whole = "pairs of rows" if isinstance(config, RewardModelConfig) else "rows"
@@ -41,7 +41,7 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
         found["critic"] = micro_batches(config.critic, samples // a.mini_batches, longest)
     chunk = config.generator.chunk
     found["generators"] = (f"{config.generator.workers} x up to {config.generator.max_sequences} sequences at a time, "
-                           f"in chunks of {chunk}; up to {config.concurrency} samples with them")
+                           f"in chunks of {chunk}; up to {config.concurrency} samples in flight")
     held = (c.max_staleness + 1) * samples
     found["staleness"] = (f"{counted(c.max_staleness, 'version')} at most; the buffer holds up to "
                           f"{config.buffer.capacity_samples or held} samples")
@@ -54,7 +54,7 @@ def counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def micro_batches(learner: LearnerConfig, rows: int, longest: int) -> str:
-    """Into how many passes a rank cuts a mini-batch whose rows are of their longest."""
+    """Micro-batches of a rank for a mini-batch whose rows all have the maximum length, as text."""
     count = passes(learner, rows, longest)
     fitting = max(1, learner.micro_batch_tokens // longest)
     ranks = f"{counted(learner.workers, 'rank')} (ZeRO {learner.zero_stage})"
@@ -63,6 +63,6 @@ def micro_batches(learner: LearnerConfig, rows: int, longest: int) -> str:
 
 
 def passes(learner: LearnerConfig, rows: float, tokens: float) -> int:
-    """Micro-batches of a rank for so many rows of so many tokens."""
+    """Number of micro-batches of a rank for `rows` rows of `tokens` tokens each."""
     fitting = max(1, int(learner.micro_batch_tokens // max(1.0, tokens)))
     return max(1, ceil(ceil(rows / learner.workers) / fitting))

@@ -15,22 +15,22 @@ from rlhf_ray.planning.nodes import Node
 ROUNDING = 1e-6
 
 Amounts = Callable[[Node], Mapping[str, float]]
-"""Which amounts of a node count: all, or the free ones."""
+"""Which resources of a node count: all of them, or the free ones."""
 
 
-def everything(node: Node) -> Mapping[str, float]:
-    """All that a node has, whoever uses it now."""
+def all_resources(node: Node) -> Mapping[str, float]:
+    """All resources of a node, whether in use or not."""
     return node.resources
 
 
-def what_is_free(node: Node) -> Mapping[str, float]:
-    """What nobody has reserved."""
+def free_resources(node: Node) -> Mapping[str, float]:
+    """The resources of a node that are not reserved."""
     return node.free
 
 
-def carries(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node with these labels is one that a selector means. By Ray's rules: "v" and "in(v, w)" ask for a label
-    with such a value, "!v" and "!in(v, w)" for none with it."""
+def matches_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node's labels match a selector, by Ray's rules: "v" and "in(v, w)" require a label with such a value,
+    "!v" and "!in(v, w)" forbid it."""
     return all(_agrees(labels.get(key), wanted) for key, wanted in selector.items())
 
 
@@ -41,31 +41,31 @@ def _agrees(value: str | None, wanted: str) -> bool:
     return (value in values) is not bool(negated)
 
 
-def capacity(pool: PoolConfig, node: Node, amounts: Amounts = everything) -> int:
-    """Bundles of a pool that a node holds by itself; 0 where its labels are others."""
+def node_capacity(pool: PoolConfig, node: Node, amounts: Amounts = all_resources) -> int:
+    """Bundles of a pool that fit on a node; 0 if its labels do not match."""
     return holds(pool, node.labels, amounts(node))
 
 
 def holds(pool: PoolConfig, labels: Mapping[str, str], has: Mapping[str, float]) -> int:
-    """Bundles of a pool that a node with these labels has room for in these amounts."""
-    if not carries(labels, pool.labels):
+    """Bundles of a pool that fit into these resources of a node with these labels."""
+    if not matches_labels(labels, pool.labels):
         return 0
     return min(int(has.get(kind, 0.0) / amount + ROUNDING) for kind, amount in pool.bundle.items())
 
 
-def room_for(pool: PoolConfig, nodes: Sequence[Node], amounts: Amounts = everything) -> int:
-    """Bundles of a pool that all nodes hold together by its strategy, were it alone there."""
-    held = [capacity(pool, node, amounts) for node in nodes]
+def pool_capacity(pool: PoolConfig, nodes: Sequence[Node], amounts: Amounts = all_resources) -> int:
+    """Bundles of a pool that fit on all nodes together, by its strategy and without other pools."""
+    held = [node_capacity(pool, node, amounts) for node in nodes]
     if pool.strategy == "STRICT_PACK":
         return max(held, default=0)
     return sum(min(h, 1) for h in held) if pool.strategy == "STRICT_SPREAD" else sum(held)
 
 
-EFFORT = 20_000
-"""Arrangements that are tried before it counts as unknown whether there is one."""
-DEEPEST = 200
-"""Nodes times pools, up to which all arrangements are tried: in larger clusters pools are seldom in each other's way,
-and an answer that is sure would take long."""
+MAX_TRIES = 20_000
+"""Arrangements that are tried before the search gives up without an answer."""
+MAX_SEARCH_SIZE = 200
+"""Nodes times pools up to which all arrangements are tried. In larger clusters pools seldom compete for nodes, and a
+definite answer would take long."""
 
 
 @dataclass(frozen=True)
@@ -73,33 +73,33 @@ class Arrangement:
     """Bundles on nodes."""
 
     shares: Mapping[str, Sequence[int]]
-    """By pool, in the order in which they were placed: bundles on each node."""
+    """Bundles on each node, by pool, in the order in which the pools were placed."""
     missing: Mapping[str, int]
-    """By pool, bundles that found no place; nothing where all have one."""
-    never: bool = False
-    """Whether no arrangement holds all of them. Else what is missing found no place in those that were tried."""
+    """Bundles that were not placed, by pool; empty if all were."""
+    impossible: bool = False
+    """Whether it is certain that no arrangement holds all bundles. If not, the search may have missed one."""
 
 
-def arrange(pools: Mapping[str, PoolConfig], nodes: Sequence[Node], amounts: Amounts = everything) -> Arrangement:
-    """Lay each pool by its strategy on the nodes, those with the least choice first; where that leaves some out, try
-    all ways to lay them."""
+def arrange(pools: Mapping[str, PoolConfig], nodes: Sequence[Node], amounts: Amounts = all_resources) -> Arrangement:
+    """Place each pool on the nodes by its strategy, the most constrained pools first; if bundles are left over, search
+    all arrangements."""
     order = sorted(pools, key=lambda name: _choice(pools[name], nodes))
     first = _one_by_one({name: pools[name] for name in order}, nodes, amounts)
     if not first.missing:
         return first
-    if any(room_for(pool, nodes, amounts) < pool.bundles for pool in pools.values()):
-        return Arrangement(first.shares, first.missing, never=True)
-    if len(nodes) * len(pools) > DEEPEST:
+    if any(pool_capacity(pool, nodes, amounts) < pool.bundles for pool in pools.values()):
+        return Arrangement(first.shares, first.missing, impossible=True)
+    if len(nodes) * len(pools) > MAX_SEARCH_SIZE:
         return first
     search = _Search(nodes, amounts)
     if search.places([pools[name] for name in order]):
         return Arrangement(dict(zip(order, search.shares, strict=True)), {})
-    return Arrangement(first.shares, first.missing, never=search.tries <= EFFORT)
+    return Arrangement(first.shares, first.missing, impossible=search.tries <= MAX_TRIES)
 
 
 def _choice(pool: PoolConfig, nodes: Sequence[Node]) -> tuple[float, ...]:
-    """Who has the least choice comes first, and of those the largest."""
-    return (sum(carries(node.labels, pool.labels) for node in nodes), -len(pool.resources),
+    """Sort key: the most constrained pools first, and of those the largest."""
+    return (sum(matches_labels(node.labels, pool.labels) for node in nodes), -len(pool.resources),
             -float(pool.strategy.startswith("STRICT")), -pool.gpus, -pool.cpus)
 
 
@@ -107,7 +107,7 @@ def _one_by_one(pools: Mapping[str, PoolConfig], nodes: Sequence[Node], amounts:
     left = [dict(amounts(node)) for node in nodes]
     shares, missing = {}, {}
     for name, pool in pools.items():
-        shares[name] = _laid(pool, [holds(pool, node.labels, has) for node, has in zip(nodes, left, strict=True)])
+        shares[name] = _distribute(pool, [holds(pool, node.labels, has) for node, has in zip(nodes, left, strict=True)])
         for has, count in zip(left, shares[name], strict=True):
             _reserve(has, pool, count)
         if sum(shares[name]) < pool.bundles:
@@ -115,8 +115,8 @@ def _one_by_one(pools: Mapping[str, PoolConfig], nodes: Sequence[Node], amounts:
     return Arrangement(shares, missing)
 
 
-def _laid(pool: PoolConfig, held: Sequence[int]) -> list[int]:
-    """Bundles of a pool on nodes that have room for so many each, by its strategy; fewer than all where they do not."""
+def _distribute(pool: PoolConfig, held: Sequence[int]) -> list[int]:
+    """Bundles of a pool on each node, given how many fit on each; fewer than `pool.bundles` if not all fit."""
     if pool.strategy == "STRICT_PACK":
         home = next((number for number, most in enumerate(held) if most >= pool.bundles), None)
         return [pool.bundles * (number == home) for number in range(len(held))]
@@ -137,16 +137,16 @@ def _reserve(left: dict[str, float], pool: PoolConfig, count: int) -> None:
 
 
 class _Search:
-    """Depth first over the number of bundles that each node takes of each pool."""
+    """Depth-first search over the number of bundles of each pool on each node."""
 
     def __init__(self, nodes: Sequence[Node], amounts: Amounts) -> None:
         self._labels, self._left = [node.labels for node in nodes], [dict(amounts(node)) for node in nodes]
         self.tries = 0
         self.shares: list[list[int]] = []
-        """Bundles on each node, of each pool that has its places."""
+        """Bundles on each node, for each pool placed so far."""
 
     def places(self, pools: Sequence[PoolConfig]) -> bool:
-        """Find a place for all bundles of these pools in what is left."""
+        """Place all bundles of these pools in the remaining resources; whether that worked."""
         if not pools:
             return True
         self.shares.append([0] * len(self._left))
@@ -156,9 +156,9 @@ class _Search:
         return False
 
     def _share(self, pools: Sequence[PoolConfig], bundles: int, node: int) -> bool:
-        """Find places for the first pool's remaining bundles on nodes from `node` on, and for the pools after it."""
+        """Place the remaining bundles of the first pool on nodes from `node` on, then the pools after it."""
         self.tries += 1
-        if self.tries > EFFORT:
+        if self.tries > MAX_TRIES:
             return False
         if bundles == 0:
             return self.places(pools[1:])
@@ -167,7 +167,7 @@ class _Search:
         return any(self._with(pools, bundles, node, count) for count in self._counts(pools[0], bundles, node))
 
     def _counts(self, pool: PoolConfig, bundles: int, node: int) -> Iterator[int]:
-        """How many bundles a node may take, the most first."""
+        """Numbers of bundles that a node may take, the largest first."""
         most = min(bundles, holds(pool, self._labels[node], self._left[node]))
         if pool.strategy == "STRICT_PACK":
             yield from (bundles, 0) if most == bundles else (0,)

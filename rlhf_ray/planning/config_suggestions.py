@@ -1,7 +1,7 @@
-"""Which fields to change, and to what, so that a plan that does not fit does.
+"""Suggests changes of configuration fields that make a plan fit.
 
-Changes are tried in the order in which a person would: those that cost least first, each on top of the ones before.
-The first that fits is the advice, without those before it that it can do without.
+Changes are tried in order of cost, the cheapest first, each on top of those before. The first combination that fits is
+suggested, without the changes that are not needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,27 +15,27 @@ from rlhf_ray.planning.device_memory import Load
 Change = tuple[str, str, Any]
 """A section, a field in it, and a value."""
 Fullness = Callable[[StageConfig], float]
-"""How full a device would be, 1 being full, were this the configuration."""
+"""How full a device would be with this configuration; 1 is full."""
 
 
-def remedy(config: StageConfig, load: Load, fullness: Fullness) -> str:
-    """A sentence that says what to change."""
+def suggest_change(config: StageConfig, load: Load, fullness: Fullness) -> str:
+    """A sentence that names the fields to change and their values."""
     chosen: list[Change] = []
     for change in changes(config, load):
         chosen.append(change)
         if fullness(changed(config, chosen)) <= 1:
-            needed = without_needless(config, chosen, fullness)
+            needed = minimal_changes(config, chosen, fullness)
             return "To fit, set " + ", ".join(f"{s}.{f}={_shown(v)}" for s, f, v in needed)
     if load.device is None:
         return "No single change of the configuration makes it fit: use nodes with more memory, or a smaller model"
     role = next(iter(load.roles))
     field = "tensor_parallel" if isinstance(getattr(config, role, None), GenerationConfig) else "workers"
-    return (f"No change of memory-saving fields makes it fit: spread it over more GPUs ({role}.{field} and pools), use "
-            "larger ones, or a smaller model")
+    return (f"No change of the memory-saving fields makes it fit: use more GPUs ({role}.{field} and pools), larger "
+            "GPUs, or a smaller model")
 
 
 def changes(config: StageConfig, load: Load) -> Iterator[Change]:
-    """What may be tried for the roles that share the device."""
+    """Changes to try for the roles that share the device, the cheapest first."""
     names = {holder.partition("/")[0] for holder in load.holders}
     sections = {name: getattr(config, name) for name in names if hasattr(config, name)}
     learners = {name: s for name, s in sections.items() if isinstance(s, LearnerConfig)}
@@ -68,7 +68,7 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
 
 
 def changed(config: StageConfig, chosen: list[Change]) -> StageConfig:
-    """The configuration with these values. Nothing is validated: it is only planned with."""
+    """The configuration with these values, not validated: it is only used for planning."""
     update: dict[str, Any] = {}
     for section, field, value in chosen:
         before = update.get(section, getattr(config, section))
@@ -76,8 +76,8 @@ def changed(config: StageConfig, chosen: list[Change]) -> StageConfig:
     return config.model_copy(update=update)
 
 
-def without_needless(config: StageConfig, chosen: list[Change], fullness: Fullness) -> list[Change]:
-    """The changes that are needed, each field once with its last value."""
+def minimal_changes(config: StageConfig, chosen: list[Change], fullness: Fullness) -> list[Change]:
+    """The changes that are needed, each field once, with its last value."""
     last = {(section, field): value for section, field, value in chosen}
     kept = [(section, field, value) for (section, field), value in last.items()]
     for change in list(kept):
@@ -88,14 +88,14 @@ def without_needless(config: StageConfig, chosen: list[Change], fullness: Fullne
 
 
 def _halvings(amount: int, least: int) -> Iterator[int]:
-    """Smaller amounts, down to the least that makes sense."""
+    """`amount` halved repeatedly, down to `least`."""
     while amount > least:
         amount = max(least, amount // 2)
         yield amount
 
 
 def _longest_row(config: StageConfig) -> int:
-    """Tokens of the longest row that a micro-batch must have room for."""
+    """Tokens of the longest row, which a micro-batch must be able to hold."""
     prompts, generator = getattr(config, "prompts", None), getattr(config, "generator", None)
     return int(prompts.max_tokens + generator.sampling.max_tokens if prompts and generator
                else getattr(getattr(config, "data", None), "max_tokens", 8))

@@ -1,4 +1,4 @@
-"""What cannot work, what is tight, and which field to change to what."""
+"""What of a plan cannot work or is tight, and which field to change."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from rlhf_ray.planning.serving_memory import cache_sequences
 from rlhf_ray.planning.worker_memory import GIB, MIB, Memory
 
 TIGHT = 0.9
-"""Share of a device from which on a plan is tight: figures are estimates, and blocks are lost between tensors."""
+"""Share of a device above which a plan is tight: figures are estimates, and memory is lost to fragmentation."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found."""
+    """One problem of a plan."""
 
     level: Literal["refused", "tight"]
     text: str
 
 
-def verdicts(
+def find_problems(
     config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory], loads: Sequence[Load],
     disk_bytes: float, free_disk: float | None,
 ) -> Iterator[Finding]:
-    """Everything but places in the cluster and how to fix memory (`config_suggestions.py`), the refusals first."""
+    """All findings except placement and devices that are too full (`plan.py`)."""
     yield from _caches(config, roles, memory)
     seen: set[tuple[object, ...]] = set()
     for load in sorted(loads, key=lambda one: -one.share):
@@ -36,18 +36,19 @@ def verdicts(
         if TIGHT < load.share <= 1 and alike not in seen:
             seen.add(alike)
             role, parts = next(iter(load.roles.items()))
-            yield Finding("tight", f"{role} nearly fills {load.name}, {load.share:.0%} at most ({gib(load.bytes)} of "
-                                   f"{gib(load.capacity)}, {gib(sum(parts.values()))} of that {role}'s): figures are "
-                                   "estimates, so leave a tenth")
+            yield Finding("tight", f"{role} nearly fills {load.name}: {load.share:.0%} at the peak "
+                                   f"({gib(load.bytes)} of {gib(load.capacity)}, of which {role} holds "
+                                   f"{gib(sum(parts.values()))}); figures are estimates, so leave a tenth free")
     yield from _precision(roles)
     yield from _store(config, roles, loads)
     if free_disk is not None and disk_bytes > free_disk:
-        yield Finding("refused", f"run.dir={config.run.dir} has {gib(free_disk)} free and the run leaves "
-                                 f"{gib(disk_bytes)} on disk; lower checkpoint.keep, or write elsewhere (run.dir)")
+        yield Finding("refused", f"run.dir={config.run.dir} has {gib(free_disk)} free, and the run writes "
+                                 f"{gib(disk_bytes)}; lower checkpoint.keep, or set run.dir to a larger disk")
 
 
 def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory]) -> Iterator[Finding]:
-    """vLLM does not start when its cache cannot hold one longest sequence, and preempts when it cannot hold all."""
+    """vLLM does not start if its cache cannot hold one sequence of maximum length, and preempts sequences if it cannot
+    hold all."""
     for role in roles:
         generator = role.placement
         if not isinstance(generator, GenerationConfig):
@@ -61,18 +62,19 @@ def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory
             fix = (f"set generator.kv_cache_mb to {needed} at least" if generator.cache_mb else
                    "raise generator.gpu_memory_utilization or generator.tensor_parallel, or use larger GPUs")
             yield Finding("refused", f"generator: its KV cache holds {max(room, 0):.2g} of one sequence of {longest} "
-                                     f"tokens, which takes {needed} MiB, and vLLM would not start; {fix}")
+                                     f"tokens, which needs {needed} MiB, so vLLM would not start; {fix}")
         elif room < generator.max_sequences / 2:
             all_of_them = -(-shape.cache_bytes * longest * generator.max_sequences // MIB)
             more = (f"raise generator.kv_cache_mb ({all_of_them} holds all)" if generator.cache_mb else
                     "use more tensor_parallel")
             yield Finding("tight", f"generator: its KV cache holds {room:.0f} longest sequences of "
-                                   f"generator.max_sequences={generator.max_sequences}; vLLM puts others off; lower "
-                                   f"generator.max_sequences to {int(room)}, or {more}")
+                                   f"generator.max_sequences={generator.max_sequences}; vLLM preempts the others; "
+                                   f"lower generator.max_sequences to {int(room)}, or {more}")
 
 
 def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:
-    """Three buckets of a publication are in the object store at a time, and a tensor is never cut: the embedding."""
+    """The object store holds three buckets of a publication at a time, and a bucket is at least as large as the largest
+    tensor, the embedding."""
     if not isinstance(config, PPOConfig) or config.weights.transport != "object_store":
         return
     shape = roles[0].models[0]
@@ -81,7 +83,7 @@ def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) ->
     stores = [load.holders["object store"]["object store"] for load in loads if load.device is None]
     if stores and min(stores) < needed:
         yield Finding("tight", f"the object store of {gib(min(stores))} may not hold three buckets of a publication "
-                               f"(the largest is {gib(bucket)}) beside the buffer, and Ray would write to disk; set "
+                               f"(the largest is {gib(bucket)}) besides the buffer, and Ray would spill to disk; set "
                                f"cluster.object_store_mb to {-(-int(2 * 3 * bucket) // MIB)} (`ray start "
                                "--object-store-memory` on a cluster of your own)")
 
@@ -90,13 +92,13 @@ def _precision(roles: Sequence[Role]) -> Iterator[Finding]:
     for role in roles:
         place = role.placement
         if place.gpus and isinstance(place, LearnerConfig) and place.autocast == "float32":
-            yield Finding("tight", f"{role.name}.autocast=float32 computes at about a fifteenth of a GPU's rate; set "
+            yield Finding("tight", f"{role.name}.autocast=float32 computes at about a fifteenth of the GPU's peak; set "
                                    "bfloat16 (weights and optimizer stay in float32)")
         elif place.gpus and not isinstance(place, LearnerConfig) and any(s.bytes_per_value == 4 for s in role.models):
-            yield Finding("tight", f"{role.name} holds its model in float32 on a GPU: twice the memory, and a fraction "
-                                   "of the rate; set the dtype of its model to bfloat16")
+            yield Finding("tight", f"{role.name} holds its model in float32 on a GPU, which takes twice the memory and "
+                                   "computes far slower; set the dtype of its model to bfloat16")
 
 
 def gib(amount: float) -> str:
-    """Bytes for people."""
+    """Bytes as text, in GiB or MiB."""
     return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount / MIB:.0f} MiB"

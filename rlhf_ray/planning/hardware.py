@@ -1,4 +1,4 @@
-"""What machines can do: peaks from data sheets, and the shares of them that programs reach."""
+"""Peak rates of accelerators from data sheets, and the shares of them that programs reach."""
 
 import re
 from dataclasses import dataclass, replace
@@ -7,20 +7,20 @@ from math import inf
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of accelerator in nodes of several. Rates are a second, a direction where there are two."""
+    """One kind of accelerator, several to a node. Rates are per second, and per direction where there are two."""
 
     name: str
     flops: float
     """Peak of dense bfloat16 matrix products on one GPU, FLOP/s."""
     memory_bytes: float
-    """Of one GPU."""
+    """Memory of one GPU."""
     memory_bandwidth: float
-    """Of one GPU's memory, bytes/s."""
+    """Bandwidth of one GPU's memory, bytes/s."""
     gpus_per_node: int
     link_bandwidth: float
-    """Between the GPUs of a node, bytes/s a GPU."""
+    """Between the GPUs of a node, bytes/s per GPU."""
     network_bandwidth: float
-    """Between nodes, bytes/s a node, all its cards together."""
+    """Between nodes, bytes/s per node, all its network cards together."""
     host_bandwidth: float
     """From a node's main memory to one of its GPUs, bytes/s."""
     training_share: float = 0.40
@@ -32,9 +32,9 @@ class Hardware:
     network_share: float = 0.80
     """Of `network_bandwidth` and `link_bandwidth` in large collective calls; assumed."""
     usable_memory: float = 0.90
-    """Of `memory_bytes`; the rest is the libraries' and lost between blocks (vLLM's own default)."""
+    """Of `memory_bytes`; libraries and fragmentation take the rest (vLLM's own default)."""
     collective_s: float = 20e-6
-    """Least time of a collective call within a node; assumed."""
+    """Minimum time of a collective call within a node; assumed."""
     step_s: float = 2e-3
     """Time of a decoding step that does not depend on the model: scheduling and sampling; assumed."""
 
@@ -86,14 +86,14 @@ finds on two cores of an AMD EPYC (docs/benchmarks.md). Other processors differ 
 
 
 def gpu_of(name: str) -> Hardware | None:
-    """The accelerator whose type stands in `name`, such as "H100" or "NVIDIA-A100-SXM4-40GB"; None of others.
+    """The accelerator whose type `name` contains, such as "H100" or "NVIDIA-A100-SXM4-40GB"; None for others.
 
-    Ray's label `ray.io/accelerator-type` and `nvidia-smi` write types each in their own way.
+    Ray's label `ray.io/accelerator-type` and `nvidia-smi` spell types differently.
     """
     letters = name.lower().replace("_", "-").replace(" ", "-")
     if "a100" in letters and "40g" in letters:
         return A100_40
     plain = letters.replace("-", "")
-    found = (key for key in sorted(GPUS, key=len, reverse=True)
-             if re.search(f"{key.replace('-', '')}(?!0)", plain))  # an L40 is no L4
-    return next((GPUS[key] for key in found), None)
+    keys = (key for key in sorted(GPUS, key=len, reverse=True)
+            if re.search(f"{key.replace('-', '')}(?!0)", plain))  # an L40 is no L4
+    return next((GPUS[key] for key in keys), None)

@@ -13,12 +13,12 @@ from rlhf_ray.planning.nodes import Node
 from rlhf_ray.planning.worker_memory import GIB
 
 QUERY_S = 20.0
-"""Longest wait for an answer; a driver that is broken may give none."""
+"""Timeout of nvidia-smi, which may hang with a broken driver."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """What nvidia-smi says of one."""
+    """One GPU as nvidia-smi lists it."""
 
     name: str
     gib: float
@@ -27,7 +27,7 @@ class GPU:
 
 
 def gpus_here() -> list[GPU]:
-    """All of them; none without nvidia-smi, or with a driver that does not answer."""
+    """The GPUs of this machine; empty without nvidia-smi, or if the driver does not respond."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -40,17 +40,17 @@ def gpus_here() -> list[GPU]:
 
 
 def read_gpu(line: str) -> GPU | None:
-    """One line of the answer: "NVIDIA H100 80GB HBM3, 81559, 580.95.05" (MiB); None where it tells no memory: "[N/A]"
-    of GPUs that share the processor's, and other messages."""
+    """Parse a line such as "NVIDIA H100 80GB HBM3, 81559, 580.95.05" (MiB); None for other messages and for lines
+    without a memory size ("[N/A]", of GPUs that share the processor's memory)."""
     row = [part.strip() for part in line.split(",")]
     return GPU(row[0], float(row[1]) / 1024, row[2]) if len(row) == 3 and row[1].isdecimal() else None
 
 
 def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:
-    """This machine, on which a local Ray counts as many logical CPUs, and custom resources, as the pools ask for.
+    """This machine, with as many logical CPUs and custom resources as the pools request: a local Ray declares them.
 
     Args:
-        memory_bytes: of main memory, that the run may have.
+        memory_bytes: main memory available to the run.
     """
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     gpus = [as_hardware(gpu) for gpu in gpus_here()] if any(pool.gpus for pool in pools) else []
@@ -63,6 +63,6 @@ def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:
 
 
 def as_hardware(gpu: GPU) -> Hardware:
-    """A GPU's figures with the memory that it tells; a kind that is not known has an H100's."""
+    """Figures of a GPU, with its reported memory; an unknown kind has those of an H100."""
     known = gpu_of(gpu.name) or replace(H100, name=gpu.name)
     return replace(known, memory_bytes=gpu.gib * GIB)

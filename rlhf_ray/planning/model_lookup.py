@@ -1,4 +1,7 @@
-"""From what a configuration says of a model to its shape: config.json alone is read, never a weight."""
+"""Finds the shape of a model that a configuration names: from its config.json, a table of public models, or the Hub.
+
+Weights are never read.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,18 +14,18 @@ from rlhf_ray.errors import ModelError
 from rlhf_ray.planning.model_shape import ModelShape
 
 Fetch = Callable[[ModelConfig], Mapping[str, Any] | None]
-"""config.json of a model that is not here; None where it cannot be had."""
+"""Fetches the config.json of a model that is not on this machine; None if it cannot."""
 UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "bert", "roberta", "distilbert", "electra"})
 """Architectures (`model_type`) whose feed-forward layer has two matrices; encoders among them may be rewards."""
 BYTES = {"float32": 4, "bfloat16": 2}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of config.json that tell a mixture of experts."""
+"""Keys of config.json that identify a mixture of experts."""
 NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
 }
-"""Keys of config.json by architecture; the first that is there counts."""
+"""Keys of config.json, which differ by architecture; the first one present counts."""
 
 
 def shape_of(model: ModelConfig | NewModelConfig, field: str, fetch: Fetch | None = None) -> ModelShape:
@@ -30,45 +33,46 @@ def shape_of(model: ModelConfig | NewModelConfig, field: str, fetch: Fetch | Non
 
     Args:
         field: the section of the configuration, for messages.
-        fetch: asks elsewhere for a model that is neither a directory here nor in the table.
+        fetch: fetches config.json of a model that is neither a local directory nor in the table.
 
     Raises:
-        ModelError: nobody knows the model, or its config.json does not say its shape.
+        ModelError: the model is unknown, or its config.json lacks part of the shape.
     """
     if isinstance(model, NewModelConfig):
         return _new(model)
     file = Path(model.path).expanduser() / "config.json"
     if file.is_file():
         return read_shape(_read(file, field), f"{field}.path={model.path!r}").in_bytes(BYTES[model.dtype])
-    found = known_shape(model.path)
-    if found is None and fetch is not None and (values := fetch(model)) is not None:
-        found = read_shape(values, f"{field}.path={model.path!r}")
-    if found is None:
+    shape = known_shape(model.path)
+    if shape is None and fetch is not None and (values := fetch(model)) is not None:
+        shape = read_shape(values, f"{field}.path={model.path!r}")
+    if shape is None:
         raise ModelError(
-            f"{field}.path={model.path!r}: its shape is not known: no config.json in such a directory (relative paths "
-            f"start at {Path.cwd()}), not among the {sum(len(k.names) for k in KNOWN)} names that are known without a "
-            "network, and not to be had from the Hub. Correct the path, or say which model has the same shape: "
+            f"{field}.path={model.path!r}: the shape of this model is not known. There is no such directory with a "
+            f"config.json (relative paths start at {Path.cwd()}), it is not among the "
+            f"{sum(len(k.names) for k in KNOWN)} names that are known without a network, and the Hub did not provide "
+            "it. Correct the path, or name a model of the same shape: "
             f"--shape {model.path}=Qwen/Qwen2.5-0.5B")
-    return found.in_bytes(BYTES[model.dtype])
+    return shape.in_bytes(BYTES[model.dtype])
 
 
 def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
-    """The shape that a config.json tells of.
+    """The shape that a config.json describes.
 
     Raises:
-        ModelError: a number is missing; names it and `what`.
+        ModelError: a number is missing, or the model is a mixture of experts.
     """
     values = values.get("text_config") or values
     experts = [key for key in EXPERTS if (values.get(key) or 1) > 1]
     if experts:
         raise ModelError(f"{what}: {experts[0]}={values[experts[0]]} in its config.json makes it a mixture of experts, "
-                         "whose memory is not planned; name a dense model of about its size with --shape")
+                         "which cannot be planned; name a dense model of about the same size with --shape")
     numbers = {name: next((values[key] for key in keys if values.get(key)), None) for name, keys in NAMES.items()}
     missing = [NAMES[name][0] for name, number in numbers.items() if number is None]
     missing += [] if values.get("vocab_size") else ["vocab_size"]
     if missing:
         raise ModelError(f"{what}: its config.json has no {' and no '.join(missing)}, so its memory cannot be planned; "
-                         "say which model has the same shape with --shape")
+                         "name a model of the same shape with --shape")
     hidden, heads = int(numbers["hidden"] or 0), int(numbers["heads"] or 0)
     return ModelShape(
         hidden=hidden, layers=int(numbers["layers"] or 0), heads=heads,
@@ -81,7 +85,7 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
 
 
 def _new(model: NewModelConfig) -> ModelShape:
-    """Of a model that is made; the tokenizer's file says how many tokens there are."""
+    """The shape of a new model; the tokenizer's file gives the size of the vocabulary."""
     a = model.architecture
     return ModelShape(
         hidden=a.hidden_size, layers=a.layers, heads=a.heads, kv_heads=a.kv_heads or a.heads,
@@ -95,8 +99,8 @@ def _tokens(tokenizer: Path) -> int:
     if not file.is_file():
         known = known_shape(str(tokenizer))
         if known is None:
-            raise ModelError(f"model.tokenizer={str(tokenizer)!r}: there is no {file}, so the vocabulary of the new "
-                             "model is not known; make the tokenizer first, or correct the path")
+            raise ModelError(f"model.tokenizer={str(tokenizer)!r}: there is no {file}, so the vocabulary size of "
+                             "the new model is not known; create the tokenizer first, or correct the path")
         return known.vocabulary
     values = _read(file, "model.tokenizer")
     ids = [*values.get("model", {}).get("vocab", {}).values(), *(t["id"] for t in values.get("added_tokens", []))]
@@ -112,12 +116,12 @@ def _read(file: Path, field: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """One shape, and the names under which it is published."""
+    """A model shape, and the names under which it is published."""
 
     names: tuple[str, ...]
-    """On the Hub; tuned variants and their base have one shape."""
+    """Names on the Hub; tuned variants share the shape of their base model."""
     billions: float
-    """Weights, as the model card says."""
+    """Weights in billions, from the model card."""
     shape: ModelShape
 
 
@@ -179,5 +183,5 @@ KNOWN = (
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """The shape of a model by its name on the Hub; None of one that is not in the table."""
+    """The shape of a model by its name on the Hub; None if it is not in the table."""
     return next((known.shape for known in KNOWN if name in known.names), None)

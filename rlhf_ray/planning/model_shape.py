@@ -1,4 +1,4 @@
-"""Operations and bytes of a Llama-style model, counted from its shape."""
+"""Operations and bytes of a Llama-style model, computed from its shape."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -6,7 +6,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Widths and depths. Norms and biases are left out: thousandths of the whole."""
+    """Widths and depths. Norms and biases are not counted: they are thousandths of the whole."""
 
     hidden: int
     layers: int
@@ -14,23 +14,22 @@ class ModelShape:
     kv_heads: int
     intermediate: int
     vocabulary: int
-    """0 for a model with a scalar head: its output is counted as nothing, its embedding not at all."""
+    """0 for a model with a scalar head, whose output and embedding are not counted."""
     tied: bool = False
     bytes_per_value: int = 2
-    """Of weights and of cached keys and values in use: 2 in bfloat16, 4 in float32."""
+    """Bytes of a weight, and of a cached key or value, in use: 2 in bfloat16, 4 in float32."""
     head_dim: int | None = None
-    """Width of an attention head where it is not hidden / heads."""
+    """Width of an attention head if it is not hidden / heads."""
     gated: bool = True
-    """Whether the feed-forward layer has a gate, so three matrices and not two."""
+    """Whether the feed-forward layer is gated, so that it has three matrices instead of two."""
     looked_up: int = 0
-    """Tokens of an embedding beside `vocabulary`: of a model whose output head was taken away."""
-
+    """Tokens of an embedding in addition to `vocabulary`, in a model whose output head was removed."""
     saved_bytes: int | None = None
-    """Of a weight in the model's files, where config.json tells."""
+    """Bytes of a weight in the model's files, if config.json gives the precision."""
 
     @property
     def head_width(self) -> int:
-        """Of one attention head."""
+        """Width of one attention head."""
         return self.head_dim or self.hidden // self.heads
 
     @property
@@ -41,43 +40,43 @@ class ModelShape:
 
     @property
     def multiplied(self) -> int:
-        """Weights that every token is multiplied with: projections, feed-forward layer, output."""
+        """Weights that every token is multiplied with: projections, feed-forward layers, output."""
         return self.layers * self.layer_parameters + self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All weights: an untied embedding is looked up, and multiplied with nothing."""
+        """All weights, including an untied embedding, which is looked up and not multiplied."""
         return self.multiplied + (self.looked_up + (0 if self.tied else self.vocabulary)) * self.hidden
 
     @property
     def weight_bytes(self) -> int:
-        """Of one copy in use."""
+        """Bytes of one copy of the weights in use."""
         return self.parameters * self.bytes_per_value
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_width * self.bytes_per_value
 
     def token_flops(self, context: float) -> float:
-        """Of one token's forward pass that attends to `context` tokens: two for each weight, and four for each value
-        attended to (Kaplan et al. 2020, table 1)."""
+        """Operations of the forward pass of one token that attends to `context` tokens: two per weight, and four per
+        value attended to (Kaplan et al. 2020, table 1)."""
         return 2 * self.multiplied + 4 * self.layers * self.hidden * context
 
     def row_flops(self, length: float) -> float:
-        """Of a forward pass over a whole row: its tokens attend to half of it on average."""
+        """Operations of a forward pass over a row, whose tokens attend to half of it on average."""
         return length * self.token_flops(length / 2)
 
     def scalar(self) -> Self:
-        """The same backbone with a scalar head: a critic or a reward model, as far as time goes."""
+        """The same backbone with a scalar head (a critic or reward model), for estimates of time."""
         return replace(self, vocabulary=0)
 
     def headless(self) -> Self:
-        """The same, whose embedding is there and is counted: as far as memory goes."""
+        """The same with its embedding counted, for estimates of memory."""
         return replace(self, vocabulary=0, looked_up=self.vocabulary)
 
     def in_bytes(self, bytes_per_value: int) -> Self:
-        """The same in another precision."""
+        """The same shape in another precision."""
         return replace(self, bytes_per_value=bytes_per_value)
 
 

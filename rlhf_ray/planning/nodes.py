@@ -1,4 +1,4 @@
-"""One machine of a cluster, there or only thought of, and how a person writes some down."""
+"""One machine of a cluster, real or planned, and the --nodes notation for some."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,14 +10,12 @@ from rlhf_ray.planning.hardware import CORE, GPUS, Hardware, gpu_of
 from rlhf_ray.planning.worker_memory import GIB
 
 CPUS_PER_GPU, GIB_PER_GPU = 12, 240
-"""Of a node that is named by its GPUs alone, about as NVIDIA's DGX H100 has them (112 cores and 2 TiB for eight)."""
+"""Of a node that is described by its GPUs only, about as NVIDIA's DGX H100 has them (112 cores and 2 TiB for eight)."""
 GIB_PER_CPU = 4
-"""Of a node that is named by its CPUs alone."""
+"""Of a node that is described by its CPUs only."""
 FORM = "such as 2x8xH100, 4x(gpus=8,gpu=A100,cpus=96,memory=1024,label=team:rl) or 1x8xH100+2x(cpus=32,memory=128)"
-
-
 INTERNAL = ("node:", "memory", "object_store_memory", "bundle_group", "accelerator_type:")
-"""Beginnings of the names of resources that Ray gives nodes by itself."""
+"""Prefixes of the resources that Ray adds to every node."""
 
 
 @dataclass(frozen=True)
@@ -25,79 +23,80 @@ class Node:
     """One machine of a cluster."""
 
     name: str
-    """For people."""
+    """Name for messages."""
     resources: Mapping[str, float]
-    """All that it has, by Ray's names: CPU (logical ones), GPU, and those it was started with."""
+    """All resources by Ray's names: CPU (logical), GPU, and custom ones."""
     memory_bytes: float = 0.0
-    """Main memory."""
+    """Main memory in bytes."""
     gpu: Hardware | None = None
-    """Which kind; None without any, or of a kind whose figures are not known."""
+    """Kind of its GPUs; None without GPUs, or if the figures of the kind are not known."""
     labels: Mapping[str, str] = field(default_factory=dict)
     free: Mapping[str, float] = field(default_factory=dict)
-    """What nobody has reserved of its resources; nothing for a node that is only planned."""
+    """Resources that are not reserved; empty for a planned node."""
     id: str = ""
-    """Ray's."""
+    """Ray's node id; empty for a planned node."""
     real_cores: float | None = None
-    """Processors, where they are fewer than the logical ones that Ray was told of."""
+    """Physical processors, if fewer than the logical CPUs declared to Ray."""
 
     @property
     def cpus(self) -> float:
-        """Logical ones, as Ray counts them."""
+        """Logical CPUs, as Ray counts them."""
         return self.resources.get("CPU", 0.0)
 
     @property
     def gpus(self) -> int:
-        """Devices."""
+        """Number of GPUs."""
         return int(self.resources.get("GPU", 0.0))
 
     @property
     def custom(self) -> dict[str, float]:
-        """Resources that it was started with."""
+        """Custom resources, which the node was started with."""
         return {kind: amount for kind, amount in self.resources.items()
                 if kind not in ("CPU", "GPU") and not kind.startswith(INTERNAL)}
 
     @property
     def cores(self) -> float:
-        """What computes at a time."""
+        """Processors that can compute at the same time."""
         return self.cpus if self.real_cores is None else self.real_cores
 
     @property
     def device(self) -> Hardware:
-        """What its workers compute on: a GPU of the node, or a core."""
+        """Device on which its workers compute: a GPU of the node, or a CPU core."""
         return self.gpu or CORE
 
 
 def parse_nodes(spec: str) -> list[Node]:
-    """Nodes from groups joined by "+": NUMBERxGPUSxTYPE, or NUMBERx(key=value,...), or both one after the other.
+    """Parse groups of nodes joined by "+": NUMBERxGPUSxTYPE, NUMBERx(key=value,...), or
+    NUMBERxGPUSxTYPE(key=value,...).
 
     Keys are gpus, gpu (the type), cpus, memory (GiB), and label=key:value and resource=name:amount as often as needed.
 
     Raises:
-        ConfigError: the text is none of that; says what is.
+        ConfigError: the text has another form.
     """
     nodes: list[Node] = []
     for text in re.split(r"\+(?![^(]*\))", spec.replace(" ", "")):
         match = re.fullmatch(r"(\d+)x(?:(\d+)x([A-Za-z][\w-]*))?(?:\(([^()]*)\))?", text)
         if match is None or not (match[3] or match[4]):
-            raise ConfigError(f"--nodes {spec!r}: {text!r} names no machines; write {FORM}")
+            raise ConfigError(f"--nodes {spec!r}: {text!r} describes no machines; write {FORM}")
         given = dict(_pairs(match[4] or "", spec))
         if match[3]:
             given = {"gpus": [match[2]], "gpu": [match[3]], **given}
         nodes += _group(int(match[1]), given, spec, len(nodes))
     if not nodes:
-        raise ConfigError(f"--nodes {spec!r} names no machines; write {FORM}")
+        raise ConfigError(f"--nodes {spec!r} describes no machines; write {FORM}")
     return nodes
 
 
 def _pairs(text: str, spec: str) -> Iterator[tuple[str, list[str]]]:
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals or key not in ("gpus", "gpu", "cpus", "memory", "label", "resource"):
-            raise ConfigError(f"--nodes {spec!r}: {part!r} is no key=value of a machine; keys are gpus, gpu, cpus, "
-                              f"memory (GiB), label and resource, {FORM}")
-        found.setdefault(key, []).append(value)
-    yield from found.items()
+            raise ConfigError(f"--nodes {spec!r}: {part!r} is not a key=value pair of a machine; the keys are gpus, "
+                              f"gpu, cpus, memory (GiB), label and resource, {FORM}")
+        values.setdefault(key, []).append(value)
+    yield from values.items()
 
 
 def _group(number: int, given: Mapping[str, list[str]], spec: str, before: int) -> list[Node]:
@@ -105,7 +104,7 @@ def _group(number: int, given: Mapping[str, list[str]], spec: str, before: int) 
     kind = given["gpu"][-1] if "gpu" in given else "H100" if gpus else ""
     gpu = gpu_of(kind) if kind else None
     if kind and gpu is None:
-        raise ConfigError(f"--nodes {spec!r}: the figures of a {kind} are not known; they are of "
+        raise ConfigError(f"--nodes {spec!r}: the figures of GPU type {kind!r} are not known; use one of "
                           f"{', '.join(sorted(GPUS))}")
     cpus = _number(given, "cpus", gpus * CPUS_PER_GPU, spec)
     memory = _number(given, "memory", gpus * GIB_PER_GPU or cpus * GIB_PER_CPU, spec) * GIB
@@ -126,7 +125,7 @@ def _amount(text: str, key: str, spec: str) -> float:
     except ValueError:
         amount = nan
     if not 0 <= amount < inf:
-        raise ConfigError(f"--nodes {spec!r}: {key} {text!r} is no amount; write a number from 0 up")
+        raise ConfigError(f"--nodes {spec!r}: {key} {text!r} is not an amount; write a number >= 0")
     return amount
 
 

@@ -1,4 +1,4 @@
-"""The roles of a stage as planning sees them: how many workers, of which model, holding what."""
+"""The roles of a stage for planning: their workers, models and memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,25 +23,25 @@ from rlhf_ray.planning.serving_memory import generator_memory, scorer_memory
 from rlhf_ray.planning.worker_memory import ACTIVATIONS, LOGITS, MIB, READER, RUNTIME, SMALL, Memory
 
 Shapes = Callable[[ModelConfig | NewModelConfig, str], ModelShape]
-"""The shape of a model that a section names; errors as `model_lookup.shape_of`."""
+"""Returns the shape of the model that a section names; raises as `model_lookup.shape_of`."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """One role, by the name of its section."""
+    """One role, named after its section."""
 
     name: str
     placement: PlacementConfig
     models: tuple[ModelShape, ...]
-    """None where it holds no model."""
+    """Empty if the role holds no model."""
     named: str
-    """The model, as the configuration names it."""
+    """Name of the model in the configuration."""
     memory: Callable[[Hardware], Memory]
-    """One worker's, on a device of that kind."""
+    """Computes the memory of one worker on a device of that kind."""
 
 
 def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
-    """All roles of a stage; errors as `Shapes`."""
+    """All roles of a stage; raises as `Shapes`."""
     if isinstance(config, PPOConfig):
         return _ppo(config, shapes)
     if isinstance(config, PreferencesStageConfig):
@@ -50,7 +50,7 @@ def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
                 _reader("prompt_reader", config.generator.pool)]
     if isinstance(config, SFTConfig | RewardModelConfig | ProcessRewardConfig):
         return [_supervised(config, shapes), _reader("data_reader", config.learner.pool)]
-    raise TypeError(f"no roles are known of {type(config).__name__}")
+    raise TypeError(f"the roles of {type(config).__name__} are not known")
 
 
 def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
@@ -63,8 +63,9 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     roles = [_generator(config.generator, shape, named, longest, bucket, through_memory)]
     if config.starts_reference:
         reference = config.reference
-        roles.append(Role("reference", reference, (shape,), named, lambda _: scorer_memory(
-            reference.gpus, shape, min(reference.micro_batch_tokens, _in_a_call(config) * longest), longest, answers)))
+        tokens = min(reference.micro_batch_tokens, _samples_per_call(config) * longest)
+        roles.append(Role("reference", reference, (shape,), named,
+                          lambda _: scorer_memory(reference.gpus, shape, tokens, longest, answers)))
     roles.append(_reward(config, shapes, longest))
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]
@@ -77,8 +78,8 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     return roles
 
 
-def _in_a_call(config: PPOConfig) -> int:
-    """Samples that a scorer is given at a time: a chunk, or where chunks go on in company all that may be under way."""
+def _samples_per_call(config: PPOConfig) -> int:
+    """Samples of one call to a scorer: a chunk, or with staleness, where chunks are batched, all that are in flight."""
     return config.concurrency if config.coordinator.max_staleness else config.generator.chunk
 
 
@@ -98,7 +99,7 @@ def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest:
 
 
 def _reader(name: str, pool: str) -> Role:
-    """Reads and tokenises the data, once; it reserves nothing."""
+    """A process that reads and tokenises the data once; it reserves no resources."""
     return Role(name, PlacementConfig(pool=pool, cpus=0), (), "", lambda _: Memory(host={RUNTIME: float(READER)}))
 
 
@@ -107,34 +108,34 @@ def _learner(name: str, config: LearnerConfig, model: Training, named: str) -> R
 
 
 def _reward(config: PPOConfig, shapes: Shapes, longest: int) -> Role:
-    """All components of the rewards live in each of its workers; a function in a process beside it."""
+    """Each worker holds all components of the rewards; functions run in separate processes."""
     models = [(name, reward) for name, reward in config.rewards.items()
               if isinstance(reward, ModelReward | ProcessReward)]
-    found = [shapes(reward, f"rewards.{name}") for name, reward in models]
-    found = [shape.headless() if isinstance(reward, ModelReward) else shape
-             for shape, (_, reward) in zip(found, models, strict=True)]
+    model_shapes = [shapes(reward, f"rewards.{name}") for name, reward in models]
+    model_shapes = [shape.headless() if isinstance(reward, ModelReward) else shape
+                    for shape, (_, reward) in zip(model_shapes, models, strict=True)]
     functions = sum(isinstance(reward, FunctionReward) for reward in config.rewards.values())
 
     def memory(_: Hardware = CORE) -> Memory:
         parts = [scorer_memory(config.reward.gpus, shape, min(
-            config.reward.micro_batch_tokens, _in_a_call(config) * longest), longest, 0.0)
-                 for shape in found] or [Memory(host={RUNTIME: float(SMALL)})]
-        whole = together(parts)
+            config.reward.micro_batch_tokens, _samples_per_call(config) * longest), longest, 0.0)
+                 for shape in model_shapes] or [Memory(host={RUNTIME: float(SMALL)})]
+        whole = combined_memory(parts)
         host = {**whole.host, RUNTIME: whole.host.get(RUNTIME, 0.0) + functions * SMALL}
         return Memory(device=whole.device, host=host)
 
-    return Role("reward", config.reward, tuple(found), ", ".join(reward.path for _, reward in models), memory)
+    return Role("reward", config.reward, tuple(model_shapes), ", ".join(reward.path for _, reward in models), memory)
 
 
-def together(parts: list[Memory]) -> Memory:
-    """Several models in one process, which is counted once, and of whose passes one is made at a time."""
+def combined_memory(parts: list[Memory]) -> Memory:
+    """Memory of several models in one process: the process and its largest pass are counted once."""
     once = {RUNTIME, ACTIVATIONS, LOGITS}
 
     def joined(kind: str) -> dict[str, float]:
-        found: dict[str, float] = {}
+        total: dict[str, float] = {}
         for part in parts:
             for name, amount in getattr(part, kind).items():
-                found[name] = max(found.get(name, 0.0), amount) if name in once else found.get(name, 0.0) + amount
-        return found
+                total[name] = max(total.get(name, 0.0), amount) if name in once else total.get(name, 0.0) + amount
+        return total
 
     return Memory(device=joined("device"), host=joined("host"))

@@ -13,20 +13,23 @@ from rlhf_ray.planning.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch. Response lengths t have the survivor function S(t) = (1 - t / (tail * response)) ** (tail - 1): a Beta
-    distribution whose mean is `response` and which ends at `tail` times it. A tail of 2 is uniform from 0; with 1 all
-    are equal."""
+    """One batch: number of samples, their lengths, and optimizer steps.
+
+    Response lengths t have the survivor function S(t) = (1 - t / (tail * response)) ** (tail - 1): a Beta distribution
+    with mean `response` and maximum `tail * response`. A tail of 2 is uniform from 0; with a tail of 1 all lengths are
+    equal.
+    """
 
     samples: int = 2048
-    """Of one update."""
+    """Samples of one update."""
     prompt: int = 512
-    """Tokens."""
+    """Tokens of a prompt."""
     response: int = 1024
-    """Mean tokens."""
+    """Mean tokens of a response."""
     tail: float = 4.0
-    """Longest response over the mean."""
+    """Maximum response length over the mean."""
     mini_batches: int = 4
-    """Optimizer steps of an epoch; 512 samples each by default (as Yu et al. 2025, DAPO, section 4.1)."""
+    """Optimizer steps per epoch; 512 samples each by default (as Yu et al. 2025, DAPO, section 4.1)."""
     epochs: int = 1
 
     @property
@@ -40,25 +43,25 @@ class Workload:
 
     @property
     def longest(self) -> float:
-        """Tokens of a batch's longest response: where one sample of the batch is expected to be left."""
+        """Expected tokens of a batch's longest response: the length that one sample of the batch exceeds."""
         if self.tail == 1:
             return self.response
         return self.tail * self.response * (1 - (1 / self.samples) ** (1 / (self.tail - 1)))
 
     @property
     def held(self) -> float:
-        """Mean tokens that a sample under way has in the cache: its prompt, and what it has of its response. Long ones
-        are under way longer: the integral of t S(t) over that of S(t) is tail * response / (tail + 1)."""
+        """Mean tokens in the cache of a sample being decoded: its prompt and the response so far. Long responses are
+        decoded longer: the integral of t S(t) over that of S(t) is tail * response / (tail + 1)."""
         return self.prompt + self.tail * self.response / (self.tail + 1)
 
 
 SLICES = 256
-"""Of the integral over response positions."""
+"""Slices of the integral over response positions."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One generator: a model on some GPUs of a node (tensor parallel)."""
+    """One generator: a model on one or more GPUs of a node (tensor parallel)."""
 
     model: ModelShape
     hardware: Hardware
@@ -66,66 +69,66 @@ class Engine:
 
     @property
     def cache_tokens(self) -> float:
-        """Room of the cache beside the weights, in tokens; negative where not even the weights fit."""
-        room = self.gpus * self.hardware.memory_bytes * self.hardware.usable_memory - self.model.weight_bytes
-        return room / self.model.cache_bytes
+        """Capacity of the KV cache in tokens, after the weights; negative if the weights do not fit."""
+        free = self.gpus * self.hardware.memory_bytes * self.hardware.usable_memory - self.model.weight_bytes
+        return free / self.model.cache_bytes
 
     def decode_s(self, batch: float, context: float) -> float:
-        """One decoding step of `batch` sequences that hold `context` tokens each: the larger of reading weights and
-        cache and of the operations (Pope et al. 2022, section 2), then two all-reduces a layer."""
+        """Seconds of one decoding step of `batch` sequences with `context` tokens each: the larger of the times to read
+        weights and cache and to compute (Pope et al. 2022, section 2), plus two all-reduces per layer."""
         m, h = self.model, self.hardware
         read = (m.weight_bytes + batch * context * m.cache_bytes) / (self.gpus * h.memory_bandwidth * h.memory_share)
         compute = batch * m.token_flops(context) / (self.gpus * h.flops * h.forward_share)
         return max(read, compute) + self._communicate_s(batch) + h.step_s
 
     def reads_most(self, batch: float, context: float) -> bool:
-        """Whether a decoding step waits for memory rather than for operations."""
+        """Whether a decoding step is bound by memory bandwidth, not by operations."""
         m, h = self.model, self.hardware
         read = (m.weight_bytes + batch * context * m.cache_bytes) / (h.memory_bandwidth * h.memory_share)
         return read > batch * m.token_flops(context) / (h.flops * h.forward_share)
 
     def prefill_s(self, tokens: int) -> float:
-        """One prompt of `tokens`."""
+        """Seconds to prefill one prompt of `tokens`."""
         return self.model.row_flops(tokens) / (self.gpus * self.hardware.flops * self.hardware.forward_share)
 
     def fitting(self, work: Workload) -> float:
-        """Sequences that the cache has room for at a time."""
+        """Sequences that fit into the cache at the same time."""
         return max(0.0, self.cache_tokens / work.held)
 
     def batch_s(self, work: Workload, samples: float) -> float:
-        """To draw `samples` from the first to the last, none begun before: at first as many as fit, each replaced when
-        it ends; then the last ones run out, and the longest decodes nearly alone."""
+        """Seconds to generate `samples`, none started before: first as many as fit, each replaced when it ends; then
+        the last ones finish, and the longest decodes nearly alone."""
         fitting = self.fitting(work)
         if fitting < 1:
             return inf
-        begun_together = min(samples, fitting)
-        before = (samples - begun_together) * self._each_s(work, begun_together)
-        return samples * self.prefill_s(work.prompt) + before + self._run_out_s(work, begun_together)
+        concurrent = min(samples, fitting)
+        before = (samples - concurrent) * self._each_s(work, concurrent)
+        return samples * self.prefill_s(work.prompt) + before + self._drain_s(work, concurrent)
 
     def flowing_s(self, work: Workload, samples: float, under_way: float) -> float:
-        """To draw `samples` when there are always others to begin: never more than `under_way` or the cache's room at a
-        time."""
+        """Seconds to generate `samples` in a steady flow, with at most `under_way` sequences (or as many as the cache
+        holds) at the same time."""
         batch = min(under_way, self.fitting(work))
         if batch < 1:
             return inf
         return samples * (self.prefill_s(work.prompt) + self._each_s(work, batch))
 
     def longest_s(self, work: Workload, under_way: float) -> float:
-        """To draw a batch's longest response among `under_way` others."""
+        """Seconds to generate a batch's longest response among `under_way` others."""
         batch = min(under_way, self.fitting(work))
         return work.longest * self.decode_s(batch, work.held) if batch >= 1 else inf
 
     def _each_s(self, work: Workload, batch: float) -> float:
         return work.response * self.decode_s(batch, work.held) / batch
 
-    def _run_out_s(self, work: Workload, batch: float) -> float:
-        """Integral over positions of a step with the survivors of `batch`, up to the longest response."""
+    def _drain_s(self, work: Workload, batch: float) -> float:
+        """Integral over positions of a decoding step with the survivors of `batch`, up to the longest response."""
         width = work.longest / SLICES
         positions = [(i + 0.5) * width for i in range(SLICES)]
         return sum(width * self.decode_s(max(1.0, batch * work.survivors(t)), work.prompt + t) for t in positions)
 
     def _communicate_s(self, batch: float) -> float:
-        """Two all-reduces a layer of the activations of `batch` tokens; a ring moves 2 (n - 1) / n of the bytes."""
+        """Two all-reduces per layer of the activations of `batch` tokens; a ring moves 2 (n - 1) / n of the bytes."""
         if self.gpus == 1:
             return 0.0
         m, h = self.model, self.hardware
@@ -134,33 +137,33 @@ class Engine:
 
 
 STATE_BYTES = 16
-"""A parameter's: weight, gradient and AdamW's two moments in float32 (Rajbhandari et al. 2020, section 3.1, count the
-same 16 for mixed precision)."""
+"""Bytes per parameter of weight, gradient and AdamW's two moments in float32 (Rajbhandari et al. 2020, section 3.1,
+count the same 16 for mixed precision)."""
 WEIGHT_BYTES = 4
-"""A parameter's weight in float32: as its optimizer has it, beside the shard that is gathered (`learner_memory`), and
-as it is gathered for training."""
+"""Bytes of a weight in float32: in the optimizer, in addition to the shard that is gathered (`learner_memory`), and as
+gathered for training."""
 RECOMPUTED = 4.0
-"""Passes' worth of operations: forward, backward (two) and the forward pass again, with activation checkpointing
+"""Operations in units of a forward pass, with activation checkpointing: forward, backward (two), and forward again
 (Korthikanti et al. 2022, section 5)."""
 KEPT = 3.0
-"""The same where activations are kept."""
+"""The same if activations are kept."""
 
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds, and what they are bound by."""
+    """Seconds, and the resource that bounds them."""
 
     seconds: float
     bound: str
 
     def __add__(self, other: "Duration") -> "Duration":
-        """One after the other; bound by what the longer is bound by."""
+        """One after the other; the bound is that of the longer."""
         return Duration(self.seconds + other.seconds, max(self, other, key=lambda part: part.seconds).bound)
 
 
 @dataclass(frozen=True)
 class Group:
-    """A model under training on a group of GPUs, with a frozen one of its size beside it that only scores."""
+    """A model under training on a group of GPUs, together with a frozen model of the same size that only scores."""
 
     model: ModelShape
     hardware: Hardware
@@ -169,32 +172,34 @@ class Group:
 
     @property
     def nodes(self) -> float:
-        """Nodes that the group covers."""
+        """Number of nodes of the group."""
         return max(1.0, self.gpus / self.hardware.gpus_per_node)
 
     @property
     def micro_batch_tokens(self) -> float:
-        """Tokens whose activations fit a GPU beside the shards of both models and two gathered layers: with
-        checkpointing a layer keeps its input, and one layer at a time all of it (Korthikanti et al. 2022, eq. 2)."""
+        """Tokens whose activations fit on a GPU with the shards of both models and two gathered layers. With
+        checkpointing each layer keeps its input, and one layer at a time all activations (Korthikanti et al. 2022,
+        eq. 2)."""
         m, h = self.model, self.hardware
         shards = m.parameters * (STATE_BYTES + WEIGHT_BYTES + m.bytes_per_value) / self.gpus
         gathered = 2 * m.weight_bytes / m.layers
-        room = h.memory_bytes * h.usable_memory - shards - gathered
-        return room / (m.hidden * (m.bytes_per_value * m.layers + 34))
+        free = h.memory_bytes * h.usable_memory - shards - gathered
+        return free / (m.hidden * (m.bytes_per_value * m.layers + 34))
 
     def fits(self, work: Workload) -> bool:
-        """Whether the longest row fits."""
+        """Whether the longest row fits into a micro-batch."""
         return self.micro_batch_tokens >= work.prompt + work.longest
 
     def gather_s(self, value_bytes: int = WEIGHT_BYTES) -> float:
-        """To bring every weight to every GPU once, in so many bytes each: each node takes in what it does not hold over
-        its cards, and each GPU over its link; the slower of the two counts."""
+        """Seconds to gather every weight on every GPU once, at `value_bytes` each: each node receives the weights it
+        lacks over its network cards, and each GPU over its link; the slower of the two counts."""
         h, bytes_ = self.hardware, self.model.parameters * value_bytes * (1 - 1 / self.gpus)
         outside = bytes_ * (1 - 1 / self.nodes) / h.network_bandwidth
         return max(outside, bytes_ / h.link_bandwidth) / h.network_share
 
     def score(self, work: Workload, models: int) -> Duration:
-        """A forward pass over the batch through each of `models` of this size, overlapped with gathering weights."""
+        """A forward pass over the batch through `models` models of this size, overlapped with gathering their
+        weights."""
         compute = models * work.samples * self.model.row_flops(work.row) / (
             self.gpus * self.hardware.flops * self.hardware.forward_share)
         gathers = models * ceil(work.samples * work.row / self.gpus / self.micro_batch_tokens)
@@ -202,12 +207,12 @@ class Group:
                       Duration(gathers * self.gather_s(self.model.bytes_per_value), "network of scoring"))
 
     def update(self, work: Workload) -> Duration:
-        """All optimizer steps of an update. Each micro-batch gathers the weights twice and scatters gradients once
-        (three times the weights, Rajbhandari et al. 2020, section 7.2.2), while it computes."""
+        """All optimizer steps of an update. While it computes, each micro-batch gathers the weights twice and scatters
+        gradients once (three times the weights, Rajbhandari et al. 2020, section 7.2.2)."""
         if not self.fits(work):
             return Duration(inf, "memory of a learner")
         h, rows = self.hardware, work.samples / work.mini_batches
-        busy = min(1.0, rows / self.gpus)  # a row is not cut: GPUs without one wait
+        busy = min(1.0, rows / self.gpus)  # rows are not split: GPUs without a row are idle
         flops = rows * self.passes * self.model.row_flops(work.row)
         compute = Duration(flops / (self.gpus * busy * h.flops * h.training_share),
                            "operations of training" if busy == 1 else "rows of a mini-batch")
@@ -219,5 +224,5 @@ class Group:
 
 
 def longer(*parts: Duration) -> Duration:
-    """Of things done at the same time, the one that lasts."""
+    """The longest of several durations that overlap."""
     return max(parts, key=lambda part: part.seconds)

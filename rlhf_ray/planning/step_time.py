@@ -1,6 +1,6 @@
-"""An estimate of a step's time, role by role: which of them is the bottleneck, rather than how many seconds exactly.
+"""Estimates the time of a step by role. It is meant to find the bottleneck, not exact seconds.
 
-Rates are those of data sheets and the shares of them in `hardware.py`; lengths as `workload_of` supposes.
+Rates are those of data sheets times the shares in `hardware.py`; lengths are assumed by `workload_of`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,33 +19,33 @@ from rlhf_ray.planning.roofline import KEPT, RECOMPUTED, STATE_BYTES, Engine, Gr
 from rlhf_ray.planning.worker_placement import Placement
 
 FULL_PRECISION = 1 / 15
-"""Rate of matrix products in float32 over those in bfloat16, on a GPU (H100: 67 of 989 TFLOP/s, by its data sheet)."""
+"""Rate of float32 matrix products over bfloat16 ones on a GPU (H100: 67 of 989 TFLOP/s, by its data sheet)."""
 CALL_S = 0.02
-"""What a step of a role costs however little it works on: calls, packing, logging. Of the order a quickstart shows."""
+"""Fixed cost of a role per step: calls, packing, logging. Of the order that a quickstart shows."""
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Seconds of a step."""
+class StepTime:
+    """Estimated seconds of a step."""
 
     roles: Mapping[str, float]
-    """What each role works, all its workers side by side."""
+    """Seconds by role, all its workers in parallel."""
     seconds: float
-    """Of the whole step."""
+    """Seconds of the whole step."""
     bottleneck: str
-    """The role, or the machine's cores, that would have to be faster."""
+    """The role (or the machine's cores) that limits the step."""
     samples: int
 
     @property
     def samples_per_second(self) -> float:
-        """Of the whole loop."""
+        """Throughput of the whole loop."""
         return self.samples / self.seconds
 
 
-def pace_of(
+def estimate_step_time(
     config: StageConfig, roles: Sequence[Role], placement: Placement, nodes: Sequence[Node]
-) -> Pace | None:
-    """The estimate; None of a stage that takes no steps."""
+) -> StepTime | None:
+    """The estimate; None for a stage without steps."""
     devices = {role.name: _device(role, placement, nodes) for role in roles}
     named = {role.name: role for role in roles if role.models}
     if isinstance(config, PPOConfig):
@@ -55,11 +55,13 @@ def pace_of(
         work = Workload(batch, 0, max(1, longest // 2), tail=2.0, mini_batches=1)
         took = {"learner": update_s(named["learner"], devices["learner"], work)}
         seconds, bound = _on_cores(took, named, nodes, took["learner"], "learner")
-        return Pace(took, seconds, bound, batch)
+        return StepTime(took, seconds, bound, batch)
     return None
 
 
-def _ppo(config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Hardware], nodes: Sequence[Node]) -> Pace:
+def _ppo(
+    config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Hardware], nodes: Sequence[Node]
+) -> StepTime:
     work = workload_of(config)
     took = {"generator": generation_s(roles["generator"], devices["generator"], work)}
     for name in ("reference", "reward"):
@@ -79,12 +81,12 @@ def _ppo(config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Har
         whole = drawn + learned + took["publication"]
     longer = rollouts if drawn >= learned else {name: took[name] for name in learning}
     seconds, bound = _on_cores(took, roles, nodes, whole, max(longer, key=lambda name: longer[name]))
-    return Pace(took, seconds, bound, config.samples_per_step)
+    return StepTime(took, seconds, bound, config.samples_per_step)
 
 
 def workload_of(config: PPOConfig) -> Workload:
-    """What the estimate of time supposes of lengths, which nobody knows before: prompts of half their longest, and
-    responses spread evenly up to theirs, so half of it on average."""
+    """The workload that the estimate assumes, as lengths are not known in advance: prompts of half the maximum length,
+    and response lengths uniform up to the maximum, so half of it on average."""
     return Workload(
         samples=config.samples_per_step, prompt=max(1, config.prompts.max_tokens // 2),
         response=max(1, config.generator.sampling.max_tokens // 2), tail=2.0,
@@ -93,7 +95,7 @@ def workload_of(config: PPOConfig) -> Workload:
 
 
 def generation_s(role: Role, device: Hardware, work: Workload) -> float:
-    """All samples of a step, shared by the generators, each drawing so many at a time."""
+    """Seconds to generate all samples of a step, divided among the generators."""
     config = role.placement
     assert isinstance(config, GenerationConfig)
     engine = Engine(role.models[0], device, config.devices if config.gpus else config.threads)
@@ -103,7 +105,7 @@ def generation_s(role: Role, device: Hardware, work: Workload) -> float:
 
 
 def scoring_s(role: Role, device: Hardware, work: Workload) -> float:
-    """A forward pass over all samples through each of the role's models, shared by its workers."""
+    """Seconds of a forward pass over all samples through each of the role's models, divided among its workers."""
     place = role.placement
     units = place.workers * (max(place.gpus, 1) if place.gpus else place.threads)
     return CALL_S + sum(work.samples * shape.row_flops(work.row) / (
@@ -111,7 +113,7 @@ def scoring_s(role: Role, device: Hardware, work: Workload) -> float:
 
 
 def update_s(role: Role, device: Hardware, work: Workload) -> float:
-    """All optimizer steps of an update: passes, gradients' way to other ranks, AdamW's own."""
+    """Seconds of all optimizer steps of an update: passes, communication of gradients, and AdamW."""
     config, shape = role.placement, role.models[0]
     assert isinstance(config, LearnerConfig)
     ranks = config.workers * (1 if config.gpus else config.threads)
@@ -128,14 +130,14 @@ def update_s(role: Role, device: Hardware, work: Workload) -> float:
 
 
 def publication_s(role: Role, device: Hardware) -> float:
-    """Weights to each node over the network, and from its memory into the engine."""
+    """Seconds to send weights to each node over the network, and from its memory into the engine."""
     shape, spans = role.models[0], role.placement.devices if isinstance(role.placement, GenerationConfig) else 1
     return shape.weight_bytes / (device.network_bandwidth * device.network_share) + (
         shape.weight_bytes / spans / device.host_bandwidth)
 
 
 def precision(role: Role, shape: ModelShape) -> float:
-    """Rate of the role's matrix products over those in bfloat16, which a GPU's figures are of."""
+    """Rate of the role's matrix products relative to bfloat16, which a GPU's figures are for."""
     config = role.placement
     if not config.gpus:
         return 1.0
@@ -153,7 +155,7 @@ def _device(role: Role, placement: Placement, nodes: Sequence[Node]) -> Hardware
 def _on_cores(
     took: Mapping[str, float], roles: Mapping[str, Role], nodes: Sequence[Node], whole: float, bound: str
 ) -> tuple[float, str]:
-    """A step cannot be faster than all roles on CPUs together keep all cores busy."""
+    """Seconds and bottleneck of a step, at least the time that all roles on CPUs together keep all cores busy."""
     busy = sum(seconds * roles[name].placement.workers * roles[name].placement.threads
                for name, seconds in took.items() if name in roles and not roles[name].placement.gpus)
     cores = sum(node.cores for node in nodes)

@@ -86,11 +86,11 @@ def stored(ids):
 
 @pytest.mark.parametrize("pools, words", [
     ({"a": pool("tpu"), "b": pool("gen")}, ["pool 'a' asks for 1 bundle of 2 CPU on nodes labelled kind=tpu",
-                                            "carries such labels", "kind=learn", "cluster.nodes_may_join"]),
-    ({"a": pool("gen", cpus=5)}, ["5 CPU needed, 4 the most that one has"]),
-    ({"a": pool("gen", resources={"nvme": 1})}, ["1 nvme needed, 0 the most"]),
+                                            "has these labels", "kind=learn", "cluster.nodes_may_join"]),
+    ({"a": pool("gen", cpus=5)}, ["5 CPU needed, 4 on the largest node"]),
+    ({"a": pool("gen", resources={"nvme": 1})}, ["1 nvme needed, 0 on the largest"]),
     ({"a": pool("gen", cpus=3), "b": pool("gen", cpus=2)}, [
-        "not all together: pool 'a' asks", "room for 0 of the 1 bundle of pool 'b'"]),
+        "not all together: pool 'a' asks", "hold only 0 of the 1 bundle of pool 'b'"]),
 ])
 def test_what_no_node_could_ever_hold_is_refused_at_once(three, pools, words):
     began = time.monotonic()

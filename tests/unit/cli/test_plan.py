@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_ray.cli.main import app
-from rlhf_ray.cli.plan import stage_told
+from rlhf_ray.cli.plan import stage_of_file
 from rlhf_ray.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -24,14 +24,14 @@ def test_a_page_for_people():
     answer = plan(RECIPE, "--nodes", "1x1xL40S")
     assert answer.exit_code == 0
     assert "node-0 GPU 0: generator, reference, policy" in answer.output
-    assert "WW" in answer.output and "it fits" in answer.output
+    assert "WW" in answer.output and "the run fits" in answer.output
 
 
 def test_what_cannot_fit_ends_with_2_and_overrides_count():
     answer = plan(RECIPE, "--nodes=1x1xL4", "--policy.gradient_checkpointing=false")
     assert answer.exit_code == 2
     assert "set policy.gradient_checkpointing=true" in answer.output.replace("\n", " ")
-    assert "it cannot work like this" in answer.output
+    assert "the run cannot work" in answer.output
 
 
 def test_who_plans_for_gpus_on_a_machine_without_is_told_how(monkeypatch):
@@ -88,7 +88,7 @@ def test_every_command_of_the_page_works(monkeypatch):
     ({"data": {}}, "x", "sft"),
 ])
 def test_the_stage_is_told_by_sections(values, name, stage):
-    assert stage_told(values, Path(f"{name}.yaml")) == stage
+    assert stage_of_file(values, Path(f"{name}.yaml")) == stage
 
 
 @pytest.mark.parametrize(("arguments", "told"), [

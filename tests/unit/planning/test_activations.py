@@ -8,7 +8,7 @@ from rlhf_ray.models.attention import register
 from rlhf_ray.models.onednn_linear import use_onednn
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.planning.activations import FLOAT, Pass, layer_bytes, logits_bytes, training_bytes
+from rlhf_ray.planning.activations import FLOAT, MicroBatch, layer_bytes, logits_bytes, training_bytes
 from rlhf_ray.planning.model_shape import ModelShape
 
 ROWS = 4
@@ -44,24 +44,25 @@ def saved_bytes(shape, length, checkpointing=False):
 @pytest.mark.parametrize(("kv_heads", "length"), [(4, 64), (4, 192), (2, 64), (1, 256)])
 def test_what_a_forward_pass_keeps_is_what_is_counted(kv_heads, length):
     shape = ModelShape(hidden=128, layers=3, heads=4, kv_heads=kv_heads, intermediate=320, vocabulary=512)
-    a_pass = Pass(ROWS * length, length, on_gpu=False)
+    micro_batch = MicroBatch(ROWS * length, length, on_gpu=False)
     answers = ROWS * (length - 1)
-    counted = training_bytes(shape, a_pass) + logits_bytes(shape, a_pass, answers, training=False)
+    counted = training_bytes(shape, micro_batch) + logits_bytes(shape, micro_batch, answers, training=False)
     # Long rows of one length, as here, are answered without the copy that rows of several lengths need.
     assert counted == pytest.approx(saved_bytes(shape, length), rel=0.06)
 
 
 def test_layers_that_are_passed_again_keep_their_input_alone():
     shape = ModelShape(hidden=128, layers=6, heads=4, kv_heads=4, intermediate=320, vocabulary=512)
-    a_pass = Pass(ROWS * 64, 64, on_gpu=False, checkpointing=True)
-    kept = training_bytes(shape, a_pass) - a_pass.tokens * layer_bytes(shape, a_pass)  # the one that is passed again
-    counted = kept + logits_bytes(shape, a_pass, ROWS * 63, training=False)
+    micro_batch = MicroBatch(ROWS * 64, 64, on_gpu=False, checkpointing=True)
+    recomputed = micro_batch.tokens * layer_bytes(shape, micro_batch)
+    kept = training_bytes(shape, micro_batch) - recomputed
+    counted = kept + logits_bytes(shape, micro_batch, ROWS * 63, training=False)
     assert counted == pytest.approx(saved_bytes(shape, 64, checkpointing=True), rel=0.1)
 
 
 def test_logits_come_in_pieces_of_bounded_size():
     shape = ModelShape(hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8, vocabulary=2**17)
-    a_pass = Pass(4096, 64, on_gpu=False)
-    assert logits_bytes(shape, a_pass, 4096, training=True) == 2 * 2**26 * FLOAT
-    assert logits_bytes(shape, a_pass, 16, training=True) == 2 * 16 * 2**17 * FLOAT
-    assert logits_bytes(shape.headless(), a_pass, 4096, training=True) == 0
+    micro_batch = MicroBatch(4096, 64, on_gpu=False)
+    assert logits_bytes(shape, micro_batch, 4096, training=True) == 2 * 2**26 * FLOAT
+    assert logits_bytes(shape, micro_batch, 16, training=True) == 2 * 16 * 2**17 * FLOAT
+    assert logits_bytes(shape.headless(), micro_batch, 4096, training=True) == 0

@@ -7,18 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ray.config.run import PoolConfig
-from rlhf_ray.planning.bundle_packing import arrange, capacity, carries, everything, room_for, what_is_free
+from rlhf_ray.planning.bundle_packing import (
+    all_resources,
+    arrange,
+    free_resources,
+    matches_labels,
+    node_capacity,
+    pool_capacity,
+)
 from rlhf_ray.planning.nodes import Node
-from rlhf_ray.planning.placement_errors import nodes_table, why_not
+from rlhf_ray.planning.placement_errors import explain_shortage, nodes_table
 
 
 def node(name="n", labels=None, free=None, **resources):
     return Node(name, resources, labels=labels or {}, free=resources if free is None else free)
 
 
-def fit_together(pools, nodes, amounts=everything):
+def fit_together(pools, nodes, amounts=all_resources):
     found = arrange(pools, nodes, amounts)
-    assert bool(found.missing) >= found.never
+    assert bool(found.missing) >= found.impossible
     return not found.missing
 
 
@@ -26,7 +33,7 @@ def keeps_the_rules(pools, nodes):
     """Whether what is arranged is within every node's amounts, labels and each pool's strategy."""
     shares = arrange(pools, nodes).shares
     for i, one in enumerate(nodes):
-        if any(shares[name][i] and not carries(one.labels, pool.labels) for name, pool in pools.items()):
+        if any(shares[name][i] and not matches_labels(one.labels, pool.labels) for name, pool in pools.items()):
             return False
         if sum(shares[name][i] * pool.cpus for name, pool in pools.items()) > one.resources["CPU"] + 1e-6:
             return False
@@ -42,19 +49,19 @@ def keeps_the_rules(pools, nodes):
     ("a", "!in(a, b)", False), ("c", "!in(a, b)", True), (None, "!in(a, b)", True),
 ])
 def test_selectors_mean_what_they_mean_to_ray(value, wanted, agrees):
-    assert carries({} if value is None else {"kind": value}, {"kind": wanted}) is agrees
+    assert matches_labels({} if value is None else {"kind": value}, {"kind": wanted}) is agrees
 
 
 def test_a_node_holds_as_many_bundles_as_its_scarcest_resource_allows():
     pool = PoolConfig(cpus=2, gpus=1, resources={"fast": 0.5})
-    assert capacity(pool, node(CPU=16, GPU=8, fast=2)) == 4
-    assert capacity(pool, node(CPU=16, GPU=8)) == 0
-    assert capacity(PoolConfig(cpus=0.1), node(CPU=0.3)) == 3
+    assert node_capacity(pool, node(CPU=16, GPU=8, fast=2)) == 4
+    assert node_capacity(pool, node(CPU=16, GPU=8)) == 0
+    assert node_capacity(PoolConfig(cpus=0.1), node(CPU=0.3)) == 3
 
 
 @pytest.mark.parametrize("strategy, room", [("PACK", 5), ("SPREAD", 5), ("STRICT_PACK", 3), ("STRICT_SPREAD", 2)])
 def test_a_strategy_bounds_what_the_nodes_hold(strategy, room):
-    assert room_for(PoolConfig(cpus=1, strategy=strategy), [node(CPU=3), node(CPU=2), node(GPU=1)]) == room
+    assert pool_capacity(PoolConfig(cpus=1, strategy=strategy), [node(CPU=3), node(CPU=2), node(GPU=1)]) == room
 
 
 def test_pools_that_fit_alone_may_not_fit_together():
@@ -73,7 +80,7 @@ def test_an_arrangement_is_found_though_the_first_that_is_tried_fails():
 def test_what_others_use_counts_where_it_is_asked_for():
     busy = [node(CPU=4, free={"CPU": 1.0})]
     assert fit_together({"a": PoolConfig(cpus=2)}, busy)
-    assert not fit_together({"a": PoolConfig(cpus=2)}, busy, what_is_free)
+    assert not fit_together({"a": PoolConfig(cpus=2)}, busy, free_resources)
 
 
 def by_trying_all(pools, nodes):
@@ -86,7 +93,7 @@ def by_trying_all(pools, nodes):
             taken.setdefault(i, []).append(home)
         strict = all(len(set(taken[i])) == (1 if pool.strategy == "STRICT_PACK" else len(taken[i]))
                      for i, pool in enumerate(pools) if pool.strategy.startswith("STRICT"))
-        labelled = all(carries(nodes[node].labels, pool.labels)
+        labelled = all(matches_labels(nodes[node].labels, pool.labels)
                        for (_, pool), node in zip(bundles, assignments, strict=True))
         if strict and labelled and all(amounts["CPU"] > -1e-6 for amounts in left):
             return True
@@ -103,8 +110,8 @@ NODES = st.builds(node, CPU=st.integers(0, 5), labels=st.sampled_from([{}, {"kin
 @given(st.lists(POOLS, min_size=1, max_size=3), st.lists(NODES, min_size=1, max_size=3))
 def test_the_verdict_is_that_of_trying_all_arrangements(pools, nodes):
     found = arrange(dict(enumerate(pools)), nodes)
-    assert found.never is not by_trying_all(pools, nodes)
-    assert bool(found.missing) is found.never
+    assert found.impossible is not by_trying_all(pools, nodes)
+    assert bool(found.missing) is found.impossible
     assert keeps_the_rules(dict(enumerate(pools)), nodes)
 
 
@@ -119,17 +126,17 @@ NODES_OF_A_CLUSTER = [node("10.0.0.1", CPU=8, free={"CPU": 3.0}),
 
 
 @pytest.mark.parametrize("pool, words", [
-    ({"labels": {"kind": "tpu"}}, ["labelled kind=tpu", "none of the 3 nodes carries", "--labels=\"kind=tpu\""]),
-    ({"gpus": 16}, ["16 GPU needed, 8 the most that one has", "Set pools.p.gpus to 8 at most and raise"]),
-    ({"resources": {"nvme": 1}}, ["1 nvme needed, 0 the most", "start nodes with nvme"]),
-    ({"gpus": 8, "bundles": 3}, ["room for 2 on all such nodes together", "lower pools.p.bundles to 2"]),
-    ({"gpus": 1, "bundles": 3, "strategy": "STRICT_SPREAD"}, ["room for 2 on as many nodes, one on each"]),
-    ({"gpus": 1, "bundles": 9, "strategy": "STRICT_PACK"}, ["room for 8 on the one node that has most room"]),
-    ({"cpus": 12, "labels": {"kind": "!gpu"}}, ["12 CPU needed, 8 the most that one has"]),
+    ({"labels": {"kind": "tpu"}}, ["labelled kind=tpu", "none of the 3 nodes", "--labels=\"kind=tpu\""]),
+    ({"gpus": 16}, ["16 GPU needed, 8 on the largest node", "Set pools.p.gpus to 8 at most and raise"]),
+    ({"resources": {"nvme": 1}}, ["1 nvme needed, 0 on the largest", "start nodes with nvme"]),
+    ({"gpus": 8, "bundles": 3}, ["all such nodes together hold only 2", "lower pools.p.bundles to 2"]),
+    ({"gpus": 1, "bundles": 3, "strategy": "STRICT_SPREAD"}, ["with one per node, the nodes hold only 2"]),
+    ({"gpus": 1, "bundles": 9, "strategy": "STRICT_PACK"}, ["the largest node holds only 8"]),
+    ({"cpus": 12, "labels": {"kind": "!gpu"}}, ["12 CPU needed, 8 on the largest node"]),
 ])
 def test_what_can_never_be_placed_is_told_with_what_to_change(pool, words):
     pools = {"p": PoolConfig(**pool), "fine": PoolConfig()}
-    (said,) = why_not(pools, NODES_OF_A_CLUSTER, arrange(pools, NODES_OF_A_CLUSTER))
+    (said,) = explain_shortage(pools, NODES_OF_A_CLUSTER, arrange(pools, NODES_OF_A_CLUSTER))
     assert said.startswith("pool 'p' asks for")
     assert [word for word in words if word not in said] == []
 

@@ -32,11 +32,11 @@ class TestSpec:
         assert (node.gpu, node.cpus, node.labels) == (H200, 16, {"ray.io/region": "eu"})
 
     @pytest.mark.parametrize(("spec", "told"), [
-        ("8xH100", "names no machines"), ("2x", "names no machines"), ("2x8xK80", "a K80 are not known"),
-        ("1x(gpus=many)", "gpus 'many' is no amount"), ("1x(memory=nan)", "is no amount"),
-        ("1x(cpus=-4)", "is no amount"), ("1x(cpus=8,resource=disk:x)", "resource=disk 'x' is no amount"),
-        ("1x(ram=5)", "is no key=value"), ("1x(label=a)", "needs a colon"),
-        ("0x8xH100", "names no machines"),
+        ("8xH100", "describes no machines"), ("2x", "describes no machines"), ("2x8xK80", "'K80' are not known"),
+        ("1x(gpus=many)", "gpus 'many' is not an amount"), ("1x(memory=nan)", "is not an amount"),
+        ("1x(cpus=-4)", "is not an amount"), ("1x(cpus=8,resource=disk:x)", "resource=disk 'x' is not an amount"),
+        ("1x(ram=5)", "is not a key=value"), ("1x(label=a)", "needs a colon"),
+        ("0x8xH100", "describes no machines"),
     ])
     def test_what_is_no_machine_is_refused_with_an_example(self, spec, told):
         with pytest.raises(ConfigError, match=told):
@@ -80,12 +80,12 @@ class TestPlacement:
         assert placed.bundles == {("bound", 0): "x", ("free", 0): "y"}
 
     @pytest.mark.parametrize(("pool", "told"), [
-        (PoolConfig(cpus=2, labels={"role": "critic"}), "none of the 2 nodes carries such labels"),
-        (PoolConfig(cpus=9), r"8 the most that one has\. Set pools.p.cpus to 8 at most and raise pools.p.b"),
-        (PoolConfig(cpus=1, gpus=1), r"1 GPU needed, 0 the most that one has\. Set pools.p.gpus to 0, or"),
-        (PoolConfig(bundles=3, cpus=2, strategy="STRICT_SPREAD"), "room for 2 on as many nodes, one on each"),
+        (PoolConfig(cpus=2, labels={"role": "critic"}), "none of the 2 nodes has these labels"),
+        (PoolConfig(cpus=9), r"8 on the largest node\. Set pools.p.cpus to 8 at most and raise pools.p.b"),
+        (PoolConfig(cpus=1, gpus=1), r"1 GPU needed, 0 on the largest node\. Set pools.p.gpus to 0, or"),
+        (PoolConfig(bundles=3, cpus=2, strategy="STRICT_SPREAD"), "with one per node, the nodes hold only 2"),
         (PoolConfig(bundles=5, cpus=4), "lower pools.p.bundles to 4"),
-        (PoolConfig(bundles=3, cpus=4, strategy="STRICT_PACK"), "room for 2 on the one node that has most room"),
+        (PoolConfig(bundles=3, cpus=4, strategy="STRICT_PACK"), "the largest node holds only 2"),
     ])
     def test_what_finds_no_place_says_what_to_change(self, pool, told):
         [shortage] = place({"p": pool}, {}, [node("x"), node("y")]).shortages
@@ -96,7 +96,7 @@ class TestPlacement:
         placed = place(pools, {}, [node("x"), node("y")])
         [shortage] = placed.shortages
         assert "not all together: pool 'a' asks for 2 bundles" in shortage
-        assert "room for 2 of the 3 bundles of pool 'b'" in shortage
+        assert "hold only 2 of the 3 bundles of pool 'b'" in shortage
 
     def test_an_arrangement_that_must_be_looked_for_is_the_one_planned_for(self):
         pools = {"a": PoolConfig(cpus=3), "b": PoolConfig(bundles=2, cpus=2)}

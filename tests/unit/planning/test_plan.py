@@ -151,9 +151,8 @@ class TestVerdict:
     def test_a_gpu_that_is_too_small_is_told_with_the_fields_that_mend_it(self):
         plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xL4", "--policy.gradient_checkpointing=false")
         [refusal] = plan.refused
-        assert re.match(r"policy does not fit: [\d.]+ GiB too much for node-0 GPU 0 \(L4\)\. To fit, set "
-                        r"policy\.gradient_checkpointing=true\. Together .* of 22.4 GiB; policy's part is .* of it "
-                        "activations", refusal)
+        assert re.match(r"policy does not fit: node-0 GPU 0 \(L4\) lacks [\d.]+ GiB\. To fit, set "
+                        r"policy\.gradient_checkpointing=true\. .* of 22.4 GiB .*activations", refusal)
         assert not planned("one_gpu_0.5b_grpo.yaml", "1x1xL4").refused, "as it says"
 
     @pytest.mark.parametrize(("recipe", "nodes", "worse", "needed"), [
@@ -175,7 +174,7 @@ class TestVerdict:
         worse = ["--policy.micro_batch_tokens=65536", "--critic.micro_batch_tokens=131072"]
         critic, policy = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", *worse).refused
         for role, refusal in (("critic", critic), ("policy", policy)):
-            assert refusal.startswith(f"{role} does not fit") and "and 2 more like it" in refusal
+            assert refusal.startswith(f"{role} does not fit") and "as do 2 more like it" in refusal
             assert f"To fit, set {role}.micro_batch_tokens=16384. " in refusal
         assert not planned("eight_gpu_8b_ppo.yaml", "1x8xH100", "--policy.micro_batch_tokens=16384",
                            "--critic.micro_batch_tokens=16384").refused
@@ -209,13 +208,13 @@ class TestVerdict:
     def test_the_role_whose_memory_is_the_problem_comes_first_then_what_to_set(self, recipe, nodes, worse, role, field):
         refusal = planned(recipe, nodes, worse).refused[0]
         kind = nodes.rpartition("x")[2].partition("(")[0]
-        assert re.match(rf"{role} does not fit: [\d.]+ GiB too much for node-\d GPU \d \({kind}[^)]*\)", refusal)
+        assert re.match(rf"{role} does not fit: node-\d GPU \d \({kind}[^)]*\) lacks [\d.]+ GiB", refusal)
         assert field in refusal
 
     def test_too_few_gpus(self):
         plan = planned("eight_gpu_8b_ppo.yaml", "1x4xH100")
         assert any("pools.policy" in text or "pools.critic" in text for text in plan.refused)
-        assert plan.pace is None
+        assert plan.step_time is None
 
     def test_a_cache_below_one_sequence_is_refused_and_one_that_holds_few_is_tight(self):
         plan = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.kv_cache_mb=128")
@@ -248,10 +247,10 @@ class TestVerdict:
         assert direct.memory["generator"].host_bytes < planned(*arguments).memory["generator"].host_bytes
 
     def test_roles_that_take_turns_need_the_larger_of_the_two(self):
-        together = planned("one_gpu_8b_lora.yaml", "1x1xH100")
+        combined_memory = planned("one_gpu_8b_lora.yaml", "1x1xH100")
         turns = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.sleep_level=1",
                         "--policy.offload_between_phases=true")
-        gpu, in_turns = (next(load for load in plan.loads if load.device == 0) for plan in (together, turns))
+        gpu, in_turns = (next(load for load in plan.loads if load.device == 0) for plan in (combined_memory, turns))
         parts = {name: sum(held.values()) for name, held in gpu.holders.items()}
         assert in_turns.bytes < gpu.bytes
         assert set(in_turns.holders["policy/0"]) >= {"weights"}, "moments go, weights stay"
@@ -268,14 +267,14 @@ class TestRest:
         assert plan.disk["one being written"] == one
 
     def test_a_slower_gpu_takes_longer(self):
-        fast, slow = (planned("one_gpu_0.5b_grpo.yaml", nodes).pace for nodes in ("1x1xH100", "1x1xL40S"))
+        fast, slow = (planned("one_gpu_0.5b_grpo.yaml", nodes).step_time for nodes in ("1x1xH100", "1x1xL40S"))
         assert fast.seconds < slow.seconds
         assert fast.bottleneck in fast.roles
         assert fast.samples == 512
 
     def test_overlapping_sides_take_as_long_as_the_longer(self):
-        apart = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", "--coordinator.max_staleness=0").pace.seconds
-        assert planned("eight_gpu_8b_ppo.yaml", "1x8xH100").pace.seconds < apart
+        apart = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", "--coordinator.max_staleness=0").step_time.seconds
+        assert planned("eight_gpu_8b_ppo.yaml", "1x8xH100").step_time.seconds < apart
 
     def test_values_are_plain_and_whole(self):
         import json

@@ -31,7 +31,7 @@ def with_memory(monkeypatch, gib):
 
 def test_memory_that_is_not_there_is_refused_with_what_takes_it(model, monkeypatch):
     with_memory(monkeypatch, 8)
-    with pytest.raises(ConfigError, match=r"policy does not fit: .* for this machine memory\..*\n.*15% larger"):
+    with pytest.raises(ConfigError, match=r"policy does not fit: this machine memory lacks .*\n.*15% larger"):
         check_fit(config(model))
     with_memory(monkeypatch, 64)
     check_fit(config(model))
