@@ -68,6 +68,7 @@ def test_a_python_without_venv(checkout):
     assert "has no venv module" in complaint(make(checkout, "install", f"PYTHON={python}"))
 
 
+@pytest.mark.slow
 def test_no_registry(checkout):
     answer = make(
         checkout,

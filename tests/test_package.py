@@ -48,6 +48,7 @@ def test_the_source_archive_builds_what_the_wheel_is(built):
                 if path not in names]
 
 
+@pytest.mark.slow
 def test_it_installs_into_a_fresh_environment_and_says_what_it_can(built, tmp_path):
     """Dependencies are this environment's; the package itself comes from the wheel alone."""
     venv.create(tmp_path / "fresh")

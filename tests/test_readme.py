@@ -68,40 +68,40 @@ def test_the_patterns_find_what_they_should(tmp_path, monkeypatch):
     assert LINK.findall(page.read_text()) == [("b.md#c", "")]
 
 
-@pytest.mark.parametrize("arguments", commands("make"))
-def test_make_commands_exist(arguments):
-    answer = subprocess.run(
-        ["make", "-n", *shlex.split(arguments)], cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
-    assert answer.returncode == 0, answer.stderr
+def test_make_commands_exist():
+    for arguments in commands("make"):
+        answer = subprocess.run(["make", "-n", *shlex.split(arguments)], cwd=ROOT, capture_output=True, text=True,
+                                timeout=30)
+        assert answer.returncode == 0, answer.stderr
 
 
-@pytest.mark.parametrize("arguments", commands("rlhf-ray"))
-def test_command_lines_exist(arguments):
-    name = arguments.split()[0] if arguments else ""
-    words = [] if name.startswith("-") or not name or name.isupper() else [name]
-    answer = CliRunner().invoke(app, [*words, "--help"])
-    assert answer.exit_code == 0, answer.output
-
-
-@pytest.mark.parametrize("arguments", commands("rlhf-ray"))
-def test_options_on_command_lines_exist(arguments):
-    words = shlex.split(arguments)
+def by_subcommand() -> dict[str, list[str]]:
+    """Command lines of `rlhf-ray` by subcommand ("jobs list", "ppo"); under "" those without one."""
     groups = {group.name for group in app.registered_groups}
-    name = words[:2] if words and words[0] in groups else words[:1]
-    shown = CliRunner().invoke(app, [*name, "--help"], env={"COLUMNS": "200"}).output if words else ""
-    for option in (w for w in words if re.fullmatch(r"--[a-z-]+(=.*)?", w)):
-        assert option.partition("=")[0] in shown, f"{option} is not an option of {words[0]}"
+    found: dict[str, list[str]] = {}
+    for arguments in commands("rlhf-ray"):
+        words = shlex.split(arguments)[:2]
+        name = words[0] if words and not words[0].startswith("-") and not words[0].isupper() else ""
+        found.setdefault(" ".join(words) if name in groups else name, []).append(arguments)
+    return found
 
 
-@pytest.mark.parametrize("arguments", [
-    c for c in commands("rlhf-ray") if " configs/" in c and c.split()[0] in STAGES])
-def test_overrides_on_command_lines_are_accepted(arguments, monkeypatch):
+@pytest.mark.parametrize(("name", "lines"), by_subcommand().items(), ids=by_subcommand())
+def test_a_subcommand_and_its_options_exist(name, lines):
+    answer = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "200"})
+    assert answer.exit_code == 0, answer.output
+    for arguments in lines:
+        for option in (word for word in shlex.split(arguments) if re.fullmatch(r"--[a-z-]+(=.*)?", word)):
+            assert option.partition("=")[0] in answer.output, f"rlhf-ray {arguments}: no option {option}"
+
+
+@pytest.mark.parametrize("stage", [name for name in by_subcommand() if name in STAGES])
+def test_overrides_on_command_lines_are_accepted(stage, monkeypatch):
     monkeypatch.chdir(ROOT)
-    command, *rest = shlex.split(arguments)
-    path, overrides = split_arguments([word for word in rest if word != "--resume"])
-    assert overrides
-    load(STAGES[command], path, overrides)
+    for arguments in (line for line in by_subcommand()[stage] if " configs/" in line):
+        path, overrides = split_arguments([word for word in shlex.split(arguments)[1:] if word != "--resume"])
+        assert overrides
+        load(STAGES[stage], path, overrides)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward-model", "process-reward", "ppo"])

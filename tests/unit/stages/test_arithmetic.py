@@ -13,6 +13,14 @@ from rlhf_ray.stages import arithmetic
 FILES = [str(e) for e in Estimator]
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A directory with the example's data."""
+    home = tmp_path_factory.mktemp("arithmetic")
+    arithmetic.make_data(home, 0)
+    return home
+
+
 def test_the_recipe_has_a_file_for_every_estimator_that_the_command_offers():
     assert {"sft", *FILES} <= {path.stem for path in arithmetic.RECIPE.folder().glob("*.yaml")}
 
@@ -34,13 +42,12 @@ def test_the_steps_configurations_fit_what_comes_before_them():
     assert [name for name, reward in ppo.rewards.items() if reward.weight] == ["columns"], "the others measure"
 
 
-def test_judged_steps_fit_the_judge(tmp_path):
+def test_judged_steps_fit_the_judge(home):
     from rlhf_ray.data.process_rows import load_process_rows
 
-    arithmetic.make_data(tmp_path, 0)
-    judge = arithmetic.RECIPE.config("process-reward", tmp_path, 0)
-    tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path / "data" / "tokenizer")))
-    for path in (judge.data.path, str(tmp_path / "data" / "soft_steps.jsonl")):
+    judge = arithmetic.RECIPE.config("process-reward", home, 0)
+    tokenizer = load_tokenizer(ModelConfig(path=str(home / "data" / "tokenizer")))
+    for path in (judge.data.path, str(home / "data" / "soft_steps.jsonl")):
         _, held, report = load_process_rows(judge.data.model_copy(update={"path": path}), judge.steps, tokenizer)
         assert (report.rows, report.kept, len(held)) == (8000, 8000, 800)
 
@@ -52,21 +59,21 @@ def test_the_estimators_differ_in_nothing_else():
     assert one == two
 
 
-def test_data_fit_the_model_and_the_limits(tmp_path):
-    arithmetic.make_data(tmp_path, 0)
-    tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path / "data" / "tokenizer")))
+def test_data_fit_the_model_and_the_limits(home):
+    tokenizer = load_tokenizer(ModelConfig(path=str(home / "data" / "tokenizer")))
     longest = Sum(999, 999)
     prompt, response = (len(tokenizer(text)["input_ids"]) for text in (longest.prompt, work_out(longest, (False,) * 2)))
     assert prompt == len(longest.prompt), "one token a character"
-    sft, ppo = arithmetic.RECIPE.config("sft", tmp_path, 0), arithmetic.RECIPE.config("ppo", tmp_path, 0, file="grpo")
+    sft, ppo = arithmetic.RECIPE.config("sft", home, 0), arithmetic.RECIPE.config("ppo", home, 0, file="grpo")
     assert prompt + response + 1 <= sft.data.max_tokens <= sft.model.architecture.max_positions
     assert prompt <= ppo.prompts.max_tokens and response + 1 <= ppo.generator.sampling.max_tokens
     assert ppo.prompts.max_tokens + ppo.generator.sampling.max_tokens <= sft.model.architecture.max_positions
 
 
-def test_data_that_are_there_are_kept(tmp_path):
-    arithmetic.make_data(tmp_path, 0)
-    file = tmp_path / "data" / "sft.jsonl"
+def test_data_that_are_there_are_kept(home):
+    file = home / "data" / "sft.jsonl"
+    made = file.read_text()
     file.write_text("mine")
-    arithmetic.make_data(tmp_path, 0)
+    arithmetic.make_data(home, 0)
     assert file.read_text() == "mine"
+    file.write_text(made)
