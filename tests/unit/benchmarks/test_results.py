@@ -59,7 +59,7 @@ class TestSummary:
     def test_a_summary_of_another_form_is_left_out_and_said(self, tmp_path: Path, capsys: Any) -> None:
         (tmp_path / "summary.json").write_text('{"async_speedup": 1.0, "details": {}, "machine": {}}')
         assert read_summary(tmp_path) == Summary()
-        assert "not of the present form (KeyError: 'runs')" in capsys.readouterr().err
+        assert "not of the present format (KeyError: 'runs')" in capsys.readouterr().err
 
 
 class TestCommand:
