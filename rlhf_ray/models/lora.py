@@ -4,7 +4,6 @@ peft adds the adapters to the model in place: it keeps its class, its forward pa
 learner publishes and exports the base model's tensors, each merged on demand: W + alpha/rank * B A. The trained
 parameters stay separate, and there is no second model. Checkpoints hold the adapters without the frozen base, which
 is loaded from its source again; a digest in `adapters.json` checks that it is the same.
-
 """
 
 import json

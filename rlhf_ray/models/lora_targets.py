@@ -103,5 +103,4 @@ def _why_not(model: "PreTrainedModel", target: str) -> str:
                     "would change only one of them")
         if _matches(target, name):
             return f"{name} is of type {type(layer).__name__}, and only linear layers can have adapters"
-
     return f"{type(model).__name__} has no such layer"

@@ -1,8 +1,8 @@
-"""Linear layers of models on CPUs, in float32, by oneDNN.
+"""Linear layers on CPUs in float32, computed by oneDNN.
 
-For float32 torch sends matrix products on CPUs to MKL, which on processors of other makers than Intel leaves half of
-their vector units idle: 95 GFLOP/s on a core of a Zen 5 EPYC, where oneDNN, which torch carries along, makes 200. The
-products are the same but for the order of their sums.
+On CPUs torch computes float32 matrix products with MKL, which uses only half of the vector units of other makers'
+processors than Intel's: 95 GFLOP/s on a core of a Zen 5 EPYC, where oneDNN, which torch includes, reaches 200. The
+products differ only in the order of summation.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SMALLEST = 16
-"""Outputs of a layer from which oneDNN is worth its call; a scalar head stays as it is."""
+"""Smallest number of outputs for which calling oneDNN pays off; a scalar head is left as it is."""
 
 
 class OneDNNLinear(nn.Linear):
-    """A linear layer that oneDNN computes where it can: float32 on a CPU, no autocast."""
+    """A linear layer that uses oneDNN for float32 on a CPU without autocast, and torch otherwise."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`."""
-        if not self._by_onednn(input):
+        if not self._use_onednn(input):
             return linear(input, self.weight, self.bias)
         output: Tensor = _Linear.apply(input.reshape(-1, self.in_features), self.weight, self.bias)
         return output.view(*input.shape[:-1], self.out_features)
 
-    def _by_onednn(self, input: Tensor) -> bool:
-        """Whether this is its case; of no rows at all it makes an error."""
+    def _use_onednn(self, input: Tensor) -> bool:
+        """Whether oneDNN applies; it raises an error for an empty input."""
         return (input.is_cpu and input.dtype is self.weight.dtype is torch.float32 and input.numel() > 0
                 and not torch.is_autocast_enabled("cpu"))
 
@@ -47,25 +47,25 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (_product(grad, weight.t()) if of_x else None, _weight_gradient(grad, x) if of_weight else None,
-                grad.sum(0) if of_bias else None)
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        return (_product(grad, weight.t()) if for_x else None, _weight_gradient(grad, x) if for_weight else None,
+                grad.sum(0) if for_bias else None)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """[out, in] from grad [T, out] and x [T, in]. oneDNN copies its first factor if it is transposed: the smaller."""
+    """[out, in] from grad [T, out] and x [T, in]. oneDNN copies a transposed first factor: use the smaller one."""
     return _product(grad.t(), x.t()) if grad.shape[1] <= x.shape[1] else _product(x.t(), grad.t()).t()
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[m, n] a b' + bias of a [m, k] and b [n, k]."""
+    """[m, n] a b' + bias from a [m, k] and b [n, k]."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
     return result
 
 
 def use_onednn(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Let oneDNN compute the model's linear layers, where this torch has it and the process computes on CPUs; returns
-    the model, changed in place. On a GPU layers stay `nn.Linear`, which libraries know by their exact class."""
+    """Make the model's linear layers use oneDNN, if torch has it and there is no GPU; returns the same model. On a GPU
+    layers stay `nn.Linear`, because libraries check for that exact class."""
     if torch.backends.mkldnn.is_available() and not torch.cuda.is_available():
         for layer in model.modules():
             if type(layer) is nn.Linear and layer.out_features >= SMALLEST:

@@ -1,5 +1,5 @@
-"""Transformers models run on packed rows: token log-probabilities of a language model, one number per token of a
-scalar model. These are the modules that DeepSpeed wraps, so all computation with parameters happens in `forward`."""
+"""Transformers models on packed rows, as the modules that DeepSpeed wraps: language model, scalar model, actor-critic
+with a shared backbone, process reward model. All computation with parameters happens in `forward`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
 
 
 def filler_of(tokens: Tensor) -> int:
-    """Tokens to compute behind the last row, for nobody, so that shapes come up again (see `rounded_up`)."""
+    """Number of unused tokens to append after the last row, so that shapes repeat (see `rounded_up`)."""
     return rounded_up(len(tokens)) - len(tokens) if tokens.is_cpu else 0
 
 
@@ -37,12 +37,12 @@ class Chunks:
     """How many tokens' logits exist at a time."""
 
     elements: int = 2**26
-    """Entries of the largest piece, tokens times vocabulary: 256 MiB of float32."""
+    """Elements of the largest chunk, tokens times vocabulary: 256 MiB of float32."""
     most_tokens: int | None = None
-    """Cut every pass into as many pieces as one of so many tokens: for ranks whose calls of the head must match."""
+    """Cut every pass into as many chunks as one of this many tokens, for ranks whose calls of the head must match."""
 
     def count(self, tokens: int, vocabulary: int) -> int:
-        """Pieces that `tokens` are cut into, which may be empty."""
+        """Number of chunks for `tokens` tokens; chunks may be empty."""
         rows = max(1, self.elements // vocabulary)
         return max(1, -(-(tokens if self.most_tokens is None else self.most_tokens) // rows))
 
@@ -54,28 +54,27 @@ def token_logprobs_and_entropies(
     model: "PreTrainedModel", hidden: Tensor, targets: Tensor, temperature: float, chunks: Chunks, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """[n] log-probabilities of `targets` [n] given the states `hidden` [n, hidden] before them, and [n] entropies or
-    None. Where they are cut into several pieces, the logits of one exist at a time, in the backward pass too: that
-    makes them again."""
-    head, asked, filler = model.get_output_embeddings(), len(targets), filler_of(targets)
+    None. With several chunks only the logits of one exist at a time; the backward pass recomputes them."""
+    head, count, filler = model.get_output_embeddings(), len(targets), filler_of(targets)
     hidden, targets = pad(hidden, (0, 0, 0, filler)), pad(targets, (0, filler))
 
-    def answers(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    def columns_of(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         logits = head(states)[None]
         logprobs = token_logprobs(logits, tokens[None], temperature)[0]
         return (logprobs, entropy_of(wide(logits) / temperature)[0]) if entropy else (logprobs,)
 
     pieces = chunks.count(len(targets), model.config.get_text_config().vocab_size)
     if pieces == 1:
-        found = [answers(hidden, targets)]
+        chunked = [columns_of(hidden, targets)]
     else:
-        found = [checkpoint(answers, *piece, use_reentrant=False)
-                 for piece in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), strict=True)]
-    logprobs, *entropies = (torch.cat(column)[:asked] for column in zip(*found, strict=True))
+        chunked = [checkpoint(columns_of, *piece, use_reentrant=False)
+                   for piece in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), strict=True)]
+    logprobs, *entropies = (torch.cat(column)[:count] for column in zip(*chunked, strict=True))
     return logprobs, entropies[0] if entropy else None
 
 
 class PackedLanguageModel(nn.Module):
-    """A causal language model that answers with log-probabilities of tokens it is shown."""
+    """A causal language model that returns log-probabilities of given tokens."""
 
     def __init__(self, model: "PreTrainedModel", temperature: float = 1.0, chunks: Chunks = CHUNKS) -> None:
         super().__init__()
@@ -85,16 +84,16 @@ class PackedLanguageModel(nn.Module):
         self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the tokens at `predicted` given what precedes them in their row.
+        """Log-probabilities of the tokens at `predicted` given the tokens before them in their row.
 
-        Logits exist only for those positions, and for no more of them at a time than `chunks` says.
+        Logits are computed only for those positions, in chunks of the size that `chunks` sets.
 
         Args:
             tokens: [T] int64 packed rows.
-            packing: where the rows lie.
-            predicted: [n] flat positions of the tokens asked about; never the first of a row.
-            entropy: also return the entropy of the distribution each was drawn from.
-            temperature: where it is not the model's.
+            packing: the rows' lengths and positions.
+            predicted: [n] flat positions of the tokens; never the first of a row.
+            entropy: also return the entropy of each token's distribution.
+            temperature: overrides the module's temperature.
 
         Returns:
             [n] float32 log-probabilities at the temperature, and [n] entropies in nats or None.
@@ -112,15 +111,15 @@ class PackedScalarModel(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
-        """[T] float32 head outputs, one at each token, having seen the row up to and including it."""
+        """[T] float32 head outputs, one per token, each from the row up to and including that token."""
         hidden = hidden_states(self.model, tokens, packing)
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float()
 
 
 class PackedActorCritic(nn.Module):
-    """Answers with log-probabilities of tokens and with values of the states before them, out of one forward pass.
+    """A language model with a value head: log-probabilities of tokens and values of the states before them in one pass.
 
-    The value head is no part of `model`: what is published to generators and exported is the language model alone.
+    The value head is not part of `model`: only the language model is published to generators and exported.
     """
 
     def __init__(self, model: "PreTrainedModel", temperature: float = 1.0, chunks: Chunks = CHUNKS) -> None:
@@ -133,7 +132,7 @@ class PackedActorCritic(nn.Module):
         self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False,
         temperature: float | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As `PackedLanguageModel.forward`, and with [n] float32 values of the states before the tokens asked about."""
+        """As `PackedLanguageModel.forward`, plus [n] float32 values of the states before the tokens at `predicted`."""
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
         logprobs, entropies = token_logprobs_and_entropies(
             self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunks, entropy)
@@ -142,28 +141,28 @@ class PackedActorCritic(nn.Module):
 
 
 def last_token_scores(outputs: Tensor, packing: Packing) -> Tensor:
-    """[N] output at each row's last token: a reward model's score of the row."""
+    """[N] outputs at each row's last token: a reward model's scores."""
     return outputs[packing.ends - 1]
 
 
 def values_before_tokens(outputs: Tensor, predicted: Tensor) -> Tensor:
-    """[n] critic's value of the state *before* each token at `predicted`, which is its output one token earlier."""
+    """[n] critic values of the state *before* each token at `predicted`, which are its outputs one token earlier."""
     return outputs[predicted - 1]
 
 
 class PackedStepModel(nn.Module):
-    """A causal language model that answers with what it predicts at the placeholders."""
+    """A process reward model: a causal language model that predicts labels at placeholder tokens."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor, packing: Packing, placeholders: Tensor) -> Tensor:
-        """[P, V] logits at the placeholders; no others are ever made.
+        """[P, V] logits at the placeholders; no other logits are computed.
 
         Args:
             tokens: [T] int64 packed rows.
-            placeholders: [P] their flat positions. Each answer has seen its row up to and including the placeholder.
+            placeholders: [P] flat positions. Each prediction uses its row up to and including the placeholder.
         """
         hidden = hidden_states(self.model, tokens, packing).index_select(0, placeholders)
         logits: Tensor = self.model.get_output_embeddings()(hidden)

@@ -1,8 +1,8 @@
-"""Rows packed end to end in one sequence, and the way back to a padded grid where rows matter.
+"""Rows packed end to end in one sequence, and their conversion to and from padded grids.
 
 A forward pass runs over one flat sequence of all rows' tokens. Only attention needs to know where rows end; it reads
-`Packing`. Padding exists inside attention alone (see `attention.py`) and in grids of per-token numbers, never in
-what a model computes.
+`Packing`. Padding exists only inside attention (see `attention.py`) and in grids of per-token numbers, not in a model's
+other layers.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 BLOCK_TOKENS = {"cpu": 384}
-"""Tokens of a block of rows for attention, by device type: on a CPU padding costs more than a few calls do."""
+"""Tokens of a block of rows for attention, by device type: on a CPU padding costs more than additional calls."""
 BLOCK_TOKENS_ELSEWHERE = 2**14
-"""On a GPU the work of one call should be large."""
+"""On a GPU each call should do much work."""
 
 
 SHAPES = 32
-"""Numbers of tokens between a power of two and the next that `rounded_up` knows."""
+"""Number of sizes that `rounded_up` returns between a power of two and the next."""
 
 
 def rounded_up(tokens: int) -> int:
-    """This number, or up to a thirty-second more, such that few different ones come up.
+    """`tokens` rounded up by at most a thirty-second, so that few different sizes occur.
 
-    oneDNN, which multiplies matrices on CPUs, writes machine code for every new shape and keeps it: half a millisecond
-    for each product, several for a pass of a small model. No two packed micro-batches have the same number of tokens.
+    oneDNN, which multiplies matrices on CPUs, compiles and caches code for every new shape: half a millisecond for each
+    product, several for a pass of a small model. Without rounding no two micro-batches have the same number of tokens.
     """
     step = max(1, (1 << (tokens - 1).bit_length()) // (2 * SHAPES)) if tokens else 1
     return -(-tokens // step) * step
@@ -35,12 +35,12 @@ def rounded_up(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the rows of a packed sequence lie."""
+    """Lengths and positions of the rows of a packed sequence."""
 
     lengths: Tensor
-    """[N] int64 tokens per row."""
+    """[N] int64 number of tokens per row."""
     block_tokens: int | None = None
-    """Tokens of a block of rows for attention; by the device's type when None."""
+    """Tokens of a block of rows for attention; None for the default of the device type."""
 
     @classmethod
     def of(cls, lengths: np.ndarray, device: torch.device | str = "cpu") -> "Packing":
@@ -59,17 +59,17 @@ class Packing:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest row, L."""
+        """Number of tokens of the longest row, L."""
         return int(self.lengths.max()) if self.rows else 0
 
     @cached_property
     def ends(self) -> Tensor:
-        """[N] flat position behind each row's last token."""
+        """[N] flat position after each row's last token."""
         return self.lengths.cumsum(0)
 
     @cached_property
     def row_of_token(self) -> Tensor:
-        """[T] row that each token belongs to."""
+        """[T] row number of each token."""
         return torch.repeat_interleave(torch.arange(self.rows, device=self.lengths.device), self.lengths)
 
     @cached_property
@@ -80,12 +80,12 @@ class Packing:
 
     @cached_property
     def grid_index(self) -> Tensor:
-        """[T] place of each token in a flattened `[N, L]` grid."""
+        """[T] index of each token in a flattened `[N, L]` grid."""
         return self.row_of_token * self.longest + self.positions
 
     @cached_property
     def is_grid(self) -> bool:
-        """Whether all rows are of one length, so that they lie as a grid already."""
+        """Whether all rows have the same length, so that the packed sequence already is a grid."""
         return self.tokens == self.rows * self.longest
 
     @cached_property
@@ -95,8 +95,8 @@ class Packing:
 
     @cached_property
     def blocks(self) -> list["Packing"]:
-        """The rows in order, cut into runs of some hundred tokens: neighbours of similar length, where each run is laid
-        out as a grid of its own, waste little. Rows of one length stay together."""
+        """The rows in order, divided into blocks of some hundred tokens. Each block becomes its own grid, which needs
+        little padding if adjacent rows have similar lengths. Rows that all have one length form one block."""
         size = self.block_tokens or BLOCK_TOKENS.get(self.lengths.device.type, BLOCK_TOKENS_ELSEWHERE)
         if self.is_grid or self.tokens <= size:
             return [self]
@@ -105,10 +105,10 @@ class Packing:
         return [Packing(lengths) for lengths in self.lengths.split(counts)]
 
     def to_grid(self, flat: Tensor, fill: float | bool = 0) -> Tensor:
-        """`[T, ...]` per-token numbers as a `[N, L, ...]` grid with `fill` behind each row's end. Differentiable."""
+        """`[T, ...]` per-token numbers as a `[N, L, ...]` grid with `fill` after each row's end. Differentiable."""
         grid = flat.new_full((self.rows * self.longest, *flat.shape[1:]), fill)
         return grid.index_copy(0, self.grid_index, flat).view(self.rows, self.longest, *flat.shape[1:])
 
     def from_grid(self, grid: Tensor) -> Tensor:
-        """The `[T, ...]` tokens of a `[N, L, ...]` grid, padding left behind. Differentiable."""
+        """The `[T, ...]` tokens of a `[N, L, ...]` grid without the padding. Differentiable."""
         return grid.reshape(self.rows * self.longest, *grid.shape[2:])[self.grid_index]

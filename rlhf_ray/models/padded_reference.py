@@ -1,8 +1,8 @@
-"""Transformers' own forward pass of a packed module's model, on padded rows: what packed passes are held against.
+"""Transformers' own forward pass of a packed module's model on padded rows: the reference for packed passes.
 
-An oracle: nothing here goes through our attention, our linear layers, or the way in which packed modules get from
-hidden states to answers. Logits come out of the family's own forward pass, so that its soft-caps, logit scales and
-biases are in them; but only at the positions compared, since all of a long row's would be larger than the model.
+Nothing here uses our attention, our linear layers, or the packed modules' code from hidden states to outputs. Logits
+come from the family's own forward pass and so include its soft-caps, logit scales and biases, but only at the compared
+positions, since all logits of a long row would be larger than the model.
 """
 
 from collections.abc import Iterator
@@ -22,57 +22,58 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LARGEST_SCORES = 2**26
-"""Entries of the scores of one layer's attention up to which rows are computed by the plain products of "eager", which
-honours all that a family adds to them; 256 MiB of float32."""
+"""Largest attention scores of one layer, in elements, that are computed by the "eager" implementation, which supports
+everything that families add to attention; 256 MiB of float32."""
 LARGEST_MASK = 2**26
-"""Entries of a mask of attention up to which one is given; a single row needs none, being causal."""
+"""Largest attention mask, in elements, that is passed for a single row, which is causal and does not need one."""
 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Some rows as transformers reads them, and where in them the positions compared lie."""
+    """Some rows as transformers reads them, and the compared positions."""
 
     tokens: Tensor
     """[B, L] int64, padded on the right."""
     mask: Tensor | None
-    """[B, L] 1 on tokens; None where a single row needs none."""
+    """[B, L] 1 on tokens; None for a single long row."""
     cells: Tensor
-    """[t] flattened cells of all tokens, in the order of the packed rows."""
-    seen: Tensor
-    """[n] flattened cells of the positions compared."""
+    """[t] cell numbers of all tokens in the flattened grid, in the order of the packed rows."""
+    compared: Tensor
+    """[n] cell numbers of the compared positions."""
     targets: Tensor
-    """[n] the tokens whose log-probabilities are compared."""
+    """[n] tokens whose log-probabilities are compared."""
 
     @classmethod
-    def of(cls, rows: list[Tensor], seen: list[Tensor], targets: Tensor, extra: int) -> "PaddedRows":
-        """Rows of tokens, padded to `extra` more than the longest.
+    def of(cls, rows: list[Tensor], compared: list[Tensor], targets: Tensor, extra: int) -> "PaddedRows":
+        """Rows of tokens, padded to the longest row plus `extra`.
 
         Args:
-            seen: of each row, the positions compared.
-            targets: [n] for all of these.
+            compared: the compared positions of each row.
+            targets: [n] the target tokens of all of them.
         """
         length = max(map(len, rows)) + extra
         tokens = torch.stack([pad(row, (0, length - len(row))) for row in rows])
         mask = torch.stack([pad(torch.ones_like(row), (0, length - len(row))) for row in rows])
         masked = len(rows) > 1 or length**2 <= LARGEST_MASK
         return cls(tokens, mask if masked else None, mask.flatten().nonzero()[:, 0],
-                   torch.cat([i * length + places for i, places in enumerate(seen)]), targets)
+                   torch.cat([i * length + places for i, places in enumerate(compared)]), targets)
 
 
-def answers(module: nn.Module, rows: PaddedRows) -> tuple[Tensor, ...]:
-    """Columns of [n] numbers at the positions compared: what the packed module gives there.
+def reference_outputs(module: nn.Module, rows: PaddedRows) -> tuple[Tensor, ...]:
+    """Columns of [n] numbers at the compared positions, the same that the packed module returns.
 
     Raises:
-        ModelError: the family's forward pass does not go through its output head once.
+        ModelError: the family's forward pass does not call its output head exactly once.
     """
     model: Any = module.model
     if isinstance(module, PackedScalarModel):
-        hidden = _states(model.base_model(**_inputs(rows)).last_hidden_state, rows.seen)
+        hidden = _states(model.base_model(**_inputs(rows)).last_hidden_state, rows.compared)
         return (model.score(hidden.to(model.score.weight.dtype)).squeeze(-1).float(),)
-    with _asked_at(model, rows.seen) as (of_backbone, of_head):
+    with _head_at_positions(model, rows.compared) as (backbone_states, head_states):
         logits = model(**_inputs(rows)).logits
-    if logits.shape[:2] != (1, len(rows.seen)) or len(of_head) != 1:
-        raise ModelError(f"the output head of {type(model).__name__} is not called once with all hidden states")
+    if logits.shape[:2] != (1, len(rows.compared)) or len(head_states) != 1:
+        raise ModelError(f"the output head of {type(model).__name__} is not called once with all hidden states; "
+                         "use a model of a supported family (docs/models.md)")
     distribution = (logits[0].float() / getattr(module, "temperature", 1.0)).log_softmax(-1)
     logprobs = distribution.gather(-1, rows.targets[:, None])[:, 0]
     if not isinstance(module, (PackedLanguageModel, PackedActorCritic)):
@@ -80,14 +81,14 @@ def answers(module: nn.Module, rows: PaddedRows) -> tuple[Tensor, ...]:
     entropies = -(distribution.exp() * distribution).sum(-1)
     if isinstance(module, PackedLanguageModel):
         return logprobs, entropies
-    (states,) = of_backbone or of_head  # OPT's forward pass reaches into the backbone without calling it
+    (states,) = backbone_states or head_states  # OPT's forward pass does not call the backbone as a module
     values = module.value_head(states.to(module.value_head.weight.dtype)).squeeze(-1)
     return logprobs, entropies, values.float()
 
 
 @contextmanager
 def transformers_layers(model: "PreTrainedModel", attention: str) -> Iterator[None]:
-    """Inside, the model computes attention and linear layers as transformers has them; restored whatever happens."""
+    """Inside, the model uses transformers' attention and linear layers; ours are restored on exit."""
     ours, layers = model.config._attn_implementation, [m for m in model.modules() if type(m) is OneDNNLinear]
     try:
         model.set_attn_implementation(attention)
@@ -101,7 +102,7 @@ def transformers_layers(model: "PreTrainedModel", attention: str) -> Iterator[No
 
 
 def attention_implementation_for(model: "PreTrainedModel", rows: int, tokens: int) -> str:
-    """Which of transformers' implementations is right for this family and affordable for such padded rows."""
+    """The attention implementation of transformers that supports this family and fits in memory for these rows."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     if rows * heads * tokens**2 <= LARGEST_SCORES or not model._supports_sdpa:
         return "eager"
@@ -109,7 +110,7 @@ def attention_implementation_for(model: "PreTrainedModel", rows: int, tokens: in
 
 
 def longest_affordable_row(model: "PreTrainedModel", tokens: int) -> int:
-    """The longest row, of at most so many tokens, that transformers' own attention computes in bounded memory."""
+    """The longest row, up to `tokens`, that transformers' own attention computes in bounded memory."""
     if model._supports_sdpa:
         return tokens
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
@@ -121,27 +122,27 @@ def _inputs(rows: PaddedRows) -> dict[str, Any]:
 
 
 def _states(hidden: Tensor, cells: Tensor) -> Tensor:
-    """[n, hidden] states at flattened cells of `[B, L, hidden]`."""
+    """[n, hidden] states at these cells of a `[B, L, hidden]` grid."""
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, cells)
 
 
 @contextmanager
-def _asked_at(model: Any, cells: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Inside, the output head is given the states at these cells alone, as one row; yields the states there that the
-    backbone gives and those that the head is given. What the family does with logits is done to each entry, and so to
-    these as to all."""
-    of_backbone: list[Tensor] = []
-    of_head: list[Tensor] = []
+def _head_at_positions(model: Any, cells: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Inside, the output head receives only the states at these cells, as one row. Yields the states there that the
+    backbone returns and those that the head receives. Families transform logits element by element, so computing only
+    these is equivalent."""
+    backbone_states: list[Tensor] = []
+    head_states: list[Tensor] = []
 
-    def ask(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        of_head.append(_states(given[0], cells))
-        return (of_head[-1][None], *given[1:])
+    def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        head_states.append(_states(inputs[0], cells))
+        return (head_states[-1][None], *inputs[1:])
 
     hooks = [model.base_model.register_forward_hook(
-                 lambda _, __, output: of_backbone.append(_states(output.last_hidden_state, cells))),
-             model.get_output_embeddings().register_forward_pre_hook(ask)]
+                 lambda _, __, output: backbone_states.append(_states(output.last_hidden_state, cells))),
+             model.get_output_embeddings().register_forward_pre_hook(select)]
     try:
-        yield of_backbone, of_head
+        yield backbone_states, head_states
     finally:
         for hook in hooks:
             hook.remove()

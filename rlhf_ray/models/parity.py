@@ -1,10 +1,10 @@
-"""Packed passes held against transformers' own, of the same weights, before a worker begins.
+"""Compares packed passes with transformers' own, with the same weights, before a worker starts.
 
-A family that packed attention or our output heads do not know (soft-caps, logit scales, sinks, biases of attention)
-would be trained or scored wrong without a word. So each worker compares first: a few rows of random tokens, the longest
-that the run admits among them, along every way that its rows can take through our code, with transformers' padded
-forward pass; for learners their gradients too. Nothing of the run is touched: neither the state of any generator of
-random numbers nor what gradients are added up in.
+A family with features that packed attention or our output heads do not support (soft-caps, logit scales, sinks,
+attention biases) would silently be trained or scored wrong. So each worker first compares: a few rows of random tokens,
+including one of the longest length that the run admits, through every code path for such rows, against transformers'
+padded forward pass; for learners the gradients too. The run's state is not touched: neither random-number generators
+nor gradient buffers.
 """
 
 import time
@@ -23,9 +23,9 @@ from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel,
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.padded_reference import (
     PaddedRows,
-    answers,
     attention_implementation_for,
     longest_affordable_row,
+    reference_outputs,
     transformers_layers,
 )
 from rlhf_ray.models.parity_pass import PassResult, dropout_disabled, logits_in_pieces, replace_forward, run_pass
@@ -33,97 +33,98 @@ from rlhf_ray.models.short_row_attention import LONGEST
 
 SEED = 20240229
 COMPARED = 256
-"""Most positions compared of a set of rows, fewer where their logits would be over `LARGEST_LOGITS`."""
+"""Maximum number of compared positions of a set of rows; fewer if their logits would exceed `LARGEST_LOGITS`."""
 LARGEST_LOGITS = 2**24
-"""Entries of the logits that exist at a time in the reference: 64 MiB of float32."""
+"""Maximum number of logits at a time in the reference: 64 MiB of float32."""
 VALUES = {torch.float32: 5e-5, torch.bfloat16: 0.01}
-"""What answers may always differ by, by the lowest precision: nats of log-probabilities and entropies, shares of the
-size of values and scores; root mean square over a row's positions."""
+"""Tolerated differences of outputs, by the lowest precision: log-probabilities and entropies in nats, values and
+scores relative to their size; root mean square over a row's positions."""
+
 GRADIENTS = {torch.float32: 1e-3, torch.bfloat16: 0.02}
-"""The same of gradients, as a share of their size."""
+"""The same for gradients, relative to their size."""
 NOISE = 2.5
-"""Differences of so many times that between two padded passes are rounding, too. The second of these has other padding,
-and an embedding that is rounded once more: padding alone changes no bit of some kernels. Families that are right differ
-by 0.5 to 1.5 times that, in either precision."""
+"""Differences up to this multiple of the difference between two padded passes count as rounding, too. The second padded
+pass has other padding and a perturbed embedding, since padding alone changes no bit in some kernels. Correct families
+differ by 0.5 to 1.5 times that, in either precision."""
 SMALLEST_GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.03}
-"""Gradients that are smaller than this share of the largest are held to the same difference: those of keys' biases, for
-one, are nothing but rounding."""
+"""Gradients smaller than this fraction of the largest are compared relative to that fraction: some, such as those of
+key biases, consist of rounding alone."""
 GRADIENT, SCALARS = "gradients of", ("scalar outputs", "values")
 REMEDY = "Use a model of a supported family (docs/models.md)"
 FAILURES = (TypeError, ValueError, AttributeError, NotImplementedError, LookupError)
-"""What a pass of a family raises that is built otherwise than the passes expect."""
+"""Errors that a pass raises for a family whose structure it does not support."""
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What rows and passes a run admits."""
+    """Largest rows and passes of a run."""
 
     longest: int
-    """Most tokens of a row."""
+    """Maximum tokens of a row."""
     budget: int
-    """Most tokens of a forward pass."""
+    """Maximum tokens of a forward pass."""
 
     @classmethod
     def of(cls, config: Any, longest: int, budget: int) -> "RowLimits":
-        """Those of a model of this transformers configuration, whose context rows do not exceed."""
+        """The limits for a model with this transformers configuration; rows do not exceed its context."""
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         return cls(min(longest, context or longest), budget)
 
 
 @dataclass(frozen=True)
 class ProbeRows:
-    """Rows of random tokens in memory, and the positions in them that are compared."""
+    """Rows of random tokens and their compared positions."""
 
     rows: list[Tensor]
-    """[N] tokens of each."""
-    seen: list[Tensor]
-    """[N] positions compared of each."""
+    """[N] tokens of each row."""
+    compared: list[Tensor]
+    """[N] compared positions of each row."""
 
     @property
     def tokens(self) -> Tensor:
-        """[T] packed."""
+        """[T] tokens of the packed rows."""
         return torch.cat(self.rows)
 
     @property
     def flat(self) -> Tensor:
-        """[n] packed positions compared."""
+        """[n] compared positions in the packed rows."""
         starts = np.cumsum([0, *map(len, self.rows[:-1])])
-        return torch.cat([seen + int(start) for seen, start in zip(self.seen, starts, strict=True)])
+        return torch.cat([places + int(start) for places, start in zip(self.compared, starts, strict=True)])
 
     @property
     def targets(self) -> Tensor:
-        """[n] the tokens behind these."""
-        return torch.cat([row[(seen + 1) % len(row)] for row, seen in zip(self.rows, self.seen, strict=True)])
+        """[n] the tokens after the compared positions."""
+        return torch.cat([row[(places + 1) % len(row)] for row, places in zip(self.rows, self.compared, strict=True)])
 
 
 @dataclass(frozen=True)
 class CodePath:
-    """One way of a set of rows through our code."""
+    """One code path for packed rows."""
 
     name: str
     block_tokens: int | None = None
-    """As `Packing`'s; the device's when None."""
-    pieces: bool = False
-    """Make logits in several pieces, whatever their number."""
+    """See `Packing`; None for the device's default."""
+    chunked_logits: bool = False
+    """Compute logits in several chunks, however few there are."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one way is from the reference, and how far it may be."""
+    """How far one quantity is from the reference, and how far it may be."""
 
     of: str
-    """Which numbers."""
-    difference: float
+    """Name of the quantity."""
+    value: float
     tolerated: float
 
     @property
     def excess(self) -> float:
-        """Above zero where the two are not the same."""
-        return self.difference - self.tolerated
+        """Above zero if the difference is not tolerated."""
+        return self.value - self.tolerated
 
     @property
     def is_gradient(self) -> bool:
-        """Whether the numbers are gradients, and not answers."""
+        """Whether the quantity is a gradient rather than an output."""
         return self.of.startswith(GRADIENT)
 
 
@@ -137,98 +138,100 @@ class ParityProbe:
         """
         Args:
             module: one of the packed modules; its `model` is transformers'.
-            gradients: compare these as well.
-            call: runs the module's forward as the run will, where that is not by calling the module.
-            largest: of each number the largest that a rank gives, where every pass is a collective call of theirs: they
-                go on, or stop, together.
+            gradients: compare gradients as well.
+            call: runs the module's forward pass as the run will; calls the module if None.
+            largest: element-wise maximum over the ranks, if every pass is a collective call, so that all ranks decide
+                alike.
         """
         self._module, self._limits, self._device = module, limits, device
         self._model: Any = module.model
         self._gradients, self._call, self._largest = gradients, call or module, largest or list
-        # What a pass raises where others are waited for may be of their making.
+        # With collective calls, a RuntimeError may come from another rank.
         self._failures = FAILURES if largest else (*FAILURES, RuntimeError)
         self._random = np.random.default_rng(SEED)
         halves = any(p.dtype is torch.bfloat16 for p in module.parameters())
         self._precision = torch.bfloat16 if halves else torch.float32
 
-    def check(self, who: str) -> dict[str, float]:
-        """Compare, along every way.
+    def check(self, worker: str) -> dict[str, float]:
+        """Compare all code paths with the reference.
 
         Args:
-            who: the role and its model, for messages.
+            worker: the role and its model, for messages.
 
         Returns:
-            `probe_seconds`, and `probe_difference`: the largest of answers.
+            `probe_seconds`, and `probe_difference`, the largest difference of an output.
 
         Raises:
-            ModelError: the two differ by more than rounding, or one of them cannot be computed.
+            ModelError: packed passes differ from the reference by more than rounding, or one cannot be computed.
         """
         began, largest = time.perf_counter(), 0.0
         with dropout_disabled(self._module), torch.set_grad_enabled(self._gradients):
             try:
-                for rows, ways in self._sets():
-                    largest = max(largest, self._compare(rows, ways, who))
+                for rows, paths in self._sets():
+                    largest = max(largest, self._compare(rows, paths, worker))
             except torch.OutOfMemoryError:
                 raise
             except self._failures as error:
                 raise ModelError(
-                    f"{who} ({self._family}) could not be compared with transformers' own forward pass, which comes "
-                    f"before any work on packed rows: {type(error).__name__}: {first_line(error)}. {REMEDY}") from error
+                    f"{worker} ({self._family}) could not be compared with transformers' own forward pass, which is "
+                    f"required before any work on packed rows: {type(error).__name__}: {first_line(error)}. {REMEDY}"
+                ) from error
         return {"probe_seconds": time.perf_counter() - began, "probe_difference": largest}
 
-    def _compare(self, rows: ProbeRows, ways: list[CodePath], who: str) -> float:
-        """The largest difference of answers of these rows; a second reference is made where one is over what is always
-        tolerated."""
-        found = [self._packed(rows, way) for way in ways]
+    def _compare(self, rows: ProbeRows, paths: list[CodePath], worker: str) -> float:
+        """The largest difference of these rows' outputs. A second reference pass measures rounding if a difference
+        exceeds the fixed tolerance."""
+        results = [self._packed(rows, path) for path in paths]
         expected, noise, largest = self._padded(rows, extra=3), None, 0.0
-        for way, packed in zip(ways, found, strict=True):
-            findings = self._findings(rows, packed, expected)
-            if max(f.excess for f in findings) > 0:
-                noise = noise or {f.of: f.difference for f in self._findings(
+        for path, packed in zip(paths, results, strict=True):
+            differences = self._differences(rows, packed, expected)
+            if max(d.excess for d in differences) > 0:
+                noise = noise or {d.of: d.value for d in self._differences(
                     rows, self._padded(rows, 7, self._rounding), expected)}
-                findings = [replace(f, tolerated=f.tolerated + NOISE * noise[f.of]) for f in findings]
-                if max(f.excess for f in findings) > 0:
-                    raise ModelError(self._refusal(who, way, findings))
-            largest = max(largest, *(f.difference for f in findings if not f.is_gradient))
+                differences = [replace(d, tolerated=d.tolerated + NOISE * noise[d.of]) for d in differences]
+                if max(d.excess for d in differences) > 0:
+                    raise ModelError(self._message(worker, path, differences))
+            largest = max(largest, *(d.value for d in differences if not d.is_gradient))
         return largest
 
     def _sets(self) -> Iterator[tuple[ProbeRows, list[CodePath]]]:
-        """Short rows in one grid and in several, two of one length among them; the longest among shorter ones."""
+        """Short rows, two of them of one length, in one grid and in several; then the longest row with shorter ones."""
         top = min(self._limits.longest, LONGEST)
         short = [top, top, *(max(2, top * part // 12) for part in (9, 6, 4))]
         yield self._draw(short), [
             CodePath("short rows in one grid", block_tokens=sum(short)),
-            CodePath("short rows in several blocks, logits in several pieces", block_tokens=2 * top, pieces=True)]
+            CodePath("short rows in several blocks, logits in several chunks", block_tokens=2 * top,
+                     chunked_logits=True)]
         longest = longest_affordable_row(self._model, self._limits.longest)
         if longest > top:
-            room = max(self._limits.budget - longest, 24)
-            yield (self._draw([longest, min(longest // 2, room * 2 // 3), min(longest // 4, room // 3)]),
+            rest = max(self._limits.budget - longest, 24)
+            yield (self._draw([longest, min(longest // 2, rest * 2 // 3), min(longest // 4, rest // 3)]),
                    [CodePath(f"rows of up to {longest} tokens")])
 
     def _draw(self, lengths: list[int]) -> ProbeRows:
-        """Rows of these lengths; compared are the first and the last position of each and some between."""
+        """Random rows of these lengths; their first and last positions and some in between are compared."""
         config = self._model.config.get_text_config()
         most = max(2, min(COMPARED, LARGEST_LOGITS // config.vocab_size) // len(lengths))
         ids = np.array([i for i in range(config.vocab_size) if i != config.pad_token_id])
-        rows, seen, scalar = [], [], isinstance(self._module, PackedScalarModel)
+        rows, compared, scalar = [], [], isinstance(self._module, PackedScalarModel)
         for length in lengths:
-            places = length if scalar else length - 1  # the last token of a row has none behind it
+            places = length if scalar else length - 1  # a row's last token has no next token
             between = self._random.permutation(np.arange(1, max(1, places - 1)))[: most - 2]
             rows.append(torch.as_tensor(self._random.choice(ids, length), device=self._device))
-            seen.append(torch.as_tensor(np.unique([0, *between, places - 1]), device=self._device))
-        return ProbeRows(rows, seen)
+            compared.append(torch.as_tensor(np.unique([0, *between, places - 1]), device=self._device))
+        return ProbeRows(rows, compared)
 
-    def _packed(self, rows: ProbeRows, way: CodePath) -> PassResult:
-        """One pass of ours."""
+    def _packed(self, rows: ProbeRows, path: CodePath) -> PassResult:
+        """A packed pass."""
         packing = replace(Packing.of(np.array([len(row) for row in rows.rows]), self._device),
-                          block_tokens=way.block_tokens)
+                          block_tokens=path.block_tokens)
         elements = -(-len(rows.flat) // 3) * self._model.config.get_text_config().vocab_size
-        with logits_in_pieces(self._module, elements) if way.pieces else ExitStack():
-            return run_pass(self._module, lambda: self._answers(rows, packing),
+        with logits_in_pieces(self._module, elements) if path.chunked_logits else ExitStack():
+            return run_pass(self._module, lambda: self._outputs(rows, packing),
                            torch.arange(packing.tokens, device=self._device), self._weights(len(rows.flat)))
 
-    def _answers(self, rows: ProbeRows, packing: Packing) -> tuple[Tensor, ...]:
-        """The columns of `padded_reference.answers`, by our packed pass."""
+    def _outputs(self, rows: ProbeRows, packing: Packing) -> tuple[Tensor, ...]:
+        """The columns of `reference_outputs` from a packed pass."""
         match self._module:
             case PackedScalarModel():
                 return (self._call(rows.tokens, packing)[rows.flat],)
@@ -239,27 +242,27 @@ class ParityProbe:
                 return (logits.float().log_softmax(-1).gather(-1, rows.targets[:, None])[:, 0],)
 
     def _padded(self, rows: ProbeRows, extra: int, rounding: float = 0.0) -> PassResult:
-        """The reference: short rows in one padded grid, long ones each alone, since a grid of them would be larger than
-        any pass of the run."""
+        """The reference: short rows in one padded grid, long rows one at a time, since a grid of them would be larger
+        than any pass of the run."""
         every, parts, first = list(range(len(rows.rows))), [], 0
         weights = self._weights(len(rows.flat))
         for group in [every] if max(map(len, rows.rows)) <= LONGEST else [[i] for i in every]:
-            seen = [rows.seen[i] for i in group]
-            those = slice(first, first := first + sum(map(len, seen)))
-            grid = PaddedRows.of([rows.rows[i] for i in group], seen, rows.targets[those], extra)
+            compared = [rows.compared[i] for i in group]
+            part = slice(first, first := first + sum(map(len, compared)))
+            grid = PaddedRows.of([rows.rows[i] for i in group], compared, rows.targets[part], extra)
             with (transformers_layers(self._model, attention_implementation_for(self._model, *grid.tokens.shape)),
                   replace_forward(self._module, partial(self._reference, grid))):
                 parts.append(run_pass(self._module, self._call, grid.cells,
-                                     None if weights is None else weights[:, those], rounding))
-        return PassResult.joined(parts)
+                                     None if weights is None else weights[:, part], rounding))
+        return PassResult.concat(parts)
 
     def _reference(self, grid: PaddedRows) -> tuple[Tensor, ...]:
         if torch.is_autocast_enabled(torch.device(self._device).type):
             self._precision = torch.bfloat16
-        return answers(self._module, grid)
+        return reference_outputs(self._module, grid)
 
     def _weights(self, positions: int) -> Tensor | None:
-        """[columns, n] by which answers are added up, for gradients."""
+        """[columns, n] random weights of the sum of outputs whose gradients are compared; None without gradients."""
         if not self._gradients:
             return None
         drawn = np.random.default_rng(SEED).standard_normal((len(self._names), positions))
@@ -277,50 +280,51 @@ class ParityProbe:
             case _:
                 return ("log-probabilities",)
 
-    def _findings(self, rows: ProbeRows, one: PassResult, other: PassResult) -> list[Difference]:
-        """How far `one` is from `other`, and what is always tolerated; the same on all ranks."""
-        found = list(self._differences(rows, one, other))
-        numbers = self._largest([f.difference for f in found] + [f.tolerated for f in found])
-        return [replace(f, difference=apart, tolerated=tolerated)
-                for f, apart, tolerated in zip(found, numbers[: len(found)], numbers[len(found) :], strict=True)]
+    def _differences(self, rows: ProbeRows, one: PassResult, other: PassResult) -> list[Difference]:
+        """Differences between two results, with fixed tolerances; the same on all ranks."""
+        own = list(self._own_differences(rows, one, other))
+        numbers = self._largest([d.value for d in own] + [d.tolerated for d in own])
+        return [replace(d, value=value, tolerated=tolerated)
+                for d, value, tolerated in zip(own, numbers[: len(own)], numbers[len(own) :], strict=True)]
 
-    def _differences(self, rows: ProbeRows, one: PassResult, other: PassResult) -> Iterator[Difference]:
-        counts = [len(seen) for seen in rows.seen]
+    def _own_differences(self, rows: ProbeRows, one: PassResult, other: PassResult) -> Iterator[Difference]:
+        counts = [len(places) for places in rows.compared]
         for name, ours, theirs in zip(self._names, one.columns, other.columns, strict=True):
-            unit = _size(theirs) if name in SCALARS else 1.0
-            yield Difference(name, max(map(_size, _apart(ours, theirs).split(counts))), VALUES[self._precision] * unit)
-        typical = max(map(_size, other.gradients.values()), default=0.0)
+            unit = _rms(theirs) if name in SCALARS else 1.0
+            yield Difference(name, max(map(_rms, _subtract(ours, theirs).split(counts))),
+                             VALUES[self._precision] * unit)
+        typical = max(map(_rms, other.gradients.values()), default=0.0)
         for name, theirs in other.gradients.items():
-            unit = max(_size(theirs), SMALLEST_GRADIENT[self._precision] * typical)
+            unit = max(_rms(theirs), SMALLEST_GRADIENT[self._precision] * typical)
             ours = one.gradients.get(name, torch.zeros_like(theirs))
             yield Difference(
-                f"{GRADIENT} {name}", _size(_apart(ours, theirs)) / (unit or 1.0), GRADIENTS[self._precision])
+                f"{GRADIENT} {name}", _rms(_subtract(ours, theirs)) / (unit or 1.0), GRADIENTS[self._precision])
 
     @property
     def _rounding(self) -> float:
-        """By which share one rounding changes a number, at most."""
+        """Largest relative change by one rounding."""
         return torch.finfo(self._precision).eps / 2
 
     @property
     def _family(self) -> str:
         return str(self._model.config.model_type)
 
-    def _refusal(self, who: str, way: CodePath, findings: list[Difference]) -> str:
-        """Of answers rather than of gradients, which follow them."""
-        worst = max(findings, key=lambda f: (f.excess > 0, not f.is_gradient, f.excess))
+    def _message(self, worker: str, path: CodePath, differences: list[Difference]) -> str:
+        """The error message; names an output rather than a gradient, whose difference follows from it."""
+        worst = max(differences, key=lambda d: (d.excess > 0, not d.is_gradient, d.excess))
         unit = " of their size" if worst.is_gradient or worst.of in SCALARS else " nats"
-        return (f"{who} ({self._family}): {worst.of} of packed rows differ by {worst.difference:.3g}{unit} from those "
+        return (f"{worker} ({self._family}): {worst.of} of packed rows differ by {worst.value:.3g}{unit} from those "
                 "of transformers' own padded forward pass of the same weights, and rounding in "
-                f"{str(self._precision).removeprefix('torch.')} explains {worst.tolerated:.3g}; seen with {way.name}. "
-                f"What is computed on packed rows would not be this model's. {REMEDY}")
+                f"{str(self._precision).removeprefix('torch.')} explains {worst.tolerated:.3g}; seen with {path.name}. "
+                f"Packed passes do not compute this model. {REMEDY}")
 
 
-def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """The difference; none where both are the same number that is not finite: damage is not this probe's to find."""
+def _subtract(one: Tensor, other: Tensor) -> Tensor:
+    """The difference; zero where both are the same non-finite number, because other checks detect damaged weights."""
     same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, 0.0, one - other).nan_to_num(nan=torch.inf)
 
 
-def _size(numbers: Tensor) -> float:
+def _rms(numbers: Tensor) -> float:
     """Root mean square."""
     return float(numbers.double().square().mean().sqrt()) if numbers.numel() else 0.0

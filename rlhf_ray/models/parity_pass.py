@@ -1,8 +1,8 @@
-"""One pass of a module as a probe makes it: answers and a sample of gradients, with nothing left behind.
+"""One pass of a module for the parity probe: its outputs and a sample of gradients, without side effects.
 
-Gradients come out of `torch.autograd.grad`: what DeepSpeed and the optimizer add them up in is not touched. Those of
-the embedding's output have gone through every layer; those of weights are taken of the first and the last block and of
-what lies outside the blocks, since all weights' would be another copy of the model.
+Gradients come from `torch.autograd.grad`, so the buffers of DeepSpeed and the optimizer are not touched. The gradient
+of the embedding's output depends on every layer. Weight gradients are taken from the first and the last block and from
+parameters outside the blocks; gradients of all weights would be another copy of the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,28 +15,28 @@ import torch
 from torch import Tensor, nn
 
 SAMPLED = 4096
-"""Most entries of a gradient that are kept."""
+"""Maximum number of elements kept of a gradient."""
 COLUMNS = 64
-"""Most columns of the embedding's gradient that are kept."""
+"""Maximum number of columns kept of the embedding's gradient."""
 EMBEDDED = "the embedding's output"
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass gave."""
+    """Outputs and gradients of a pass."""
 
     columns: tuple[Tensor, ...]
-    """[n] float32 each: answers at the positions compared."""
+    """[n] float32 each: outputs at the compared positions."""
     gradients: dict[str, Tensor]
-    """By name, a sample of each; the embedding's as `[t, columns]`. Empty where none were asked for."""
+    """A sample of each gradient by name; the embedding's as `[t, columns]`. Empty if none were requested."""
 
     @classmethod
-    def joined(cls, parts: Sequence["PassResult"]) -> "PassResult":
-        """That of rows which went through in several passes, from theirs."""
+    def concat(cls, parts: Sequence["PassResult"]) -> "PassResult":
+        """The result for all rows, from passes over some of them each."""
         names = {name: None for part in parts for name in part.gradients}  # a part may not reach every expert
-        found = {name: [part.gradients[name] for part in parts if name in part.gradients] for name in names}
+        by_name = {name: [part.gradients[name] for part in parts if name in part.gradients] for name in names}
         gradients = {name: torch.cat(each) if name == EMBEDDED else torch.stack(each).sum(0)
-                     for name, each in found.items()}
+                     for name, each in by_name.items()}
         columns = zip(*(part.columns for part in parts), strict=True)
         return cls(tuple(torch.cat(column) for column in columns), gradients)
 
@@ -48,10 +48,10 @@ def run_pass(
     """Run a pass.
 
     Args:
-        run: gives [n] columns.
-        cells: [t] where the tokens lie in what the flattened embedding is given.
-        weights: [columns, n] by which the answers are added up to the number whose gradients are taken; None for none.
-        rounding: what the embedding gives is made larger or smaller by up to this share.
+        run: returns [n] columns.
+        cells: [t] positions of the tokens in the flattened input of the embedding.
+        weights: [columns, n] weights of the sum of outputs whose gradients are taken; None for no gradients.
+        rounding: the embedding's output is perturbed by up to this relative amount.
     """
     with _embedding_as_leaf(module.model, rounding) as leaves:
         columns = run()
@@ -63,14 +63,14 @@ def run_pass(
         columns, (leaf, *parameters), [w.to(c.dtype) for w, c in zip(weights, columns, strict=True)], allow_unused=True)
     width = leaf.shape[-1]
     some = torch.from_numpy(np.linspace(0, width - 1, min(COLUMNS, width)).astype(np.int64)).to(leaf.device)
-    found = {EMBEDDED: of_leaf.reshape(-1, width).index_select(0, cells).index_select(1, some).float()}
-    found |= {name: _sample(g).float() for name, g in zip(names, gradients, strict=True) if g is not None}
-    return PassResult(tuple(column.detach().float() for column in columns), found)
+    sampled = {EMBEDDED: of_leaf.reshape(-1, width).index_select(0, cells).index_select(1, some).float()}
+    sampled |= {name: _sample(g).float() for name, g in zip(names, gradients, strict=True) if g is not None}
+    return PassResult(tuple(column.detach().float() for column in columns), sampled)
 
 
 @contextmanager
 def dropout_disabled(module: nn.Module) -> Iterator[None]:
-    """Inside, nothing is dropped at random, and layers that are computed again in the backward pass still are."""
+    """Inside, there is no dropout, but gradient checkpointing stays active."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     modes = {layer: layer.training for layer in module.modules()}
@@ -78,7 +78,7 @@ def dropout_disabled(module: nn.Module) -> Iterator[None]:
     try:
         for layer in modes:
             layer.training = isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
-            if layer.training:  # some drop by a number of their own, by the same mark
+            if layer.training:  # some layers apply dropout themselves when `training` is set
                 dropped += [(layer, name, value) for name, value in vars(layer).items()
                             if "dropout" in name and isinstance(value, float)]
         for layer, name, _ in dropped:
@@ -93,7 +93,7 @@ def dropout_disabled(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def logits_in_pieces(module: Any, elements: int) -> Iterator[None]:
-    """Inside, a module that makes logits makes so many entries of them at a time."""
+    """Inside, a module that computes logits does so in chunks of at most `elements` elements."""
     chunks = getattr(module, "chunks", None)
     try:
         if chunks is not None:
@@ -106,7 +106,7 @@ def logits_in_pieces(module: Any, elements: int) -> Iterator[None]:
 
 @contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calling the module (under whatever hooks it has) runs `forward`."""
+    """Inside, calling the module runs `forward`; the module's hooks still run."""
     own = vars(module).get("forward")
     try:
         module.forward = forward
@@ -119,14 +119,14 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 @contextmanager
 def _embedding_as_leaf(model: Any, rounding: float) -> Iterator[list[Tensor]]:
-    """Inside, gradients begin at what the embedding gives, which is put into the list."""
+    """Inside, the embedding's output is a leaf of the graph, which is appended to the yielded list."""
     leaves: list[Tensor] = []
 
     def cut(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         leaf = output.detach()
         if rounding:
-            own = torch.Generator(leaf.device).manual_seed(0)
-            leaf = leaf * (1 + rounding * (2 * torch.rand(leaf.shape, generator=own, device=leaf.device) - 1))
+            generator = torch.Generator(leaf.device).manual_seed(0)
+            leaf = leaf * (1 + rounding * (2 * torch.rand(leaf.shape, generator=generator, device=leaf.device) - 1))
         leaves.append(leaf.to(output.dtype).requires_grad_(torch.is_grad_enabled()))
         return leaves[-1]
 
@@ -138,14 +138,14 @@ def _embedding_as_leaf(model: Any, rounding: float) -> Iterator[list[Tensor]]:
 
 
 def _sampled_parameters(module: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those under training in the first and the last block, and outside the blocks."""
+    """The trained parameters in the first and the last block, and outside the blocks."""
     blocks = next((layer for layer in module.model.modules() if isinstance(layer, nn.ModuleList)), nn.ModuleList())
     inner = {p for block in list(blocks)[1:-1] for p in block.parameters()}
     yield from ((name, p) for name, p in module.named_parameters() if p.requires_grad and p not in inner)
 
 
 def _sample(gradient: Tensor) -> Tensor:
-    """The same entries of every gradient of this size."""
+    """A sample of elements, the same ones for every gradient of this size."""
     flat = gradient.reshape(-1)
     if len(flat) <= SAMPLED:
         return flat

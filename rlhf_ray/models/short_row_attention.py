@@ -1,8 +1,8 @@
-"""Causal attention of short rows in full precision on CPUs, by explicit matrix products.
+"""Causal attention over short rows in full precision on CPUs, by explicit matrix products.
 
-Torch's own kernel works through a row in pieces made for long ones. For rows of some dozen tokens plain batched
-products take two thirds of its time, forward and backward, four fifths at 128 tokens. They keep `[rows, heads, L, L]`
-probabilities for the backward pass, so long rows are the kernel's.
+Torch's own kernel is tiled for long rows. For rows of a few dozen tokens batched matrix products take two thirds of its
+time, forward and backward, and four fifths at 128 tokens. They keep `[rows, heads, L, L]` probabilities for the
+backward pass, so long rows use torch's kernel.
 """
 
 from dataclasses import dataclass
@@ -15,48 +15,48 @@ from torch.autograd.function import once_differentiable
 from rlhf_ray.models.packing import Packing
 
 LONGEST = 128
-"""Tokens of a row up to which the products are worth their memory."""
+"""Longest row, in tokens, for which the products are worth their memory."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Some neighbouring rows laid out as a `[rows, heads, L]` grid of vectors."""
+    """Some adjacent rows laid out as a `[rows, heads, L]` grid of vectors."""
 
     cells: slice
-    """Its cells among those of all grids."""
+    """The grid's cells among those of all grids."""
     batch: int
     """Rows times heads."""
     length: int
-    """Places of a row, L."""
+    """Cells per row, L."""
     mask: Tensor
-    """[L, L] what is added to scores: nothing, or -inf for keys behind the query."""
+    """[L, L] causal mask added to scores: 0, or -inf for keys after the query."""
 
     def of(self, cells: Tensor) -> Tensor:
-        """[batch, L, D] this grid's part of `[G, D]` cells."""
+        """[batch, L, D] this grid's part of the `[G, D]` cells."""
         return cells[self.cells].view(self.batch, self.length, -1)
 
 
 @dataclass(frozen=True)
 class HeadGrids:
-    """All rows of a packing as grids, for vectors `[T, heads]` that lie one after the other."""
+    """All rows of a packing as grids, for `[T, heads]` vectors stored contiguously."""
 
     grids: list[Grid]
     """One for each block of the packing."""
     cell_of_vector: Tensor
     """[T * heads] cell of each vector."""
     vector_of_cell: Tensor
-    """[G] vector of each cell. In cells behind a row's end stands the first of all: no query of the row sees it."""
+    """[G] vector of each cell. Cells after a row's end hold vector 0, which the row's queries never attend to."""
 
     @classmethod
     def of(cls, packing: Packing, heads: int) -> "HeadGrids":
-        """Those of a packing, which keeps them for the next layer."""
+        """The grids of a packing, cached there for the next layer."""
         if heads not in packing.head_grids:
-            packing.head_grids[heads] = cls._made(packing, heads)
-        found: HeadGrids = packing.head_grids[heads]
-        return found
+            packing.head_grids[heads] = cls._build(packing, heads)
+        grids: HeadGrids = packing.head_grids[heads]
+        return grids
 
     @classmethod
-    def _made(cls, packing: Packing, heads: int) -> "HeadGrids":
+    def _build(cls, packing: Packing, heads: int) -> "HeadGrids":
         grids, cells, first, head = [], [], 0, torch.arange(heads)
         for block in packing.blocks:
             batch, length = block.rows * heads, block.longest
@@ -74,8 +74,8 @@ def _causal_mask(length: int) -> Tensor:
 
 
 class ShortRowAttention(torch.autograd.Function):
-    """softmax(Q K' scale + mask) V within each row and head, of `[T, heads, D]` queries, keys and values. What stands
-    behind the last row gets zeros."""
+    """softmax(Q K' scale + mask) V within each row and head, for `[T, heads, D]` queries, keys and values. Filler after
+    the last row gets zeros."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -97,8 +97,8 @@ class ShortRowAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """dV = P' dO; dS = P (dO V' - rowsum(dO O)); dQ = dS K scale; dK = dS' Q scale (Dao et al. 2022, B.2)."""
         places, (q, k, v, out, *weights) = ctx.places, ctx.saved_tensors
-        of_rows = grad.reshape(-1, grad.shape[-1])[: len(places.cell_of_vector)]
-        d_out = torch.zeros_like(out).index_copy_(0, places.cell_of_vector, of_rows)
+        row_grad = grad.reshape(-1, grad.shape[-1])[: len(places.cell_of_vector)]
+        d_out = torch.zeros_like(out).index_copy_(0, places.cell_of_vector, row_grad)
         d_q, d_k, d_v = (torch.empty_like(out) for _ in range(3))
         towards_out = (d_out * out).sum(-1, keepdim=True)
         for grid, p in zip(places.grids, weights, strict=True):
@@ -111,7 +111,7 @@ class ShortRowAttention(torch.autograd.Function):
 
 
 def _vectors(cells: Tensor, places: HeadGrids, shape: torch.Size) -> Tensor:
-    """[T, heads, D] vectors out of their `[G, D]` cells, zero behind the last row."""
+    """[T, heads, D] vectors from their `[G, D]` cells, zero after the last row."""
     vectors, known = cells.new_empty(shape), len(places.cell_of_vector)
     flat = vectors.view(-1, shape[-1])
     torch.index_select(cells, 0, places.cell_of_vector, out=flat[:known])

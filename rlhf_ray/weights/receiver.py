@@ -210,7 +210,6 @@ class Receiver(Generic[StageT]):
         """
         if entry.name in self._unchanged:
             raise WeightsError(f"tensor {entry.name!r} arrived in bucket {index}, but was announced as unchanged")
-
         if entry.name in self._tensors:
             raise WeightsError(f"tensor {entry.name!r} is in buckets {self._tensors[entry.name]} and {index}")
         if entry.name not in self._shapes:

@@ -284,9 +284,7 @@ def test_matrices_that_get_packed_arrive_with_room_after_each_row_and_others_wit
 
     _, generator, _ = running
     layers = list(generator._engine._model.modules())
-    doubles = {layer: copy_layer(layer).copy.weight
- for
- layer in layers if getattr(layer, "weight", None) is not None}
+    doubles = {layer: copy_layer(layer).copy.weight for layer in layers if getattr(layer, "weight", None) is not None}
     packed = [weight for layer, weight in doubles.items() if isinstance(layer, LinearBase)]
     assert len(packed) == 4 * len(generator._engine._model.model.layers)
     assert {(4 * (w.stride(0) - w.shape[1]), w.stride(1)) for w in packed} == {(CACHE_LINE, 1)}
@@ -336,7 +334,7 @@ def test_what_did_not_change_is_left_out_and_the_rest_takes_effect(loop, running
 def test_a_part_of_a_fused_layer_is_refused_and_the_old_weights_stay_whole(loop, running, new_models):
     kind, generator, _ = running
     publisher, _ = changed_after_a_whole_publication(loop, generator, new_models[kind], {Q_PROJ})
-    with pytest.raises(WeightsError, match=r"'model.layers.0.self_attn.qkv_proj' was to change without .*k_proj"):
+    with pytest.raises(WeightsError, match=r"'model.layers.0.self_attn.qkv_proj' received new .* without .*k_proj"):
         loop.run_until_complete(publish_changing(generator, publisher, 2))
     assert generator.version() == 1 and not generator.ready()
     loop.run_until_complete(publish(generator, new_models[kind], 2))

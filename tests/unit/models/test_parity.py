@@ -180,7 +180,7 @@ def test_logits_in_pieces_are_compared(monkeypatch):
     monkeypatch.setattr(packed_model, "checkpoint",
                         lambda answers, *piece, **how: tuple(x + 0.01 for x in own(answers, *piece, **how)))
     text = refusal(PackedLanguageModel(packed(language_model("llama"))))
-    assert "logits in several pieces" in text
+    assert "logits in several chunks" in text
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -219,7 +219,7 @@ def test_a_micro_batch_must_hold_the_longest_row(stage, cls, budget, said, llama
                      "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or all-linear"),
     ("proj", False, "no such layer"),
     ("embed_tokens", False, r"model\.embed_tokens is of type Embedding"),
-    ("lm_head", False, "lm_head is the token embedding's too"),
+    ("lm_head", False, "lm_head is also the token embedding's"),
     ("lm_head", True, "LlamaForSequenceClassification has no such layer"),
     ("score", True, "the scalar head is always trained in full"),
 ])
