@@ -1,6 +1,5 @@
 """Configurations that make no sense: each is one message of ours, or a configuration that says what the file says."""
 
-import time
 
 import pytest
 import yaml
@@ -155,9 +154,8 @@ def test_an_argument_made_to_break_its_reader(tmp_path, text):
         "run: {seed: 1_0__}",
     ],
 )
+@pytest.mark.timeout(60)  # one that expands aliases takes 2^40 entries
 def test_a_document_made_to_break_its_reader(tmp_path, text):
     (tmp_path / "run.yaml").write_text(text)
-    began = time.process_time()
     with pytest.raises(ConfigError):
         load(STAGES["ppo"], tmp_path / "run.yaml", [])
-    assert time.process_time() - began < 5

@@ -35,10 +35,12 @@ def paced(directory: Path, updates: int = 6, fails_at: int = -1, freeze: bool = 
 def test_a_turn_is_as_many_updates_as_asked_for_and_none_follow_unasked(tmp_path, freeze):
     with paced(tmp_path, freeze=freeze) as run:
         assert (tmp_path / "made").read_text() == "x"  # the one that warms up
+        began = time.perf_counter()
         seconds = run.turn(3)
+        whole = time.perf_counter() - began
         time.sleep(0.1)
         assert (tmp_path / "made").read_text() == "xxxx"
-        assert len(seconds) == 3 and all(0.02 <= s < 5 for s in seconds)
+        assert len(seconds) == 3 and min(seconds) >= 0.02 and sum(seconds) <= whole
         run.turn(2)
         run.finish()
     assert (tmp_path / "made").read_text() == "x" * 6
@@ -47,7 +49,9 @@ def test_a_turn_is_as_many_updates_as_asked_for_and_none_follow_unasked(tmp_path
 def test_time_at_rest_belongs_to_no_update(tmp_path):
     with paced(tmp_path) as run:
         time.sleep(1.0)
-        assert run.turn(1)[0] < 0.9
+        began = time.perf_counter()
+        (seconds,) = run.turn(1)
+        assert seconds <= time.perf_counter() - began
 
 
 def test_a_run_that_fails_in_a_turn_is_quoted(tmp_path):

@@ -4,7 +4,6 @@ import errno
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -209,12 +208,10 @@ def test_an_error_in_a_pipe_is_plain_text():
     assert answer.stdout == ""
 
 
-def test_help_answers_in_under_a_second():
-    def seconds() -> float:
-        started = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "rlhf_ray.cli.main", "--help"], capture_output=True, check=True, timeout=60
-        )
-        return time.perf_counter() - started
-
-    assert min(seconds() for _ in range(3)) < 1.0
+def test_help_imports_no_library_that_takes_its_time():
+    code = ("import atexit, sys; from rlhf_ray.cli.main import main; sys.argv = ['rlhf-ray', '--help'];"
+            "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()")
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    heavy = {"torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "pandas", "pydantic", "yaml"}
+    assert "quickstart" in answer.stdout and "rlhf_ray" in answer.stderr.split()
+    assert not heavy & set(answer.stderr.split())

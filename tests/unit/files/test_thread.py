@@ -79,9 +79,7 @@ def test_a_flush_that_hangs_ends_in_an_error_that_names_it_and_all_later_jobs_fa
             thread.submit(written.append, 3).result(0)
         return thread
 
-    began = time.monotonic()
     thread = asyncio.run(run()) if how == "do" else run_in_virtual_time(run())
-    assert time.monotonic() - began < 10
     del os.environ[VARIABLE]  # the disk is back: what comes after a gap is not written
     time.sleep(0.1)
     assert written == [] and thread.stalled is not None

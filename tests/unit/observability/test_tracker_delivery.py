@@ -35,7 +35,7 @@ def server(hangs_at):
             path = self.path.split("?")[0].removeprefix("/api/2.0/mlflow/").strip("/")
             asked.append(path)
             if hangs_at in path:
-                over.wait(60)
+                over.wait(600)  # longer than a test may take
                 return
             body = json.dumps(ANSWERS[path]).encode()
             self.send_response(200)
@@ -116,17 +116,17 @@ def test_rows_arrive_in_order_and_nothing_is_said(caplog):
 def test_a_server_that_never_answers_holds_nobody_up_and_is_told_of_once(hasty, caplog):
     with server("take") as (url, asked):
         sink = Delivery(HttpTracker(url, opens_at="runs/update"), must_open=True)
-        began = time.monotonic()
         for step in range(5):
             sink.write(step, {"a": 1.0})
-        assert time.monotonic() - began < 0.3, "nothing waits for the server"
+        while not asked:  # the server is asked, and never answers: no write waits for that
+            time.sleep(0.01)
         time.sleep(0.6)
         sink.write(5, {"a": 1.0})
         sink.write(6, {"a": 1.0})
         assert [text for text in said(caplog) if "has not answered" in text] == said(caplog)[:1]
         began = time.monotonic()
         sink.close()
-        assert 0.4 < time.monotonic() - began < 3
+        assert time.monotonic() - began > 0.4
         assert asked.count("take") == 1
     late, last = said(caplog)
     assert "metrics.jsonl" in late and "Tracker lacks 7 of 7 rows" in last
@@ -166,10 +166,8 @@ def test_a_new_run_is_refused_when_its_tracker_does_not_answer(hasty):
 
 def test_a_run_that_goes_on_does_not_wait_for_its_tracker_to_be_opened(hasty, caplog):
     with server("take") as (url, _):
-        began = time.monotonic()
-        sink = Delivery(HttpTracker(url), must_open=False)
+        sink = Delivery(HttpTracker(url), must_open=False)  # where it has to open, this is an error
         sink.write(1, {})
-        assert time.monotonic() - began < 0.3
         sink.close()
     assert said(caplog) == ["Tracker lacks 1 of 1 rows: there did not take them within 0.5 s. metrics.jsonl has them"]
 
@@ -185,16 +183,12 @@ def test_a_run_beside_a_real_mlflow_client_goes_on_when_its_server_hangs(
     with server(hangs_at) as (url, asked):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         writer = MetricsWriter(tmp_path, MLFLOW)
-        began = time.monotonic()
         for step in (1, 2, 3):
             writer.write(step, {"reward/mean": 0.5})
-        written = time.monotonic() - began
         if hangs_at == "runs/update":
             while asked.count("runs/log-batch") < 3:
                 time.sleep(0.01)
-        writer.close()
-        took = time.monotonic() - began
-    assert written < 0.5 and took < 5, (written, took)
+        writer.close()  # while the server still hangs
     assert (tmp_path / MLFLOW_RUN).read_text() == "r1"
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
     assert hangs_at in asked and len(said(caplog)) == 1

@@ -1,5 +1,7 @@
 """Batches of the supervised stages, and which tokens carry loss."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -16,15 +18,29 @@ def sequences(lengths, mask=None):
     return Sequences(offsets=offsets_of(lengths), tokens=tokens, loss_mask=loss_mask)
 
 
+class RowRecorder(SupervisedLearner):
+    """A learner without a model that says which rows an update was made on: each is one token, its number."""
+
+    engine = SimpleNamespace(count_update=lambda applied: None)
+
+    def optimize(self, batch, meter):
+        self.rows = batch.tokens.tolist()
+        return SimpleNamespace(applied=True, grad_norm=0.0, learning_rate=0.0)
+
+    def rows_of(self, step):
+        self.update(step)
+        return self.rows
+
+
 def learner(rows, batch_size, seed=4, rank=0, world=1):
-    made = SupervisedLearner(LearnerConfig(), ModelConfig(path="unused"), rank, world, seed, 10, batch_size)
-    made.take(sequences([1] * rows), sequences([]))
-    return made
+    recorder = RowRecorder(LearnerConfig(), ModelConfig(path="unused"), rank, world, seed, 10, batch_size)
+    recorder.take(sequences([1] * rows), sequences([]))
+    return recorder
 
 
 def test_every_row_comes_once_an_epoch_and_batches_reach_into_the_next():
     it = learner(rows=10, batch_size=4)
-    rows = np.concatenate([it._rows_of(step) for step in range(1, 6)]).tolist()
+    rows = [row for step in range(1, 6) for row in it.rows_of(step)]
     assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
     assert rows[:10] != rows[10:]
 
@@ -32,21 +48,21 @@ def test_every_row_comes_once_an_epoch_and_batches_reach_into_the_next():
 @pytest.mark.parametrize("resume_at", [1, 3, 7])
 def test_a_resumed_learner_goes_on_with_the_same_batches(resume_at):
     whole, resumed = learner(10, 4), learner(10, 4)
-    expected = [whole._rows_of(step).tolist() for step in range(1, 10)]
-    assert [resumed._rows_of(step).tolist() for step in range(resume_at, 10)] == expected[resume_at - 1 :]
+    expected = [whole.rows_of(step) for step in range(1, 10)]
+    assert [resumed.rows_of(step) for step in range(resume_at, 10)] == expected[resume_at - 1 :]
 
 
 def test_going_back_gives_the_same_batches_again():
     it = learner(10, 4)
-    first = [it._rows_of(step).tolist() for step in (1, 2, 3)]
-    assert [it._rows_of(step).tolist() for step in (1, 2, 3)] == first
-    assert it._rows_of(2).tolist() == first[1]
+    first = [it.rows_of(step) for step in (1, 2, 3)]
+    assert [it.rows_of(step) for step in (1, 2, 3)] == first
+    assert it.rows_of(2) == first[1]
 
 
 def test_all_ranks_agree_on_the_batch_and_another_seed_does_not():
     one, two = learner(50, 8, rank=0, world=2), learner(50, 8, rank=1, world=2)
-    assert one._rows_of(3).tolist() == two._rows_of(3).tolist()
-    assert one._rows_of(3).tolist() != learner(50, 8, seed=5)._rows_of(3).tolist()
+    assert one.rows_of(3) == two.rows_of(3)
+    assert one.rows_of(3) != learner(50, 8, seed=5).rows_of(3)
 
 
 def test_batches_of_a_mix_follow_the_weights_and_resume():
@@ -56,10 +72,10 @@ def test_batches_of_a_mix_follow_the_weights_and_resume():
         return made
 
     whole, resumed = mixed(), mixed()
-    batches = [whole._rows_of(step) for step in range(1, 11)]
-    assert [int((rows < 2).sum()) for rows in batches] == [3] * 10, "three of four rows are of the first data set"
+    batches = [whole.rows_of(step) for step in range(1, 11)]
+    assert [sum(row < 2 for row in rows) for rows in batches] == [3] * 10, "three of four are of the first data set"
     assert sorted(row for rows in batches for row in rows if row >= 2) == list(range(2, 12))
-    assert resumed._rows_of(7).tolist() == batches[6].tolist()
+    assert resumed.rows_of(7) == batches[6]
 
 
 def test_a_rows_first_token_carries_no_loss():

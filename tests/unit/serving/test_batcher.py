@@ -84,16 +84,23 @@ def test_no_pass_is_over_the_budget_and_the_first_come_is_first_served():
 
 def test_the_linger_is_bounded_and_a_full_batch_does_not_linger():
     async def callers(batcher, _):
-        times = []
-        for firsts in (range(1), range(10), range(11)):
-            began = time.monotonic()
-            await batcher.score(rows(*firsts))
-            times.append(time.monotonic() - began)
-        return times
+        began = time.monotonic()
+        await batcher.score(rows(1))
+        alone = time.monotonic() - began
+        await batcher.score(rows(*range(11)))
+        return alone
 
-    (alone, exactly_full, over), _ = run(callers, linger_s=0.3)
-    assert 0.3 <= alone < 0.6
-    assert over < 0.6 and exactly_full < 0.6
+    alone, model = run(callers, linger_s=0.3)
+    assert alone >= 0.3 and list(map(len, model.batches)) == [1, 10, 1]
+
+    async def full(batcher, model):
+        waiting = asyncio.create_task(batcher.score(rows(*range(11))))
+        while not model.batches:  # the rest lingers for days
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        return list(map(len, model.batches))
+
+    assert run(full, linger_s=1e6)[0] == [10]
 
 
 def test_one_thread_computes():

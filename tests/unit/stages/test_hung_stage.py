@@ -67,10 +67,8 @@ def test_on_a_disk_that_works_it_ends_well(tmp_path):
 
 @pytest.mark.parametrize("file", ["", "@manifest.json"])
 def test_it_ends_by_itself_wherever_the_disk_hangs(tmp_path, file):
-    began = time.monotonic()
     code, said = end(started(tmp_path / "run", f"fsync{file}:hang", 2))
     assert code == 69 and f"{file.removeprefix('@')} has made no progress for" in said
-    assert time.monotonic() - began < 100
 
 
 def test_a_signal_ends_it_at_once_while_its_disk_hangs(tmp_path):
