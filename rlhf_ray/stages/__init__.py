@@ -1,1 +1,1 @@
-"""Wiring of one run: which workers there are, what they are given, what is written at the end."""
+"""The stages and how they are wired: workers, their arguments, and the files written at the end."""

@@ -1,7 +1,7 @@
-"""`rlhf-ray example arithmetic`: rewards that are checked, not learned, through the ordinary stages.
+"""`rlhf-ray example arithmetic`: rewards from exact checks instead of a reward model, through the ordinary stages.
 
-A small model imitates pupils who add column by column and usually forget the carry (SFT); then right answers alone are
-rewarded, and it learns to do better than those it imitated. Held-out sums tell.
+A small model imitates pupils who add column by column and usually forget the carry (SFT). Then only right answers are
+rewarded, and the model becomes better than its demonstrations; held-out sums measure it.
 """
 
 import json
@@ -23,7 +23,7 @@ SHOWN = ("reward", "kl", "length", "finished", "distinct")
 
 
 def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Data, SFT, and reinforcement learning by `estimator` (a file of the recipe); what is finished already is kept.
+    """Data, SFT, and reinforcement learning by `estimator` (a file of the recipe); finished stages are kept.
 
     Args:
         overrides: `--section.key=value` changes of the reinforcement learning.
@@ -32,7 +32,7 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
         The summary of the reinforcement learning, with "seconds" of each stage.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     began = time.perf_counter()
     config = RECIPE.config("ppo", directory, seed, overrides, file=estimator)
@@ -47,7 +47,7 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
 
 
 def make_data(directory: Path, seed: int) -> None:
-    """Sums, demonstrations, judged steps and a tokenizer of single characters; kept when they are there already."""
+    """Write sums, demonstrations, labelled steps and a character tokenizer, unless they exist."""
     data = directory / "data"
     if (data / "tokenizer" / "tokenizer.json").is_file():
         return
@@ -58,7 +58,7 @@ def make_data(directory: Path, seed: int) -> None:
 
 
 def _verdict(run_dir: Path, seconds: dict[str, float]) -> dict[str, Any]:
-    """What was measured on held-out sums before and after, as a table, three texts and a sentence."""
+    """Print the held-out results before and after: a table, three texts and a sentence."""
     evaluation = json.loads((run_dir / "evaluation.json").read_text())
     before, after = evaluation["before"], evaluation["after"]
     print_before_after(changes(*({name: side[name] for name in SHOWN if name in side} for side in (before, after))))

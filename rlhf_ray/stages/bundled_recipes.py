@@ -1,4 +1,4 @@
-"""Configurations that come with the package, below configs/: found, and moved to another directory.
+"""Configurations that come with the package, below configs/, and how a recipe of several stages runs.
 
 A recipe is a folder of ordinary stage configurations whose paths all lie below one home directory, `runs/NAME`.
 """
@@ -25,7 +25,7 @@ class Recipe:
     name: str
     """Below configs/, such as "quickstart"."""
     home: str
-    """Where the configurations put everything."""
+    """The directory of all paths in the configurations."""
 
     def folder(self) -> Path:
         """The folder: beside the package in a checkout, below share/ in an installation.
@@ -42,10 +42,10 @@ class Recipe:
 
     def config(self, stage: str, directory: Path, seed: int, overrides: list[str] | None = None,
                file: str | None = None) -> Any:
-        """A stage's configuration with its paths below `directory` in place of `home`; `overrides` come last.
+        """A stage's configuration with its paths below `directory` instead of `home`; `overrides` are applied last.
 
         Args:
-            file: name of the YAML file when it is not that of the stage.
+            file: name of the YAML file when it is not the stage's.
         """
         path = self.folder() / f"{file or stage.replace('-', '_')}.yaml"
         moved = [f"--{field}={str(value).replace(self.home, str(directory), 1)}"
@@ -54,31 +54,31 @@ class Recipe:
 
     def _paths(self, values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         """Fields, as dotted names, whose value is a path below `home`."""
-        found = []
+        fields = []
         for name, value in values.items():
             if isinstance(value, dict):
-                found += self._paths(value, f"{prefix}{name}.")
+                fields += self._paths(value, f"{prefix}{name}.")
             elif isinstance(value, str) and value.startswith(self.home):
-                found.append((prefix + name, value))
-        return found
+                fields.append((prefix + name, value))
+        return fields
 
 
 def refuse_other_seed(directory: Path, seed: int) -> None:
-    """What was begun goes on with the seed it began with, or not at all.
+    """Refuse to continue a recipe with another seed than the one it was started with.
 
     Raises:
         ConfigError: the SFT stage below `directory` has another seed.
     """
     begun = directory / "sft" / "config.yaml"
     if begun.is_file() and (other := yaml.safe_load(begun.read_text())["run"]["seed"]) != seed:
-        raise ConfigError(f"{directory} was begun with --seed {other}, not {seed}; pass --seed {other} to go on with "
-                          "it, or another --dir to begin anew")
+        raise ConfigError(f"{directory} was started with --seed {other}, not {seed}; pass --seed {other} to "
+                          "continue it, or another --dir to start a new one")
 
 
 def run_once(name: str, work: Callable[[], Any], directory: Path) -> float:
-    """Run a stage unless its summary says that it came to its end; returns the seconds it took, now or then.
+    """Run a stage unless its summary says that it finished; returns the seconds it took, now or earlier.
 
-    A stage that was interrupted goes on from its checkpoint, if `work` resumes.
+    A stage that was interrupted continues from its checkpoint, if `work` resumes.
     """
     run = RunDirectory(directory)
     if run.finished_well():

@@ -1,4 +1,4 @@
-"""The file that a command writes at its end: seen to be writable at its beginning."""
+"""Arguments that `rlhf-ray generate` and `compare` share: a model by its name, and an output file."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 
 
 def check_output(path: Path) -> None:
-    """Make the folder of `path`, and see that files can be written there.
+    """Make the folder of `path`, and check that files can be written in it.
 
     Raises:
         ConfigError: they cannot, or `path` is a folder.
@@ -23,30 +23,31 @@ def check_output(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror or error}; name a file in a folder that "
-                          "may be written to") from error
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror or error}; name a file in a "
+                          "writable folder") from error
 
 
 def model_at(name: str, argument: str = "MODEL",
              dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> tuple[ModelConfig, str | None]:
-    """The model called `name`, and what to say where that is not plain: a run's directory stands for its model/.
+    """The model called `name` (a directory, a Hub id, or the run that made it), and a notice when a run's directory
+    stands for its model/.
 
     Args:
-        argument: what the name was given as, for messages.
+        argument: the command-line argument with the name, for messages.
         dtype: "auto" is bfloat16 on a GPU and float32 without one.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: the model does not exist.
     """
-    run, said = RunDirectory(name), None
+    run, notice = RunDirectory(name), None
     path = name
     if run.model.is_dir() and not (run.path / "config.json").is_file():
-        path, said = str(run.model), f"{name} is a run; this is its model, {run.model}"
+        path, notice = str(run.model), f"{name} is a run; using its model, {run.model}"
         if run.best.is_dir():
-            said += f" (its best step is in {run.best})"
+            notice += f" (its best step is in {run.best})"
     config = ModelConfig(path=path, dtype=_on_this_machine() if dtype == "auto" else dtype)
     check_model_directory(config, argument, argument=True)
-    return config, said
+    return config, notice
 
 
 def _on_this_machine() -> Literal["float32", "bfloat16"]:

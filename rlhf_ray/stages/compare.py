@@ -20,17 +20,17 @@ from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, read_prompt_inputs
 from rlhf_ray.stages.command_arguments import check_output, model_at
-from rlhf_ray.stages.scorers import check_labels, check_scorer, scorer_of, told_by_option
+from rlhf_ray.stages.scorers import check_labels, check_scorer, errors_name_option, scorer_of
 
 SEQUENCES = 64
-"""Most answers drawn at the same time."""
+"""Largest number of answers generated at the same time."""
 SCORED_AT_ONCE = 64
-"""Answers that a scorer is given at a time."""
+"""Answers per call of the scorer."""
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What the command line asks for."""
+    """Options of the command line."""
 
     first: str
     second: str
@@ -39,30 +39,30 @@ class CompareOptions:
     scorer: str
     """As in `scorers.scorer_of`."""
     output: Path
-    """Page to write; the numbers go beside it, as .json."""
+    """The page to write; the numbers are written beside it, as .json."""
     sampling: SamplingConfig
     column: str = "prompt"
     limit: int | None = None
     n: int = 1
-    """Pairs of answers to each prompt."""
+    """Pairs of answers for each prompt."""
     seed: int = 0
     tie: float = 0.0
-    """Scores that are at most this far apart are a tie."""
+    """Largest difference of scores that counts as a tie."""
     chat: bool = True
 
 
 def run(options: CompareOptions) -> Comparison:
-    """Compare, print the verdict, write page and numbers. One model is in memory at a time.
+    """Compare, print the verdict, and write the page and the numbers. One model is in memory at a time.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     if options.n > 1 and options.sampling.temperature == 0:
-        raise ConfigError(f"--temperature 0 gives the same pair {options.n} times; leave --n away, or raise it")
+        raise ConfigError(f"--temperature 0 gives the same pair {options.n} times; omit --n, or raise the temperature")
     check_output(options.output)
     numbers = options.output.with_suffix(".json")
     if numbers == options.output:
-        raise ConfigError(f"--output {options.output} is where the numbers go; name the page, e.g. "
+        raise ConfigError(f"--output {options.output} is the file of the numbers; name the page, e.g. "
                           f"{options.output.with_suffix('.html')}")
     models = [_model(name, which) for name, which in ((options.first, "A"), (options.second, "B"))]
     questions = read_prompt_inputs(options.prompts, options.column, options.limit)
@@ -77,9 +77,9 @@ def run(options: CompareOptions) -> Comparison:
 
 
 def _model(name: str, argument: str) -> ModelConfig:
-    model, said = model_at(name, argument)
-    if said:
-        print(said, file=sys.stderr)
+    model, notice = model_at(name, argument)
+    if notice:
+        print(notice, file=sys.stderr)
     check_family(model, argument, {Use.GENERATION})
     return model
 
@@ -90,7 +90,7 @@ async def _compare(
     answers = [await _answers(options, model, questions) for model in models]
     scores = await _scores(options.scorer, models, answers)
     pairs = [
-        Pair(prompt=_asked(question), responses=(a.response, b.response), scores=(x, y),
+        Pair(prompt=_prompt_text(question), responses=(a.response, b.response), scores=(x, y),
              tokens=(int(a.response_mask.sum()), int(b.response_mask.sum())), outcome=outcome(x, y, options.tie))
         for question, a, b, x, y in zip(_repeated(questions, options.n), *answers, *scores, strict=True)
     ]
@@ -108,7 +108,7 @@ async def _compare(
 async def _answers(
     options: CompareOptions, model: ModelConfig, questions: Sequence[PromptInput]
 ) -> list[RewardRequest]:
-    """All answers of one model, which is gone afterwards."""
+    """All answers of one model, which is unloaded afterwards."""
     print(f"{model.path}: answering {len(questions)} prompts", file=sys.stderr)
     generator = LocalGenerator(model, options.sampling, options.seed, options.chat,
                                min(SEQUENCES, len(questions) * options.n))
@@ -122,7 +122,7 @@ async def _answers(
 async def _scores(
     scorer: str, models: Sequence[ModelConfig], answers: Sequence[list[RewardRequest]]
 ) -> list[list[float]]:
-    """Scores of either side. A scorer reads token ids by the model's tokenizer, so two tokenizers take two scorers, one
+    """Scores of both sides. A scorer reads token ids by the model's tokenizer, so two tokenizers need two scorers, one
     after the other."""
     print(f"scoring by {scorer}", file=sys.stderr)
     same = len({tokenizer_digest(load_tokenizer(model)) for model in models}) == 1
@@ -134,7 +134,7 @@ async def _scores(
 
 async def _scored(name: str, model: ModelConfig, answers: list[RewardRequest]) -> list[float]:
     scorer = scorer_of(name, model)
-    with told_by_option(name, "--scorer"):
+    with errors_name_option(name, "--scorer"):
         try:
             await scorer.start()
             parts = [answers[i : i + SCORED_AT_ONCE] for i in range(0, len(answers), SCORED_AT_ONCE)]
@@ -147,8 +147,8 @@ def _repeated(questions: Sequence[PromptInput], n: int) -> list[PromptInput]:
     return [question for question in questions for _ in range(n)]
 
 
-def _asked(question: PromptInput) -> str:
-    """The prompt as it was given: a text, or its messages as a script."""
+def _prompt_text(question: PromptInput) -> str:
+    """The prompt as given: a text, or its messages as a script."""
     if isinstance(question.content, str):
         return question.content
     return "\n".join(f"{m['role']}: {m['content']}" for m in question.content)

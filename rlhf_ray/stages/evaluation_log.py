@@ -1,4 +1,4 @@
-"""Evaluations of a run on disk: the first, the last, and texts of both side by side."""
+"""Evaluations of a run on disk: the first, the latest, and texts of both."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 
 
 class EvaluationLog:
-    """Keeps evaluation.json: what the policy was like before the first step and after the latest evaluation."""
+    """Writes evaluation.json: measurements of the policy before the first step and at the latest evaluation."""
 
     def __init__(self, directory: RunDirectory, resume_at: int | None) -> None:
         self._directory = directory
@@ -21,7 +21,7 @@ class EvaluationLog:
                 self._after = _measured(saved, "after")
 
     def add(self, step: int, evaluation: Evaluation) -> None:
-        """Note an evaluation; the one of step 0 is the "before"."""
+        """Record an evaluation; the one at step 0 is the "before"."""
         entry = {"metrics": evaluation.metrics, "texts": evaluation.texts}
         if step == 0:
             self._before = entry
@@ -30,7 +30,7 @@ class EvaluationLog:
         if self._before is None:
             return
         after = self._after or self._before
-        # A run that was resumed with another held-out set has other prompts now.
+        # A run that was resumed with a different held-out set has different prompts now.
         pairs = [(b, a) for b, a in zip(self._before["texts"], after["texts"], strict=False)
                  if b["prompt"] == a["prompt"]]
         self._directory.write_json("evaluation.json", {
@@ -39,22 +39,23 @@ class EvaluationLog:
         })
 
     def last(self) -> dict[str, float]:
-        """Metrics of the latest evaluation; empty without any."""
+        """Metrics of the latest evaluation; empty when there is none."""
         return (self._after or self._before or {}).get("metrics", {})
 
     def summary(self) -> dict[str, float]:
-        """The numbers that summary.json names: gold and reward before and after, KL and distinctness at the end."""
+        """The numbers for summary.json: gold and reward before and after, and the other metrics of the latest
+        evaluation."""
         if self._before is None or self._after is None:
             return {}
         before, after = self._before["metrics"], self._after["metrics"]
-        found: dict[str, float] = {}
+        summary: dict[str, float] = {}
         for name in ("gold", "reward"):
             if name in before:
-                found |= {f"{name}_before": before[name], f"{name}_after": after[name]}
-        return found | {name: after[name] for name in after if name not in ("gold", "reward", "responses")}
+                summary |= {f"{name}_before": before[name], f"{name}_after": after[name]}
+        return summary | {name: after[name] for name in after if name not in ("gold", "reward", "responses")}
 
 
 def _measured(saved: dict[str, Any], side: str) -> dict[str, Any]:
-    """One side of evaluation.json as it was measured."""
+    """One side of evaluation.json, as it was measured."""
     texts = [{"prompt": row["prompt"], "response": row[side]} for row in saved["texts"]]
     return {"metrics": saved[side], "texts": texts}

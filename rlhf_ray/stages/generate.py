@@ -1,4 +1,4 @@
-"""`rlhf-ray generate`: ask a model something, without Ray, configuration or run."""
+"""`rlhf-ray generate`: answers of a model to prompts, without Ray, a configuration or a run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rlhf_ray.stages.command_arguments import check_output, model_at
 from rlhf_ray.stages.scorers import Scorer, check_scorer, scorer_of
 
 TALK_ROOM = 1024
-"""Tokens of prompt that a conversation makes room for, as far as the model's context reaches."""
+"""Tokens reserved for each prompt of a conversation, up to the model's context."""
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What the command line asks for."""
+    """Options of the command line."""
 
     model: str
     sampling: SamplingConfig
@@ -42,24 +42,24 @@ class GenerateOptions:
     file: str | None = None
     column: str = "prompt"
     n: int = 1
-    """Answers to each prompt."""
+    """Answers for each prompt."""
     seed: int = 0
     chat: bool = True
-    """Use the tokenizer's chat template, where it has one."""
+    """Use the tokenizer's chat template, if it has one."""
     output: Path | None = None
-    """JSON lines to write, a row an answer."""
+    """JSON lines file to write, one row per answer."""
     reward: str | None = None
     """Scorer of the answers, as in `scorers.scorer_of`."""
 
 
 def run(options: GenerateOptions, stdin: TextIO) -> list[dict[str, Any]]:
-    """Answer prompts from the command line, a file or a pipe; without any, on a terminal, one after another.
+    """Answer prompts from the command line, a file or a pipe; on a terminal without prompts, ask for them one by one.
 
     Returns:
         A row for each answer.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     _refuse_contradictions(options)
     talking = not options.prompts and options.file is None and stdin.isatty()
@@ -67,7 +67,7 @@ def run(options: GenerateOptions, stdin: TextIO) -> list[dict[str, Any]]:
         raise ConfigError("--output takes the answers to prompts from --prompt, --file or a pipe, and there are none")
     if options.output:
         check_output(options.output)
-    rows = asyncio.run(_Asker(options).ask([] if talking else _questions(options, stdin), talking))
+    rows = asyncio.run(_GenerateSession(options).ask([] if talking else _questions(options, stdin), talking))
     if options.output:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(options.output, lines.encode())
@@ -90,21 +90,21 @@ def _questions(options: GenerateOptions, stdin: TextIO) -> list[PromptInput]:
     return prompt_inputs_of_lines(stdin, "standard input", options.column)
 
 
-class _Asker:
-    """A model, perhaps a scorer, and what was asked for."""
+class _GenerateSession:
+    """A model, an optional scorer, and the options of the command."""
 
     def __init__(self, options: GenerateOptions) -> None:
         self._options = options
-        self._model, said = model_at(options.model, "MODEL")
-        if said:
-            print(said, file=sys.stderr)
+        self._model, notice = model_at(options.model, "MODEL")
+        if notice:
+            print(notice, file=sys.stderr)
         check_family(self._model, "MODEL", {Use.GENERATION})
         if options.reward:
             check_scorer(options.reward, self._model, "--reward")
         self._scorer: Scorer | None = scorer_of(options.reward, self._model) if options.reward else None
 
     async def ask(self, questions: Sequence[PromptInput], talking: bool) -> list[dict[str, Any]]:
-        """Load, answer, let go. Returns the answers as rows, or none of a conversation."""
+        """Load, answer, unload. Returns the answers as rows; none for a conversation."""
         options = self._options
         sequences = min(64, max(1, len(questions)) * options.n)
         generator = LocalGenerator(self._model, options.sampling, options.seed, options.chat, sequences)
@@ -115,33 +115,33 @@ class _Asker:
             if talking:
                 await self._talk(generator)
                 return []
-            return await self._answer(generator, questions, 0, said=options.output is None)
+            return await self._answer(generator, questions, 0, show=options.output is None)
         finally:
             await generator.stop()
             if self._scorer:
                 await self._scorer.stop()
 
     async def _talk(self, generator: LocalGenerator) -> None:
-        """Prompts from the terminal until it ends. Each is a prompt of its own: nothing of before is remembered."""
-        with suppress(ImportError):  # not in every Python
+        """Read prompts from the terminal until its end. Each prompt is independent of the ones before."""
+        with suppress(ImportError):  # not built into every Python
             import readline  # noqa: F401 - arrow keys and history in input()
-        print("Each line is a prompt of its own; an empty one, or Ctrl-D, ends.")
+        print("Each line is a separate prompt; an empty line or Ctrl-D ends.")
         epoch = 0
         while line := _typed():
             try:
-                await self._answer(generator, [PromptInput(line, "this prompt")], epoch, said=True, prompt=False)
+                await self._answer(generator, [PromptInput(line, "this prompt")], epoch, show=True, prompt=False)
             except DataError as error:
                 print(error)
             epoch += 1
 
-    async def _answer(self, generator: LocalGenerator, questions: Sequence[PromptInput], epoch: int, *, said: bool,
+    async def _answer(self, generator: LocalGenerator, questions: Sequence[PromptInput], epoch: int, *, show: bool,
                       prompt: bool = True) -> list[dict[str, Any]]:
         rows = []
         async for answers in generator.generate(questions, self._options.n, epoch):
             scores = (await self._scorer.score(answers)).scores.tolist() if self._scorer else [None] * len(answers)
             for answer, score in zip(answers, scores, strict=True):
                 rows.append(_row(answer, score, self._options.seed))
-                if said:
+                if show:
                     print_answer(rows[-1], prompt=prompt)
         return rows
 
@@ -162,15 +162,15 @@ def _row(answer: RewardRequest, score: float | None, seed: int) -> dict[str, Any
     return row if score is None else {**row, "score": score}
 
 
-ENDINGS = {"stop": "ended by itself", "length": "cut at --max-tokens", "abort": "aborted"}
+ENDINGS = {"stop": "finished", "length": "cut at --max-tokens", "abort": "aborted"}
 
 
 def print_answer(row: Mapping[str, Any], stream: TextIO | None = None, prompt: bool = True) -> None:
-    """Print one answer.
+    """Print one answer: coloured on a terminal, plain text elsewhere.
 
     Args:
         row: prompt, response, tokens, finish_reason and, where there is one, score.
-        prompt: say the prompt too.
+        prompt: print the prompt too.
     """
     stream = stream or sys.stdout
     about = f"{row['tokens']} tokens, {ENDINGS.get(row['finish_reason'], row['finish_reason'])}"

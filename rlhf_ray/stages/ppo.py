@@ -78,13 +78,13 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     """Run the stage to its end; returns what it wrote to summary.json.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     config, configured = resolve(config), config.generator.workers
     preflight(config)
     with owned_directory(config, resume) as directory:
         if resume:
-            fetch_uploaded(config, directory)  # first: how many generators there were may be told there alone
+            fetch_uploaded(config, directory)  # first: the number of generators may be saved only there
             config = with_generators(config, load_generator_count(directory, configured))
             check_resume(config, config.run.steps, _geometry(config))
         return run_stage(config, directory, resume,
@@ -98,7 +98,7 @@ def preflight(config: PPOConfig) -> None:
         ConfigError, ModelError, DataError: naming the field, the value and the fix.
     """
     refuse_open_serialization()
-    armed()  # a failpoint that is spelled wrong would never be reached
+    armed()  # a misspelled failpoint would never be reached
     check_data(config.prompts, "prompts")
     held_out = config.evaluation_prompts
     if held_out:
@@ -122,7 +122,8 @@ def preflight(config: PPOConfig) -> None:
 async def _run(
     config: PPOConfig, directory: RunDirectory, session: Session, resume: bool, configured: int
 ) -> dict[str, Any]:
-    """`configured`: generators by the configuration; a run that was scaled is resumed with another number."""
+    """`configured`: the number of generators in the configuration; a run that was scaled resumes with another
+    number."""
     began, files = time.perf_counter(), directory.files
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, term=directory.term)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
@@ -135,7 +136,7 @@ async def _run(
             async with open_runtime(config, progress.note) as runtime:
                 roles = spawn_roles(config, runtime, Healing(config.cluster, log))
                 if len(roles.generators) != configured:
-                    progress.note(f"{len(roles.generators)} generators, as `rlhf-ray scale` left them (configured: "
+                    progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: "
                                   f"{configured})")
                 prompts = await start_roles(config, runtime, roles, progress)
                 weights = WeightSync(config.weights, roles, config.cluster.heartbeat_timeout_s, Phases(config, roles))
@@ -175,7 +176,7 @@ async def _run(
 
 
 def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinator], None]:
-    """What puts a run's live metrics on Ray's Prometheus endpoint, if that is wanted."""
+    """A function that sets a run's live metrics on Ray's Prometheus endpoint, if they are enabled."""
     if not config.logging.ray_metrics:
         return lambda _: None
     live, gauges = LiveGauges(pools_of(config)), Gauges(directory.path.name)
@@ -187,7 +188,7 @@ def wire(
     directory: RunDirectory, store: CheckpointStore, metrics: MetricsWriter, progress: StageProgress,
     stop: StopRequest, evaluations: EvaluationLog, resume_at: int | None,
 ) -> Coordinator:
-    """The coordinator of a run over a team that is ready, with all that it writes to."""
+    """The coordinator of a run whose workers are ready, with everything it writes to."""
     files = directory.files
     training, held_out = prompts
     buffer_config = config.buffer
@@ -213,7 +214,7 @@ def wire(
                       + ", ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items()))
 
     best = BestKeeper(config.checkpoint, directory, store, state.best,
-                      lambda runtime: export_policy(coordinator, evaluations, runtime, directory.term))
+                      lambda place: export_policy(coordinator, evaluations, place, directory.term))
     coordinator = Coordinator(
         config=config, roles=roles, state=state, buffer=buffer, pipeline=pipeline,
         weights=weights, evaluator=evaluator, best=best,
@@ -229,17 +230,17 @@ def wire(
 
 def _ledger(config: PPOConfig, cursor: PromptCursor, directory: RunDirectory, store: CheckpointStore,
             resume_at: int | None, thread: FileThread) -> Ledger:
-    """A new ledger, or the one of the checkpoint of step `resume_at` that the run goes on from."""
+    """A new ledger, or the one in the checkpoint of step `resume_at`."""
     facts = LedgerFacts.of(config, cursor)
     if resume_at is None or resume_at == NOTHING:
-        discard(directory.ledger)  # of a run that failed before anything worth keeping
+        discard(directory.ledger)  # left by a run that failed before its first checkpoint
         return Ledger.create(directory.ledger, facts, directory.term, thread)
     return Ledger.resume(directory.ledger, store.path(resume_at) / LEDGER, facts, directory.term, thread)
 
 
 def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prompts: PromptSource,
                 progress: StageProgress, thread: FileThread) -> Quarantine | None:
-    """Where prompts without a score go; None where they end the run."""
+    """The record of prompts without a score; None when such a prompt ends the run."""
     if config.reward.on_failure == "fail":
         return None
     return Quarantine(ledger, directory.quarantine, config.reward.quarantine_limit, sum(prompts.sizes),
@@ -247,13 +248,14 @@ def _quarantine(config: PPOConfig, ledger: Ledger, directory: RunDirectory, prom
 
 
 def finalize_ledger(ledger: Ledger, unused: Sequence[SampleKey]) -> dict[str, int]:
-    """Samples by what became of them, when every one is accounted for.
+    """Close the ledger and return the number of samples by outcome. Every sample must be accounted for.
 
     Args:
-        unused: what the run knows of that was under way, or waited, when it ended. What else is open was lost.
+        unused: keys of the samples that were in progress or waiting when the run ended. Other open samples count as
+            lost.
 
     Raises:
-        LedgerError: some are not accounted for; the run did not end well, whatever it wrote.
+        LedgerError: some samples are not accounted for: the run is faulty, whatever it wrote.
     """
     ledger.leave_unused(unused, "the run ended before its turn")
     ledger.close()

@@ -1,7 +1,7 @@
-"""The course of a PPO run over a team that is ready: to its end, from the last checkpoint where learners are lost.
+"""A PPO run with its workers ready: to its end, and again from the last checkpoint whenever learners are lost.
 
-Whatever remembers something of the run is made anew for each stretch, from what the checkpoint holds: going on after a
-lost learner is a resume without a restart, and cannot differ from one.
+Every object with state of the run is made anew for each attempt from the checkpoint's contents, so an attempt after a
+lost learner is a resume without a restart of the process, and gives the same results.
 """
 
 import time
@@ -23,33 +23,33 @@ from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.export import export_run
 
 Wire = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
-"""Makes the coordinator of a stretch that goes on after a step (NOTHING: begins anew; None: begins)."""
+"""Makes the coordinator of an attempt that continues after a step (NOTHING: starts over; None: a new run)."""
 
 
 class RunAttempts:
-    """A run between the moment its workers are ready and the moment its last file is written."""
+    """A run from the moment its workers are ready to its last written file."""
 
     def __init__(self, config: PPOConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
                  rebuilding: Rebuilding, wire: Wire) -> None:
         self._config, self._directory, self._store = config, directory, store
         self._stop, self._rebuilding, self._wire = stop, rebuilding, wire
         self.coordinator: Coordinator | None = None
-        """Of the present stretch; None before the first."""
+        """Of the present attempt; None before the first."""
         self.evaluations = EvaluationLog(directory, None)
         self.seconds = 0.0
-        """In the loop."""
+        """Seconds spent in the loop."""
         self.samples = 0
-        """Trained on in that time, those of steps that were made twice included."""
+        """Samples trained on in that time, including steps that were made twice."""
 
     async def run(self, start: Checkpoint | None, resume: bool) -> Coordinator:
-        """Make the run's remaining steps and export its model; returns the coordinator of the last stretch.
+        """Make the remaining steps and export the model; returns the coordinator of the last attempt.
 
         Args:
-            start: where to go on from.
-            resume: whether the directory may hold a run, which is gone on with, or begun anew without `start`.
+            start: the checkpoint to continue from.
+            resume: whether the directory may hold a run, which continues, or starts over without `start`.
 
         Raises:
-            WorkerError: a worker was lost that is not replaced, or learners too often.
+            WorkerError: a worker that is not replaced was lost, or learners were lost too often.
         """
         again = False
         while True:
@@ -63,10 +63,10 @@ class RunAttempts:
         """Profile the next step; see `StepProfiler.requested`.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no step has begun.
         """
         if self.coordinator is None:
-            raise ConfigError("the run has not begun its steps yet; ask again when `rlhf-ray status` shows some")
+            raise ConfigError("the run has not started its steps yet; ask again when `rlhf-ray status` shows one")
         return await self.coordinator.profiler.requested(arguments)
 
     async def run_attempt(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
@@ -80,16 +80,16 @@ class RunAttempts:
             if metrics.dropped:
                 coordinator.roles.healing.log.count_again(metrics.dropped)
             try:
-                await bring_back(coordinator, start, again)
+                await restore_checkpoint(coordinator, start, again)
                 await records.run(note_restart, self._directory.faults, coordinator.state.step, self._directory.term)
                 await self._timed(coordinator)
                 await export_run(coordinator, self.evaluations, self._directory)
             except WorkerError:
-                await coordinator.pipeline.close()  # of what was begun again before the loop, which closes it itself
+                await coordinator.pipeline.close()  # started again before the loop, which would close it
                 await records.run(coordinator.pipeline.ledger.close)
                 raise
         finally:
-            with suppress(DiskStalled):  # as was said by what failed first
+            with suppress(DiskStalled):  # reported already by the first failure
                 await records.run(metrics.close)
         return coordinator
 
@@ -102,11 +102,11 @@ class RunAttempts:
             self.samples += coordinator.state.samples - before
 
     async def _after(self, error: WorkerError) -> Checkpoint | None:
-        """Where to go on from, when the learners are there again."""
+        """Wait for the learners to be restarted; returns the checkpoint to continue from."""
         if self._stop.requested:
-            raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume goes on from the "
-                                 f"last checkpoint, or begins anew where there is none yet: {error}") from error
-        self._stop.can_save = False  # what there is to save is saved
+            raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume continues from "
+                                 f"the last checkpoint, or starts over when there is none: {error}") from error
+        self._stop.can_save = False  # the last checkpoint is the state to continue from
         began, coordinator = time.perf_counter(), self.coordinator
         if coordinator is not None:
             await coordinator.weights.forget()
@@ -120,33 +120,33 @@ def check_ledger(coordinator: Coordinator, place: Path) -> None:
     """Refuse a checkpoint whose ledger and state disagree on the open samples: some would be lost, or made twice.
 
     Raises:
-        CheckpointError: names some of them.
+        CheckpointError: names some of the samples.
     """
     ledger, position = coordinator.pipeline.ledger, coordinator.state.cursor.position
-    remedy = "resume from another checkpoint, or begin a new run"
-    if odd := sorted(key.numbers for key in ledger.open_keys() ^ set(coordinator.open_keys())):
-        raise CheckpointError(f"{place}: its ledger and its state disagree on {len(odd)} open samples, such as "
-                              f"(epoch, row, sample) {odd[0]}; {remedy}")
+    remedy = "resume from another checkpoint, or start a new run"
+    if unmatched := sorted(key.numbers for key in ledger.open_keys() ^ set(coordinator.open_keys())):
+        raise CheckpointError(f"{place}: its ledger and its state disagree on {len(unmatched)} open samples, such as "
+                              f"(epoch, row, sample) {unmatched[0]}; {remedy}")
     if ledger.position() != position:
         raise CheckpointError(f"{place}: {ledger.position()} prompts of each source are handed out according to its "
                               f"ledger, {position} according to its data cursor; {remedy}")
 
 
-async def bring_back(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:
-    """Bring a checkpoint back into workers and state, and its weights to the generators.
+async def restore_checkpoint(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:
+    """Restore workers and state from a checkpoint, and publish its weights to the generators.
 
     Args:
-        again: the generators may hold any weights, later ones too, and some of them; else they are as they started.
+        again: the generators may hold weights of any version; otherwise they hold those that they started with.
     """
     async with coordinator.weights.changing():
         open_places = await coordinator.recovery.restore(start.path) if start else []
         step = coordinator.state.step
-        if again or step:  # version 0 is what they loaded
+        if again or step:  # they loaded version 0
             await coordinator.weights.publish(step, resend=again)
     if start is None:
         return
     await coordinator.files.records.run(check_ledger, coordinator, start.path)
     coordinator.progress.note(f"resuming after step {step}")
     coordinator.pipeline.start_again(open_places)
-    if (said := await coordinator.best.resume(step)) is not None:
-        coordinator.progress.warn(said)
+    if (warning := await coordinator.best.resume(step)) is not None:
+        coordinator.progress.warn(warning)

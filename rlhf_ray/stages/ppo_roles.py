@@ -1,4 +1,4 @@
-"""The workers of a PPO run: spawned together, started together."""
+"""The workers of a PPO run: their number, arguments, start and restart, and their pretraining text."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learn
 
 
 def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = None) -> RoleGroups:
-    """All processes of the run; they start to load in parallel when `start_team` calls them."""
+    """Spawn all processes of the run; they load in parallel once `start_roles` calls them."""
     generation, temperature = config.generator, config.generator.sampling.temperature
     return RoleGroups(
         generators=runtime.spawn(
@@ -75,7 +75,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = N
 
 
 def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
-    """Arguments of a learner's rank; the policy makes no optimizer step while the critic warms up."""
+    """Arguments of a learner's rank. The policy makes no optimizer steps while the critic warms up."""
     learner = getattr(config, role)
     model = config.critic_model if role == "critic" else config.model
     steps = config.run.steps - (config.algorithm.critic_warmup_steps if role == "policy" else 0)
@@ -85,7 +85,7 @@ def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
 
 
 def _longest_row(config: PPOConfig, role: str) -> int:
-    """Most tokens of a row that a role is given: a sample's, or for the policy those of pretraining text."""
+    """Longest row that a role receives, in tokens: a sample's, or for the policy also a row of pretraining text."""
     sample = config.prompts.max_tokens + config.longest_response[0]
     return max(sample, config.ptx.max_tokens) if config.ptx and role == "policy" else sample
 
@@ -93,10 +93,10 @@ def _longest_row(config: PPOConfig, role: str) -> int:
 async def start_roles(
     config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress
 ) -> tuple[PromptSource, PromptSource | None]:
-    """Load all models and read the prompts, everything at the same time.
+    """Load all models and read the prompts at the same time.
 
-    But generators that share their GPU come first: vLLM measures what is free there while it starts, and refuses to
-    start when others take some meanwhile.
+    Generators that share their GPU start first: vLLM measures the free memory while it starts, and fails when other
+    processes allocate some meanwhile.
 
     Returns:
         training prompts, and evaluation prompts if configured.
@@ -119,15 +119,15 @@ async def start_roles(
     )
     for group, sizes in zip(learners, started, strict=True):
         progress.note(sizes_note(group.role, sizes[0]))
-    for group, told in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
-        if "probe_seconds" in told[0]:
-            roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in told), 3)
-            progress.note(probe_note(group.role, told[0]))
+    for group, reports in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
+        if "probe_seconds" in reports[0]:
+            roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in reports), 3)
+            progress.note(probe_note(group.role, reports[0]))
     return sources
 
 
 async def restart_learners(config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress) -> None:
-    """Start learners whose processes are new, and hand them what they get beside their configuration."""
+    """Start learners whose processes are new, and give them the pretraining text."""
     limit = config.cluster.start_timeout_s
     await asyncio.gather(*(start_learners(group, limit) for group in roles.learners()))
     await hand_out_pretraining_text(config, runtime, roles, progress)
@@ -153,7 +153,7 @@ async def _read_prompts(
 
 
 def check_pretraining_text(config: PPOConfig) -> None:
-    """Refuse text that is not there, or rows longer than the model can read, or than packed passes of it may be.
+    """Refuse missing text, and rows longer than the model's context or than packed passes allow.
 
     Raises:
         DataError, ModelError: naming the field, the value and the fix.
@@ -168,7 +168,7 @@ def check_pretraining_text(config: PPOConfig) -> None:
 async def hand_out_pretraining_text(
     config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress
 ) -> None:
-    """Let the policy's ranks have the text, which lies in the object store; they hold it without a copy."""
+    """Give the policy's ranks the text, which lies in the object store; they use it without a copy."""
     if config.ptx is None:
         return
     reader = runtime.spawn("text_reader", DataReader, PlacementConfig(pool=config.policy.pool, cpus=0),
@@ -181,24 +181,25 @@ async def hand_out_pretraining_text(
 
 
 def save_generator_count(directory: RunDirectory, configured: int, generators: int) -> None:
-    """Note the present number; `configured`: what the configuration said when the run was started."""
+    """Save the present number of generators; `configured` is the number in the configuration of this start."""
     directory.write_json(directory.generators.name, {"generators": generators, "configured": configured})
 
 
 def load_generator_count(directory: RunDirectory, configured: int) -> int:
-    """The number that a resumed run begins with: what it was scaled to, unless the configuration was changed since."""
+    """The number of generators that a resumed run starts with: the one `rlhf-ray scale` set, unless the configuration
+    was changed since."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        noted = json.loads(directory.generators.read_text())
-        if noted["configured"] == configured:
-            return int(noted["generators"])
+        saved = json.loads(directory.generators.read_text())
+        if saved["configured"] == configured:
+            return int(saved["generators"])
     return configured
 
 
 def with_generators(config: PPOConfig, count: int) -> PPOConfig:
-    """The configuration with another number of generators, and as many bundles more in their pool as these need.
+    """The configuration with another number of generators, and the bundles that they need added to their pool.
 
     Raises:
-        ConfigError: by `weights.transport`, weights would not reach generators in other bundles.
+        ConfigError: with this `weights.transport`, weights would not reach generators in other bundles.
     """
     name = config.generator.pool
     scaled = config.model_copy(update={"generator": config.generator.model_copy(update={"workers": count})})
@@ -209,6 +210,6 @@ def with_generators(config: PPOConfig, count: int) -> PPOConfig:
     if config.weights.transport == "ipc" and pool.bundles > config.pools[name].bundles:
         raise ConfigError(
             f"{count} generators of {config.generator.gpus:g} gpus need {pool.bundles} bundles of pools.{name}, and "
-            "weights.transport=ipc hands weights over within the one GPU of its one bundle; ask for fewer, or --resume "
-            "the run with --weights.transport=object_store, which reaches generators everywhere")
+            "weights.transport=ipc sends weights within the one GPU of its one bundle; ask for fewer, or --resume the "
+            "run with --weights.transport=object_store, which reaches generators on all nodes")
     return scaled.model_copy(update={"pools": {**config.pools, name: pool}})

@@ -1,4 +1,4 @@
-"""`rlhf-ray preferences`: two responses to each prompt, ranked by a judge: data for a reward model."""
+"""`rlhf-ray preferences`: two responses to each prompt, ranked by a judge, as data for a reward model."""
 
 import asyncio
 import json
@@ -26,10 +26,10 @@ from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_
 
 
 def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
-    """Sample and rank all pairs; a finished file is kept when resuming.
+    """Sample and rank all pairs; when resuming, a finished file is kept.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     preflight(config)
     summary = RunDirectory(config.run.dir).summary
@@ -41,7 +41,7 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
 
 
 def preflight(config: PreferencesStageConfig) -> None:
-    """Refuse what cannot work before anything is started; errors as in `run`."""
+    """Refuse a configuration that cannot work, before anything starts; raises the same errors as `run`."""
     refuse_open_serialization()
     check_data(config.prompts, "prompts")
     check_model(config.model, "model")
@@ -74,7 +74,7 @@ async def _sample_pairs(config: PreferencesStageConfig) -> tuple[list[dict[str, 
 
 
 class _Sampler:
-    """Generators and a ranker, and the prompts they work on."""
+    """Generators, a ranker and a prompt reader."""
 
     def __init__(self, config: PreferencesStageConfig, runtime: Runtime) -> None:
         self._config, model = config, config.model
@@ -95,32 +95,32 @@ class _Sampler:
 
     @classmethod
     async def start(cls, config: PreferencesStageConfig, runtime: Runtime) -> "_Sampler":
-        """All workers ready and the prompts read."""
+        """Start all workers and read the prompts."""
         self = cls(config, runtime)
         await asyncio.gather(*(g.start() for g in (self._generators, self._ranker, self._reader)))
         self.prompts = await PromptSource.open(WorkerDispatcher(self._reader, StepClock()), "training", config.prompts)
         return self
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
-        """All pairs in the order of their prompts, and how many were left out."""
+        """All pairs in the order of their prompts, and the number of pairs left out."""
         per_chunk = max(1, self._config.generator.chunk // 2)
         count = self.prompts.rows
         chunks = [range(i, min(i + per_chunk, count)) for i in range(0, count, per_chunk)]
         generator = self._config.generator
-        room = asyncio.Semaphore(len(self._generators) * (generator.samples_in_flight // generator.chunk))
+        in_flight = asyncio.Semaphore(len(self._generators) * (generator.samples_in_flight // generator.chunk))
         finished = 0
 
         async def one(rows: range) -> list[dict[str, Any] | None]:
             nonlocal finished
-            async with room:
-                found = await self._sample(rows)
+            async with in_flight:
+                chunk = await self._sample(rows)
             finished += len(rows)
             progress.update(finished)
-            return found
+            return chunk
 
-        found = [pair for part in await asyncio.gather(*(one(rows) for rows in chunks)) for pair in part]
-        pairs = [pair for pair in found if pair is not None]
-        return pairs, len(found) - len(pairs)
+        sampled = [pair for part in await asyncio.gather(*(one(rows) for rows in chunks)) for pair in part]
+        pairs = [pair for pair in sampled if pair is not None]
+        return pairs, len(sampled) - len(pairs)
 
     async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]

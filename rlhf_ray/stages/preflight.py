@@ -1,4 +1,4 @@
-"""What can be known to be wrong before Ray starts: files that are not there, models that do not fit together."""
+"""Checks before Ray starts: data files, models that fit together, memory, and the run that is resumed."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +26,7 @@ from rlhf_ray.planning.nodes import Node
 from rlhf_ray.planning.plan import make_plan
 
 FIRST_ROWS = 1000
-"""Rows of each file that are looked at before anything starts: a moment's work."""
+"""Rows of each file that are checked before anything starts; takes a moment."""
 
 
 def check_data(config: DataSection, field: str) -> None:
@@ -42,11 +42,11 @@ def check_data(config: DataSection, field: str) -> None:
 def check_first_rows(
     config: DataSection, model: ModelConfig | NewModelConfig, steps: StepsConfig | None = None
 ) -> None:
-    """Refuse local data whose first rows cannot be read as the configuration says, or of which none is left where
-    these are all; the others are checked when all is loaded.
+    """Refuse local data whose first rows cannot be read as configured, or of which no row is left where these are all.
+    The other rows are checked when everything is loaded.
 
     Args:
-        steps: how steps are written, for process-labelled rows.
+        steps: the format of steps, for process-labelled rows.
 
     Raises:
         DataError, ModelError: naming the rows.
@@ -76,7 +76,7 @@ def check_data_file(path: str, field: str) -> None:
 
 
 def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
-    """Refuse a model that is not there, or whose tokenizer has ids that it lacks.
+    """Refuse a model that does not exist, or that lacks ids of its tokenizer.
 
     Raises:
         ModelError: naming the field and the path.
@@ -92,7 +92,7 @@ def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
 
 def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str]) -> None:
     """Refuse two models whose token ids mean different texts, and a second model with fewer embeddings than the first,
-    which can sample any id that it has.
+    since the first can sample any id that it has.
 
     Raises:
         ModelError: naming both fields.
@@ -109,32 +109,32 @@ def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str
 
 
 def check_adapters(learner: LearnerConfig, model: ModelConfig | NewModelConfig, field: str, scalar: bool) -> None:
-    """Refuse adapters beside layers that the model has not, and beside a model that knows nothing.
+    """Refuse adapters for layers that the model does not have, and adapters on a model with random weights.
 
     Args:
-        scalar: the model is trained with a scalar head in place of its output head.
+        scalar: the model is trained with a scalar head instead of its output head.
 
     Raises:
-        ConfigError: the model is made of random weights.
+        ConfigError: the model has random weights.
         ModelError: naming the field, the value and the layers that exist.
     """
     if learner.lora is None:
         return
     if isinstance(model, NewModelConfig):
-        raise ConfigError(f"{field}.lora trains adapters beside a frozen model, and model.architecture makes one of "
-                          f"random weights, which would stay random; leave {field}.lora empty or give model.path")
+        raise ConfigError(f"{field}.lora trains adapters on a frozen model, and model.architecture makes a model "
+                          f"with random weights, which would stay random; leave {field}.lora empty or set model.path")
     check_targets(learner.lora.targets, model, f"{field}.lora.targets", scalar)
 
 
 def context_length(config: ModelConfig | NewModelConfig) -> int | None:
-    """Longest context of a new or local model in tokens; None when its config does not say or it is on the Hub."""
+    """Context of a new or local model in tokens; None when its config does not have it, or the model is on the Hub."""
     if isinstance(config, NewModelConfig):
         return config.architecture.max_positions
     return local_configuration(config).get("max_position_embeddings")
 
 
 def check_row_length(config: ModelConfig | NewModelConfig, tokens: int, field: str) -> None:
-    """Refuse rows that are longer than a model's context.
+    """Refuse rows longer than a model's context.
 
     Raises:
         ModelError: naming the field, its value and the limit.
@@ -149,7 +149,7 @@ def _name(config: ModelConfig | NewModelConfig) -> str:
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int, fields: tuple[str, str]) -> None:
-    """Refuse a budget of prompt and response that is over the model's context.
+    """Refuse prompts and responses that are longer together than the model's context.
 
     Raises:
         ModelError: naming both fields and the context.
@@ -162,12 +162,12 @@ def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int,
 
 
 MARGIN = 1.15
-"""Estimates are this far off (docs/plan.md), and what lies within is tried."""
+"""Estimates may be off by this factor (docs/plan.md); a run within the margin is tried."""
 
 
 def check_fit(config: StageConfig) -> None:
-    """Refuse a run of which this machine could not hold the memory; nothing on a cluster that is joined, whose nodes
-    are not known yet, nor where the shape of a model is not.
+    """Refuse a run that needs more memory than this machine has. Skipped for a cluster that is joined later, whose
+    nodes are not known yet, and for models of unknown shape.
 
     Raises:
         ConfigError: what would not fit, and the fields to change.
@@ -178,10 +178,10 @@ def check_fit(config: StageConfig) -> None:
 
     node = this_machine(list(config.pools.values()), psutil.virtual_memory().total)
     if any(pool.gpus for pool in config.pools.values()) and node.gpu is None:
-        return  # that there is no GPU is told where pools are placed
+        return  # the missing GPU is reported when pools are placed
     try:
         require_fit(config, [node])
-    except ModelError:  # a model on the Hub, or of a form that planning does not know: it may well fit
+    except ModelError:  # a model on the Hub, or of a shape unknown to planning: it may fit
         return
 
 
@@ -190,13 +190,13 @@ def require_fit(config: StageConfig, nodes: Sequence[Node]) -> None:
 
     Raises:
         ConfigError: what would not fit, and the fields to change.
-        ModelError: the shape of a model is not known.
+        ModelError: the shape of a model is unknown.
     """
     refused = make_plan(config, [_with_margin(node) for node in nodes], shape_of).refused
     if refused:
-        raise ConfigError("the run does not fit the machines it is for:\n" + "\n".join(f"  {text}" for text in refused)
-                          + f"\n  (their memory is counted {MARGIN - 1:.0%} larger than it is, because estimates err; "
-                          "`rlhf-ray plan` shows all of it)")
+        raise ConfigError("the run does not fit its machines:\n" + "\n".join(f"  {text}" for text in refused)
+                          + f"\n  (their memory is taken as {MARGIN - 1:.0%} larger than it is, because estimates err; "
+                          "`rlhf-ray plan` shows the whole plan, with the fields to change)")
 
 
 def _with_margin(node: Node) -> Node:
@@ -205,14 +205,17 @@ def _with_margin(node: Node) -> Node:
 
 
 def check_resume(config: StageConfig, steps: int, geometry: Mapping[str, int | str] | None = None) -> None:
-    """Refuse a resume that asks for less than was done, or for another geometry than the run has.
+    """Refuse a resume to fewer steps than were made, or with another geometry than the run has.
+
+    Reads only names and small files of the run's directory. The newest checkpoint's bytes are verified later, and if
+    they are damaged, an older checkpoint is used.
 
     Args:
         steps: all steps that the run is to make.
         geometry: as for `Recovery`.
 
     Raises:
-        ConfigError: more steps were made than are asked for, or the checkpoint is of another geometry.
+        ConfigError: more steps were made than `steps`, or the checkpoint has another geometry.
     """
     newest = CheckpointStore(RunDirectory(config.run.dir).checkpoints, keep=1).newest_name()
     if newest is None:
@@ -220,9 +223,9 @@ def check_resume(config: StageConfig, steps: int, geometry: Mapping[str, int | s
     step, path = newest
     if step > steps:
         raise ConfigError(f"run.steps={steps}: the run in {config.run.dir} has made {step} steps already; set "
-                          f"run.steps to {step} or more, or begin a new run in another run.dir")
+                          f"run.steps to {step} or more, or start a new run in another run.dir")
     saved = None
-    with suppress(CheckpointError):  # one that is damaged is told of when its bytes are verified
+    with suppress(CheckpointError):  # a damaged one is reported when its bytes are verified
         saved = load_state(path / "coordinator.json").get("geometry")
     if geometry and saved:
         check_geometry(path, geometry, saved)

@@ -1,4 +1,4 @@
-"""`rlhf-ray process-reward`: a process reward model trained on solutions whose steps are labelled."""
+"""`rlhf-ray process-reward`: a process reward model trained on solutions with labelled steps."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
     """Run the stage to its end; returns what it wrote to summary.json.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     preflight(config)
     return run_supervised(SupervisedStage(
@@ -29,5 +29,5 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
 
 
 def preflight(config: ProcessRewardConfig) -> None:
-    """Refuse what cannot work before anything is started; errors as in `run`."""
+    """Refuse a configuration that cannot work, before anything starts; raises the same errors as `run`."""
     check_supervised(config, steps=config.steps)

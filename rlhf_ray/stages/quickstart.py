@@ -1,7 +1,7 @@
-"""`rlhf-ray quickstart`: sentiment, the classic first task, through the ordinary stages with ordinary configurations.
+"""`rlhf-ray quickstart`: sentiment, the classic first task, through the ordinary stages and configurations.
 
-A small model learns to write reviews (SFT); pairs of its samples are ranked by an independent judge; a reward model
-learns the ranking; PPO moves the policy towards the reward; the judge, which the policy never met, has the last word.
+A small model learns to write reviews (SFT). An independent judge ranks pairs of its samples, a reward model learns the
+ranking, and PPO trains the policy on that reward. At the end the judge, which PPO did not use, scores the policy.
 """
 
 import json
@@ -22,33 +22,34 @@ from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_seed, run_once,
 
 VOCABULARY = 1024
 RECIPE = Recipe("quickstart", home="runs/quickstart")
-SAID = {"sft": "SFT", "reward_model": "pairs and reward model", "ppo": "PPO", "total": "in all, with Ray's start"}
+STAGE_TITLES = {"sft": "SFT", "reward_model": "pairs and reward model", "ppo": "PPO",
+                "total": "in all, with Ray's start"}
 VERDICT = ("gold", "reward", "kl", "perplexity", "length", "finished", "distinct", "distinct_bigrams")
 
 
 def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Run all stages, PPO in `directory` itself and those before it below; what is finished already is kept.
+    """Run all stages, PPO in `directory` itself and the others below it; finished stages are kept.
 
     Args:
         overrides: `--section.key=value` changes of the PPO stage.
 
     Returns:
-        What it wrote to summary.json.
+        The contents of summary.json.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     began = time.perf_counter()
     home = RunDirectory(directory)
     if home.finished_stage() == "quickstart":
-        print(f"finished before, in {directory}; --fresh begins anew")
+        print(f"finished earlier, in {directory}; --fresh starts over")
         with home.owned():
             return _verdict(home, json.loads(home.summary.read_text())["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = _config("ppo", directory, seed, overrides)
     if ppo_config.logging.judge is None or ppo_config.evaluation is None:
-        raise ConfigError("the quickstart ends with the judge's verdict on held-out responses: leave logging.judge and "
-                          "evaluation as they are, or run `rlhf-ray ppo` by itself")
+        raise ConfigError("the quickstart ends with the judge's verdict on held-out responses: keep logging.judge "
+                          "and evaluation, or run the `rlhf-ray ppo` stage alone")
     refuse_other_seed(directory, seed)
     seconds = {"data": timed(lambda: make_data(directory, seed))}
     print("starting Ray")
@@ -61,13 +62,13 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
 
 
 def make_models(directory: Path, seed: int) -> dict[str, float]:
-    """Data, SFT model and reward model below `directory`; what is finished already is kept.
+    """Data, SFT model and reward model below `directory`; finished stages are kept.
 
     Returns:
-        Seconds of the stages "sft" and "reward_model" (with its pairs), now or then.
+        Seconds of the stages "sft" and "reward_model" (with its pairs), now or earlier.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     make_data(directory, seed)
     seconds = {"sft": run_once("sft", lambda: sft.run(_config("sft", directory, seed), True), directory / "sft")}
@@ -79,12 +80,12 @@ def make_models(directory: Path, seed: int) -> dict[str, float]:
 
 
 def _config(stage: str, directory: Path, seed: int, overrides: list[str] | None = None) -> Any:
-    """A stage's configuration from configs/quickstart, with paths below `directory`."""
+    """A stage's configuration from configs/quickstart, with its paths below `directory`."""
     return RECIPE.config(stage, directory, seed, overrides)
 
 
 def make_data(directory: Path, seed: int) -> None:
-    """Reviews, prompts and the tokenizer; kept when they are there already."""
+    """Write reviews and prompts and train the tokenizer, unless they exist."""
     data = directory / "data"
     if (data / "tokenizer" / "tokenizer.json").is_file():
         return
@@ -95,7 +96,7 @@ def make_data(directory: Path, seed: int) -> None:
 
 
 def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
-    """The table, three texts, summary.json and the report of the whole quickstart."""
+    """Print the table and three texts; write summary.json and the report of the whole quickstart."""
     evaluation = json.loads(home.evaluation.read_text())
     numbers = json.loads(home.summary.read_text())
     accuracy = json.loads((home.path / "reward_model" / "summary.json").read_text())["accuracy"]
@@ -108,9 +109,9 @@ def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
     print_before_after(changes(before, after))
     print_texts(evaluation["texts"][:3])
     print(f"reward model: {accuracy:.1%} of held-out pairs ranked as the judge does")
-    print(f"verdict: the independent judge, who never met the policy, says {before['gold']:.2f} before and "
+    print(f"verdict: the independent judge, which was not used in training, gives {before['gold']:.2f} before and "
           f"{after['gold']:.2f} after" + (f", at a KL of {after['kl']:.1f} nats" if "kl" in after else ""))
-    print("seconds: " + ", ".join(f"{SAID.get(name, name)} {value:.0f}" for name, value in seconds.items()))
+    print("seconds: " + ", ".join(f"{STAGE_TITLES.get(name, name)} {value:.0f}" for name, value in seconds.items()))
     print(f"model: {home.model}\nreport: {report}")
     return summary
 

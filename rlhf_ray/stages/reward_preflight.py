@@ -1,4 +1,4 @@
-"""What can be known to be wrong about `rewards` before Ray starts."""
+"""Checks of `rewards` before Ray starts."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -31,7 +31,7 @@ from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_model, ch
 
 
 def check_rewards(config: PPOConfig) -> None:
-    """Refuse rewards that cannot be given, and a critic that cannot start from one.
+    """Refuse rewards that cannot work, and a critic that cannot be initialised from one.
 
     Raises:
         ModelError, ConfigError, DataError: naming the component and the fix.
@@ -53,13 +53,14 @@ def _check_source(config: PPOConfig, name: str, reward: RewardConfig) -> None:
             StepTokens.of(load_steps(reward, f"rewards.{name}"), load_tokenizer(reward))
         case HTTPReward():
             digest = tokenizer_digest(load_tokenizer(config.model))
-            asyncio.run(_told_as_config(HTTPSource(name, reward).check(digest)))
+            asyncio.run(_reward_errors_as_config(HTTPSource(name, reward).check(digest)))
         case FunctionReward() | RegexReward() | JSONSchemaReward():
-            asyncio.run(_told_as_config(_try_start(config, name, reward)))
+            asyncio.run(_reward_errors_as_config(_try_start(config, name, reward)))
 
 
 def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> None:
-    """A model of another tokenizer reads texts, of a length by its own count; ours is checked here."""
+    """A model with another tokenizer reads texts, whose length it counts itself; the length for one with our tokenizer
+    is checked here."""
     field = f"rewards.{name}"
     check_model(reward, field)
     check_scalar_head(reward, field)
@@ -69,7 +70,7 @@ def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> No
 
 
 async def _try_start(config: PPOConfig, name: str, reward: RewardConfig) -> None:
-    """Start the source here, as the reward scorer will."""
+    """Start the source here, as the reward scorer will do."""
     source = make_source(name, reward, config.model, config.reward.micro_batch_tokens)
     try:
         await source.start()
@@ -77,8 +78,8 @@ async def _try_start(config: PPOConfig, name: str, reward: RewardConfig) -> None
         await source.stop()
 
 
-async def _told_as_config(check: Coroutine[Any, Any, None]) -> None:
-    """What cannot work from the start is the configuration's fault."""
+async def _reward_errors_as_config(check: Coroutine[Any, Any, None]) -> None:
+    """A reward that cannot work from the start is an error of the configuration."""
     try:
         await check
     except RewardError as error:
@@ -86,8 +87,8 @@ async def _told_as_config(check: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
-    """Look into the first rows of each local file for the columns that the reward reads, and a number where it must be
-    one."""
+    """Check the first rows of each local file for the columns that the reward reads, and for a number where one is
+    needed."""
     columns = _columns(reward)
     if not columns:
         return
@@ -104,12 +105,12 @@ def _check_answer(reward: RewardConfig, row: dict[str, Any], column: str, where:
     if column not in row:
         raise DataError(f"{where} has no such column; it has {sorted(row)} beside the prompt")
     if isinstance(reward, NumberReward) and not has_number(row[column], reward.after):
-        raise DataError(f"{where} has {brief(row[column])} there, and no number to compare with; name the column with "
+        raise DataError(f"{where} is {brief(row[column])}, which has no number to compare with; name the column with "
                         "the answer, or fix the row")
 
 
 def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
-    """Fields of a reward that name columns, and the columns."""
+    """Fields of a reward that name columns, with the columns."""
     if isinstance(reward, HTTPReward):
         return [("columns", column) for column in reward.columns]
     column = getattr(reward, "answer", None)
@@ -119,7 +120,7 @@ def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
 
 
 def _prompt_files(config: PPOConfig) -> list[tuple[str, PromptsConfig]]:
-    """Sections of prompts that are local files, each with the field that names it."""
+    """Sections of prompts that are local files, with the field of each."""
     files = [(f"prompts.mix.{i}.path" if config.prompts.sources else "prompts.path", part)
              for i, part in enumerate(config.prompts.parts())]
     if config.evaluation_prompts:

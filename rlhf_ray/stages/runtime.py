@@ -1,4 +1,4 @@
-"""What every stage stands on: pools on a cluster, workers in them, and a clean floor when the stage is over."""
+"""What every stage needs: its run directory, the Ray session, pools, and workers, all cleaned up at the end."""
 
 import asyncio
 import json
@@ -29,12 +29,12 @@ from rlhf_ray.observability.sinks import require_trackers
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
-"""How long workers get to leave by themselves: after a stage that ended well, and after one that failed (some of them
-may still be loading then, and hear nothing)."""
+"""Time for workers to shut down cleanly: after a stage that succeeded, and after one that failed (some workers may
+still be loading then, and receive no calls)."""
 
 
 class Runtime:
-    """Spawns the workers of a stage and remembers them."""
+    """Spawns the workers of a stage, and ends them."""
 
     def __init__(self, config: StageConfig, pools: Pools, scratch: Mapping[str, str] | None = None) -> None:
         """
@@ -43,14 +43,14 @@ class Runtime:
         """
         self._config, self._pools = config, pools
         self.scratch = scratch or {}
-        """Variables of the environment by which a worker's temporary files come to lie where the stage removes them."""
+        """Environment variables that put a worker's temporary files into a directory that the stage removes."""
         self._groups: list[tuple[WorkerGroup, str | None]] = []
 
     def spawn(
         self, role: str, cls: type, placement: PlacementConfig, arguments: Callable[[int], Mapping[str, Any]],
         environment: Mapping[str, str] | None = None, shutdown_method: str | None = None,
     ) -> WorkerGroup:
-        """Workers of one role. `shutdown_method` is the method that lets them end in good order."""
+        """Spawn the workers of one role. `shutdown_method` is the role's method for a clean shutdown."""
         group = WorkerGroup(role, cls, placement, self._pools, arguments,
                             {**accelerator_environment(placement.gpus), **self._recording(), **(environment or {})},
                             self._config.cluster.call_timeout_s, self._config.logging.task_events,
@@ -59,21 +59,21 @@ class Runtime:
         return group
 
     def _recording(self) -> Mapping[str, str]:
-        """What makes Ray's record of calls complete: without it its timeline has no times."""
+        """Ray's record of calls has no times without this variable."""
         return {"RAY_PROFILING": "1"} if self._config.logging.task_events else {}
 
     def _section(self, placement: PlacementConfig) -> str:
-        """The section of the configuration that a placement is; none for roles that have none."""
+        """The configuration section of a placement; empty for roles without one."""
         return next((name for name, known in self._config.placements().items() if known is placement), "")
 
-    async def give_up_on(self, grace_s: float) -> None:
-        """End all workers: politely where that is possible in time, then for certain."""
+    async def shut_down(self, grace_s: float) -> None:
+        """End all workers: by their shutdown methods within `grace_s`, then by killing them."""
         stopping = [group.values(method) for group, method in self._groups if method]
         try:
             with suppress(TimeoutError, RLHFError):
                 async with asyncio.timeout(grace_s):
                     await asyncio.gather(*stopping, return_exceptions=True)
-        finally:  # also when a person is in a hurry and cancels the farewell
+        finally:  # also when the shutdown is cancelled by a second signal
             for group, _ in self._groups:
                 group.kill()
             self._groups.clear()
@@ -81,10 +81,10 @@ class Runtime:
 
 @asynccontextmanager
 async def open_runtime(config: StageConfig, say: Callable[[str], None] | None = None) -> AsyncIterator[Runtime]:
-    """The stage's pools, opened with a deadline; workers and pools are gone afterwards whatever happens.
+    """Open the stage's pools with a deadline; workers and pools are released at the end in any case.
 
     Args:
-        say: told what is waited for, should the pools take long.
+        say: called with a message when the pools take long.
     """
     pools = Pools(config.pools, config.placements(), config.cluster)
     await pools.open(config.cluster.start_timeout_s, say)
@@ -97,15 +97,15 @@ async def open_runtime(config: StageConfig, say: Callable[[str], None] | None = 
             grace_s = SHUTDOWN_GRACE_S
         finally:
             try:
-                await runtime.give_up_on(grace_s)
+                await runtime.shut_down(grace_s)
             finally:
                 pools.close()
 
 
 @contextmanager
 def scratch(config: StageConfig) -> Iterator[dict[str, str]]:
-    """A directory for temporary files of workers, which those that are killed cannot remove themselves; yields the
-    variables that lead there. Nodes of a cluster that was joined have temporary places of their own: none then."""
+    """A directory for temporary files of workers, since killed workers cannot remove theirs; yields the variables that
+    point to it. Empty on a joined cluster, whose nodes have temporary directories of their own."""
     if config.cluster.address is not None:
         yield {}
         return
@@ -114,14 +114,14 @@ def scratch(config: StageConfig) -> Iterator[dict[str, str]]:
 
 
 async def start_learners(group: WorkerGroup, timeout_s: float) -> list[Any]:
-    """Let the ranks of a learner meet and build their engines, within `timeout_s`."""
+    """Let the ranks of a learner rendezvous and build their engines, within `timeout_s`."""
     host = await group.call(0, "node_host", timeout_s=timeout_s).value()
     address = await group.call(0, "rendezvous", host, timeout_s=timeout_s).value()
     return await group.start(address, group.call_timeout_s, timeout_s=timeout_s)
 
 
 def sizes_note(role: str, started: Mapping[str, float]) -> str:
-    """What a learner's `start` says of its size, in a sentence."""
+    """A sentence about the parameters in a learner's `start` result."""
     trained, parameters = started["trained"], started["parameters"]
     share = "" if trained == parameters else f" of {parameters:,.0f} ({trained / parameters:.2%})"
     return f"{role} trains {trained:,.0f}{share} parameters"
@@ -129,11 +129,12 @@ def sizes_note(role: str, started: Mapping[str, float]) -> str:
 
 @contextmanager
 def owned_directory(config: StageConfig, resume: bool) -> Iterator[RunDirectory]:
-    """The run's directory, which this process owns meanwhile, without what others had begun to write there.
+    """The run's directory, owned by this process during the enclosed work; unfinished files of earlier owners are
+    removed.
 
     Raises:
-        ConfigError: `logging` asks for a package that is not installed; the directory cannot be used, holds another
-            run, or another driver owns it.
+        ConfigError: `logging` needs a package that is not installed; the directory cannot be used, holds another run,
+            or has another owner.
     """
     require_trackers(config.logging)
     files = RunFiles(config.cluster.disk_timeout_s)
@@ -147,7 +148,7 @@ def owned_directory(config: StageConfig, resume: bool) -> Iterator[RunDirectory]
 
 
 def probe_note(role: str, started: Mapping[str, float]) -> str:
-    """What a worker's `start` says of its comparison with transformers, in a sentence."""
+    """A sentence about the comparison with transformers in a worker's `start` result."""
     return (f"{role}: packed rows give what transformers gives, to {started['probe_difference']:.2g}; compared in "
             f"{started['probe_seconds']:.1f} s")
 
@@ -156,14 +157,14 @@ def run_stage(
     config: StageConfig, directory: RunDirectory, resume: bool,
     main: Callable[[Session], Coroutine[Any, Any, dict[str, Any]]],
 ) -> dict[str, Any]:
-    """Run a stage's coroutine in its run directory and on its cluster, then write summary and report.
+    """Run a stage's coroutine in its run directory and on its cluster, then write the summary and the report.
 
     Returns:
         The summary.
 
     Raises:
-        SupersededError: another driver has taken the directory over; nothing was written there since.
-        StoppedEarly: the run ended itself before its last step; summary and report are written then, too.
+        SupersededError: another driver has taken over the directory; nothing was written after that.
+        StoppedEarly: the run stopped itself before its last step; summary and report are written as well.
         DiskStalled: the disk of the run hangs.
     """
     files = directory.files
@@ -174,7 +175,7 @@ def run_stage(
         try:
             with ray_session(config.cluster, config.pools, directory.path.name, metadata) as session:
                 summary = run_async(while_owned(directory.ownership, main(session)))
-        finally:  # workers may write to a checkpoint that was given up until they are gone
+        finally:  # until they end, workers may write to an abandoned checkpoint
             with suppress(OSError, DiskStalled, SupersededError):
                 files.checkpoints.do(CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean)
         files.records.do(directory.write_json, "summary.json", summary)
@@ -182,24 +183,24 @@ def run_stage(
             files.records.do(partial(write_report, directory.path, term=directory.term))
     if "stopped_early" in summary:
         raise StoppedEarly(f"stopped early after step {summary['steps']} of {config.run.steps}: "
-                           f"{summary['stopped_early']}. Checkpoint, model and report are in {directory.path}; with "
-                           "another limit --resume goes on")
+                           f"{summary['stopped_early']}. Checkpoint, model and report are in {directory.path}; raise "
+                           "the limit and use --resume to continue")
     return summary
 
 
 def fetch_uploaded(config: StageConfig, directory: RunDirectory) -> None:
-    """Before a resume: bring back from `run.upload` a run that is further there than here.
+    """Before a resume: download the run from `run.upload` if it is further ahead there.
 
     Raises:
-        ConfigError: the place cannot be used.
+        ConfigError: the location cannot be used.
     """
     if config.run.upload:
         bring_back(config.run.upload, directory.path, logging.getLogger(__name__).warning, directory.term)
 
 
 def newest_checkpoint(store: CheckpointStore, resume: bool, directory: RunDirectory) -> Checkpoint | None:
-    """What a resumed run goes on from, noted in the owner's record; None for a new run. Errors as in
-    `CheckpointStore.latest`."""
+    """The checkpoint that a resumed run continues from, recorded in the owner record; None for a new run. Raises the
+    errors of `CheckpointStore.latest`."""
     start = store.latest() if resume else None
     if directory.ownership is not None:
         directory.ownership.go_on_from(start.step if start else None)
@@ -208,11 +209,11 @@ def newest_checkpoint(store: CheckpointStore, resume: bool, directory: RunDirect
 
 @contextmanager
 def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Iterator[None]:
-    """Copy what the enclosed run writes to `run.upload` meanwhile, and all of it at the end, however it ends.
+    """Upload what the enclosed run writes to `run.upload`, and everything at the end, however it ends.
 
     Raises:
-        ConfigError: the place cannot be used.
-        UploadError: the run ended well, and its last files are not there.
+        ConfigError: the location cannot be used.
+        UploadError: the run succeeded, and its last files were not uploaded.
     """
     if not config.run.upload:
         yield
@@ -222,9 +223,9 @@ def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Ite
     try:
         yield
     except DiskStalled:
-        raise  # what cannot be written cannot be read, either
+        raise  # a disk that cannot be written cannot be read either
     except BaseException:
-        with suppress(UploadError, SupersededError):  # said already; why the run ended is more to the point
+        with suppress(UploadError, SupersededError):  # reported already; the reason for the run's end is raised
             uploader.finish()
         raise
     try:
@@ -239,7 +240,7 @@ async def while_owned(ownership: Ownership | None, main: Coroutine[Any, Any, T])
     """The result of `main`, which is cancelled when another driver takes over the run's directory.
 
     Raises:
-        SupersededError: one did.
+        SupersededError: another driver took over.
     """
     if ownership is None:
         return await main
@@ -253,7 +254,7 @@ async def while_owned(ownership: Ownership | None, main: Coroutine[Any, Any, T])
     try:
         return await main
     except BaseException:
-        if ownership.lost is not None:  # whatever else went wrong: the run is not this driver's to go on with
+        if ownership.lost is not None:  # takes precedence: another driver continues the run
             raise ownership.lost from None
         check = FileThread("owner record", HURRY_S)
         with suppress(OSError, DiskStalled), closing(check):
@@ -264,7 +265,7 @@ async def while_owned(ownership: Ownership | None, main: Coroutine[Any, Any, T])
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; one that was cancelled counts as interrupted by a person."""
+    """Run a coroutine to its end; a cancelled one counts as interrupted by the user."""
     try:
         return asyncio.run(main)
     except asyncio.CancelledError as error:

@@ -1,4 +1,5 @@
-"""Whatever a person names to judge answers: a judge, a reward model, a rule, a function, a service, a file of them."""
+"""The scorer named on a command line: a judge, a reward model, a rule, a function, a service, or a file with
+several."""
 
 import asyncio
 import re
@@ -25,15 +26,15 @@ from rlhf_ray.roles.prompt_input import PromptInput
 MICRO_BATCH_TOKENS = 8192
 YAML = (".yaml", ".yml")
 RULES = ("exact_match", "number")
-"""Types of rewards that need no more than the column `answer`."""
+"""Reward types that need only the column `answer`."""
 SECTIONS = r"rewards\.(exact_match|number|http|function|model)\b"
-"""What sources call a scorer that was named without a file."""
+"""How errors name a scorer that was not read from a file."""
 KNOWN = ("vader, a reward model (directory or Hub name), exact_match or number (compare with the column `answer`), "
          "file.py:function, the http address of a reward service, or a .yaml file with a `rewards` section")
 
 
 class Scorer(Protocol):
-    """Judges answers; see `rewards.protocol.RewardSource`."""
+    """Scores answers; see `rewards.protocol.RewardSource`."""
 
     async def start(self) -> Mapping[str, float] | None: ...
 
@@ -43,7 +44,7 @@ class Scorer(Protocol):
 
 
 class JudgeScorer:
-    """The independent judge, on the response alone."""
+    """The independent judge, which reads only the response."""
 
     async def start(self) -> None:
         """Nothing to load."""
@@ -53,39 +54,39 @@ class JudgeScorer:
         return RewardAnswer(judge_scores([request.response for request in requests]))
 
     async def stop(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 def scorer_of(name: str, model: ModelConfig) -> Scorer:
-    """The scorer called `name` (see `KNOWN`), not started yet, for answers of `model`.
+    """The scorer called `name` (see `KNOWN`) for answers of `model`; it is not started.
 
     Raises:
-        ConfigError, ModelError: there is no such scorer.
+        ConfigError, ModelError: no such scorer exists.
     """
     if name == "vader":
         return JudgeScorer()
     from rlhf_ray.rewards.sources import make_sources
 
-    return make_sources(rewards_called(name), model, MICRO_BATCH_TOKENS)
+    return make_sources(rewards_of(name), model, MICRO_BATCH_TOKENS)
 
 
 def check_scorer(name: str, model: ModelConfig, option: str) -> None:
-    """Refuse a scorer that cannot judge, before a model is loaded: import its functions, reach its services, read the
-    headers of its models. Nothing stays started.
+    """Refuse a scorer that cannot work, before a model is loaded: import its functions, connect to its services, read
+    the headers of its models. Everything is stopped again.
 
     Args:
-        option: what the person wrote the scorer behind, for messages: "--scorer".
+        option: the option that names the scorer, for messages: "--scorer".
 
     Raises:
         ConfigError, ModelError: naming the option.
     """
     if name == "vader":
         return
-    with told_by_option(name, option):
-        for component, reward in rewards_called(name, option).items():
+    with errors_name_option(name, option):
+        for component, reward in rewards_of(name, option).items():
             try:
                 asyncio.run(_check(component, reward, model))
-            except RewardError as error:  # what cannot work from the start is the command line's fault
+            except RewardError as error:  # a scorer that cannot work from the start is an error of the command line
                 raise ConfigError(str(error)) from None
 
 
@@ -112,9 +113,8 @@ async def _check(component: str, reward: RewardConfig, model: ModelConfig) -> No
 
 
 @contextmanager
-def told_by_option(name: str, option: str) -> Iterator[None]:
-    """Let errors of a scorer that was named by an option, and not in a file, speak of the option: its section of
-    `rewards` is none that a person wrote."""
+def errors_name_option(name: str, option: str) -> Iterator[None]:
+    """Make errors of a scorer that was named by an option speak of that option instead of a section of `rewards`."""
     try:
         yield
     except (ConfigError, ModelError, RewardError) as error:
@@ -126,12 +126,12 @@ def told_by_option(name: str, option: str) -> Iterator[None]:
 
 
 def check_labels(name: str, questions: Sequence[PromptInput]) -> None:
-    """Refuse to begin where the scorer will miss the answers to compare with.
+    """Refuse prompts without the column of expected answers that the scorer needs.
 
     Raises:
         DataError: names the first prompt without the column.
     """
-    columns = [] if name == "vader" else [getattr(r, "answer", None) for r in rewards_called(name).values()]
+    columns = [] if name == "vader" else [getattr(r, "answer", None) for r in rewards_of(name).values()]
     for column in filter(None, columns):
         for question in questions:
             if column not in question.metadata:
@@ -139,11 +139,11 @@ def check_labels(name: str, questions: Sequence[PromptInput]) -> None:
                                 f"responses with; the row has {sorted(question.metadata)} beside the prompt")
 
 
-def rewards_called(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:
+def rewards_of(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:
     """The components of a scorer, by name.
 
     Raises:
-        ConfigError, ModelError: it is none of `KNOWN`.
+        ConfigError, ModelError: it is not one of `KNOWN`.
     """
     if name in RULES:
         return _parsed({name: {"type": name}}, f"{option} {name}")
@@ -156,14 +156,14 @@ def rewards_called(name: str, option: str = "--scorer") -> dict[str, RewardConfi
     try:
         check_model_directory(ModelConfig(path=name), option, argument=True)
     except ModelError as error:
-        raise ModelError(f"{error} A scorer is {KNOWN}") from None
+        raise ModelError(f"{error} Name one of: {KNOWN}") from None
     return _parsed({"model": {"type": "model", "path": name}}, f"{option} {name}")
 
 
 def _section(file: Path) -> Any:
-    """The `rewards` section of a YAML file, or the whole of one that is nothing else."""
+    """The `rewards` section of a YAML file, or the whole file when it is nothing else."""
     if not file.is_file():
-        raise ConfigError(f"there is no file {file}; a scorer is {KNOWN}")
+        raise ConfigError(f"{file} does not exist; name one of: {KNOWN}")
     values = read_yaml(file).values
     return values.get("rewards", values)
 
@@ -173,4 +173,4 @@ def _parsed(values: Any, source: str) -> dict[str, RewardConfig]:
         return TypeAdapter(dict[str, RewardConfig]).validate_python(values)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{source} is no rewards section: {wrong}") from None
+        raise ConfigError(f"{source} is not a valid rewards section: {wrong}") from None

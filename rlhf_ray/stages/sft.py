@@ -14,7 +14,7 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     """Run the stage to its end; returns what it wrote to summary.json.
 
     Raises:
-        RLHFError: anything that stops it, said for a person.
+        RLHFError: the command failed; the message says what to do.
     """
     preflight(config)
     return run_supervised(SupervisedStage(
@@ -27,5 +27,5 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
 
 
 def preflight(config: SFTConfig) -> None:
-    """Refuse what cannot work before anything is started; errors as in `run`."""
+    """Refuse a configuration that cannot work, before anything starts; raises the same errors as `run`."""
     check_supervised(config)

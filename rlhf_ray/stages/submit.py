@@ -1,4 +1,4 @@
-"""What goes with a run that is submitted to a cluster: checks beforehand, its name, what is said of it there."""
+"""What accompanies a run that is submitted to a cluster: checks beforehand, its job id, its metadata and variables."""
 
 import getpass
 import hashlib
@@ -21,24 +21,25 @@ from rlhf_ray.planning.nodes import Node
 from rlhf_ray.stages.preflight import require_fit
 
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
-"""Ray's variable for how long a job that is to stop gets before it is killed; Ray's own 3 s save no checkpoint."""
+"""Ray's variable for the time between the request to stop a job and its kill; Ray's default of 3 s is too short for a
+checkpoint."""
 
 
 def check_before_submission(stage: str, config: StageConfig) -> list[str]:
-    """Refuse here what would be refused there, as far as this machine can see what the run reads.
+    """Run the stage's preflight here, as far as this machine sees the files that the run reads.
 
     Returns:
-        what a person should know.
+        notices for the user.
 
     Raises:
-        RLHFError: as the stage's own check before a run.
+        RLHFError: as raised by the stage's own preflight.
     """
     if config.run.upload:
         require_no_password(config.run.upload)
     unseen = sorted({text for text in _paths(plain(config)) if Path(text).is_absolute() and not Path(text).exists()}
                     - {config.run.dir})
     if unseen:
-        return [f"not to be seen from here, so the job checks it when it starts: {', '.join(unseen)}"]
+        return [f"not visible from here, so the job will check it when it starts: {', '.join(unseen)}"]
     importlib.import_module(f"rlhf_ray.stages.{stage.replace('-', '_')}").preflight(config)
     return []
 
@@ -47,25 +48,25 @@ def check_plan(config: StageConfig, nodes: Sequence[Node], where: str) -> list[s
     """Refuse a run that the cluster's present nodes cannot hold.
 
     Returns:
-        what a person should know.
+        notices for the user.
 
     Raises:
         ConfigError: what does not fit, and the fields to change.
     """
     unknown = [node.name for node in nodes if node.gpus and node.gpu is None]
     if unknown and any(pool.gpus for pool in config.pools.values()):
-        return [f"whether it fits the cluster is not planned: {unknown[0]} has GPUs of a kind that is not known"]
+        return [f"no plan was made for the cluster: {unknown[0]} has GPUs of an unknown kind"]
     try:
         require_fit(config, nodes)
     except ModelError as error:
-        return [f"whether it fits the cluster is not planned: {first_line(error)}"]
+        return [f"no plan was made for the cluster: {first_line(error)}"]
     except ConfigError as error:
-        raise ConfigError(f"{error}\n  (the nodes of {where}; --no-plan where an autoscaler adds others)") from None
+        raise ConfigError(f"{error}\n  (the nodes of {where}; use --no-plan if an autoscaler adds others)") from None
     return [f"it fits the {len(nodes)} node(s) of {where}"]
 
 
 def _paths(value: object) -> list[str]:
-    """All texts of a plain configuration that begin like absolute paths."""
+    """All strings of a plain configuration that start like absolute paths."""
     if isinstance(value, Mapping):
         return [text for item in value.values() for text in _paths(item)]
     if isinstance(value, list):
@@ -74,7 +75,7 @@ def _paths(value: object) -> list[str]:
 
 
 def about_run(stage: str, config: StageConfig, directory: Path, arguments: Sequence[str]) -> dict[str, str]:
-    """What the cluster keeps with the job, for its dashboard and for `rlhf-ray jobs`."""
+    """The metadata that the cluster keeps with the job, for its dashboard and for `rlhf-ray jobs`."""
     return {
         "run": Path(config.run.dir).name, "stage": stage, "dir": config.run.dir, "commit": git_commit(directory),
         "config": digest(config), "by": _user(), "arguments": json.dumps(list(arguments)),
@@ -88,7 +89,7 @@ def digest(config: StageConfig) -> str:
 
 
 def git_commit(directory: Path) -> str:
-    """The commit that a directory is at, "+" after it where files differ from it; "" outside of git."""
+    """The commit of a directory's checkout, followed by "+" when files differ from it; "" outside of git."""
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(directory), *words], capture_output=True, text=True, timeout=20,
                               check=False)
@@ -102,20 +103,22 @@ def git_commit(directory: Path) -> str:
 
 
 def new_job_id(config: StageConfig) -> str:
-    """A name for the job that begins with the run's, and no other job has."""
+    """A unique job id that begins with the run's name."""
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(config.run.dir).name)[:40] or 'run'}-{uuid4().hex[:8]}"
 
 
 def stop_wait_s(config: StageConfig) -> int:
-    """Seconds that a run which is to stop gets for the update under way and its checkpoint: the deadline of a call."""
+    """Seconds between a stop request and a kill, for the update and the checkpoint in progress: the deadline of a
+    call."""
     return int(config.cluster.call_timeout_s)
 
 
-def variables_of(config: StageConfig, asked: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the job's environment: those here that are part of its configuration, those that were asked for."""
+def variables_of(config: StageConfig, requested: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the job's environment: those of this process that are part of the configuration, and the requested
+    ones."""
     of_configuration = {name: value for name, value in os.environ.items()
                         if name.startswith("RLHF_RAY_") and "__" in name}
-    return {**of_configuration, **asked, STOP_WAIT: str(stop_wait_s(config))}
+    return {**of_configuration, **requested, STOP_WAIT: str(stop_wait_s(config))}
 
 
 def _user() -> str:

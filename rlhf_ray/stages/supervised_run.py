@@ -1,4 +1,4 @@
-"""The course of a supervised stage: updates, evaluations, checkpoints, export. The stages fill it in."""
+"""The training loop of a supervised stage: updates, evaluations, checkpoints, best step and export."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from rlhf_ray.stages.export import export_learner
 SupervisedConfig = SFTConfig | RewardModelConfig | ProcessRewardConfig
 
 AHEAD = 2
-"""Updates submitted before the first is answered, so that no learner waits for the driver."""
+"""Updates submitted before the first has finished, so that learners do not wait for the driver."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class SupervisedRun:
     progress: StageProgress
     stop: StopRequest
     card: Callable[[int, Mapping[str, float]], ModelCardInfo]
-    """The model card of a step with its last evaluation."""
+    """The model card for a step and its last evaluation."""
     step: int = 0
     best: BestSoFar = field(default_factory=BestSoFar)
     evaluation: dict[str, float] = field(default_factory=dict)
@@ -53,11 +53,11 @@ class SupervisedRun:
         return BestKeeper(self.config.checkpoint, self.directory, self.store, self.best, self._export_model)
 
     async def train(self) -> dict[str, float]:
-        """Make the remaining updates; returns the last evaluation. With `checkpoint.best_metric` the model before
-        training is measured first: it sets the mark to beat.
+        """Make the remaining updates; returns the last evaluation. With `checkpoint.best_metric` the model is also
+        measured before training, as the value to beat.
 
         Raises:
-            RunInterrupted: asked to stop; a checkpoint of the last finished step exists.
+            RunInterrupted: a stop was requested; a checkpoint of the last finished step exists.
             DiskStalled: the disk of the run hangs.
         """
         self.stop.can_save = True
@@ -69,18 +69,18 @@ class SupervisedRun:
             if self.step < until:
                 await self.save()
                 raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.step} of "
-                                     f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
+                                     f"{self.config.run.steps}; the checkpoint is saved, --resume continues from it")
             improved = self._due(self.config.training.eval_every) and await self._evaluate()
             if improved or self._due(self.config.checkpoint.every):
                 await self.save()
             if improved:
                 await self.keeper.keep()
-        if not self.evaluation and await self._evaluate():  # resumed after its last step, which has its checkpoint
+        if not self.evaluation and await self._evaluate():  # resumed after its last step, whose checkpoint exists
             await self.keeper.keep()
         return self.evaluation
 
     async def _train_until(self, step: int) -> None:
-        """Updates up to `step`, a few submitted ahead; stops early when asked to, after those under way."""
+        """Updates up to `step`, a few submitted ahead; when a stop is requested, ends after the submitted ones."""
         under_way: list[list[Call]] = []
         submitted = self.step
         while under_way or (submitted < step and not self.stop.requested):
@@ -97,14 +97,14 @@ class SupervisedRun:
                                  tokens_per_second=row["throughput/tokens_per_second"])
 
     async def _evaluate(self) -> bool:
-        """Measure the model on held-out rows; True when it is the best so far, and not the one the run began with."""
-        found = (await self.learners.values("evaluate"))[0]
-        if found:
+        """Measure the model on held-out rows; True when it is the best so far, and not the initial model."""
+        metrics = (await self.learners.values("evaluate"))[0]
+        if metrics:
             await self.directory.files.records.run(self.metrics.write, self.step,
-                                         {f"eval/{key}": value for key, value in found.items()})
-            self.progress.note("held-out " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
-        self.evaluation = found
-        return self.keeper.consider(self.step, found)
+                                         {f"eval/{key}": value for key, value in metrics.items()})
+            self.progress.note("held-out " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
+        self.evaluation = metrics
+        return self.keeper.consider(self.step, metrics)
 
     async def save(self) -> None:
         """Write the checkpoint of the present step."""
@@ -117,10 +117,10 @@ class SupervisedRun:
         await checkpoints.run(self.store.commit, directory, self.step)
 
     async def restore(self, path: Path) -> None:
-        """Go on from the verified checkpoint at `path`.
+        """Continue from the verified checkpoint at `path`.
 
         Raises:
-            CheckpointError: it is another version's.
+            CheckpointError: it was written by another version.
         """
         state = load_state(path / STATE)
         check_complete(state, ("step", "best"), str(path))
@@ -128,8 +128,8 @@ class SupervisedRun:
         self.step = state["step"]
         self.best.load_state_dict(state["best"])
         self.progress.note(f"resuming after step {self.step}")
-        if (said := await self.keeper.resume(self.step)) is not None:
-            self.progress.warn(said)
+        if (warning := await self.keeper.resume(self.step)) is not None:
+            self.progress.warn(warning)
 
     async def export(self) -> None:
         """Write model/ in Hugging Face format, and adapter/ in peft's where adapters were trained."""
@@ -137,12 +137,12 @@ class SupervisedRun:
         await export_learner(self.learners, self.config.learner, self.directory, card)
 
     async def _export_model(self, place: Path) -> None:
-        """Write the model as it is now to the directory `place`, in Hugging Face format."""
+        """Write the present model to the directory `place`, in Hugging Face format."""
         await self.learners.values("export", str(place.absolute()), self.card(self.step, self.evaluation),
                                    self.directory.term)
 
     def _next_pause(self) -> int:
-        """The next step at which something besides updates happens."""
+        """The next step at which something other than updates happens."""
         paces = (self.config.training.eval_every, self.config.checkpoint.every)
         return min([self.config.run.steps, *((self.step // every + 1) * every for every in paces if every)])
 

@@ -1,4 +1,4 @@
-"""What `sft`, `reward-model` and `process-reward` have in common: workers, data, training, export, report."""
+"""The stages `sft`, `reward-model` and `process-reward`: checks, workers, data, training, export."""
 
 import asyncio
 import time
@@ -50,22 +50,22 @@ from rlhf_ray.stages.supervised_run import SupervisedConfig, SupervisedRun
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """What tells one supervised stage from another."""
+    """The differences between the supervised stages."""
 
     config: SupervisedConfig
     name: str
     """Prefix of its metrics."""
     title: str
-    """What a person reads."""
+    """Shown to the user."""
     learner: type[SupervisedLearner]
     reader: type[DataReader]
     method: str
-    """The reader's method that gives training rows, held-out rows and (row count, report)."""
+    """The reader's method that returns training rows, held-out rows and (row count, report)."""
     card: Callable[[int, Mapping[str, float]], ModelCardInfo]
     reading: tuple[Any, ...] = ()
-    """What the reader's method takes besides the section `data`."""
+    """Arguments of the reader's method besides the section `data`."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What this stage's learner takes besides what all take."""
+    """Arguments of this stage's learner besides the common ones."""
 
 
 def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
@@ -104,7 +104,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
             files.hurry()
             raise
         finally:
-            with suppress(DiskStalled):  # as was said by what failed first
+            with suppress(DiskStalled):  # reported already by the first failure
                 await files.records.run(metrics.close)
     return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began,
             "probe_seconds": {learners.role: round(probe_seconds, 3)}, **evaluation, **run.keeper.summary()}
@@ -113,10 +113,10 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
 async def _prepare(
     stage: SupervisedStage, runtime: Runtime, progress: StageProgress
 ) -> tuple[WorkerGroup, int, float]:
-    """Start learners and read the data at the same time; then hand the data over.
+    """Start learners and read the data at the same time, then pass the data to the learners.
 
     Returns:
-        the learners, the number of rows, and what the comparison with transformers took, in seconds.
+        the learners, the number of rows, and the seconds of the comparison with transformers.
     """
     config = stage.config
     reader = runtime.spawn("data_reader", stage.reader, PlacementConfig(pool=config.learner.pool, cpus=0),
@@ -152,7 +152,7 @@ def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: St
 
     Args:
         pairs: rows come in pairs, which a scalar head compares.
-        steps: how steps are written, for process-labelled rows.
+        steps: the format of steps, for process-labelled rows.
 
     Raises:
         DataError, ModelError, ConfigError: naming the field, the value and the fix.
@@ -171,11 +171,11 @@ def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: St
 
 
 def _check_budget(config: SupervisedConfig, pairs: bool) -> None:
-    """A micro-batch holds the longest row, or pair of rows."""
+    """A micro-batch must hold the longest row, or pair of rows."""
     budget, longest = config.learner.micro_batch_tokens, config.data.max_tokens
     if pairs and budget < 2 * longest:
         raise ConfigError(f"learner.micro_batch_tokens={budget} cannot hold a pair of two rows of "
                           f"data.max_tokens={longest}; raise it to at least twice that")
     if budget < longest:
-        raise ConfigError(f"learner.micro_batch_tokens={budget} is less than data.max_tokens={longest}; raise it to at "
-                          "least that")
+        raise ConfigError(f"learner.micro_batch_tokens={budget} is less than data.max_tokens={longest}; raise it to "
+                          "at least that")

@@ -52,7 +52,7 @@ def test_a_followed_job_ends_with_its_own_exit_code_and_output(refused):
 
 
 def test_what_cannot_be_seen_from_here_is_named_and_runs_are_not_packed(refused):
-    assert "not to be seen from here, so the job checks it when it starts: /nowhere/at/all" in refused["output"]
+    assert "not visible from here, so the job will check it when it starts: /nowhere/at/all" in refused["output"]
     assert "packing 1 files" in refused["output"]
     assert "whether it fits the cluster is not planned" in refused["output"]
 

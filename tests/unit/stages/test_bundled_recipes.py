@@ -30,7 +30,7 @@ def test_another_seed_than_the_one_begun_with_is_refused(tmp_path):
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "config.yaml").write_text("run: {seed: 1}\n")
     bundled_recipes.refuse_other_seed(tmp_path, 1)
-    with pytest.raises(ConfigError, match="begun with --seed 1, not 2; pass --seed 1"):
+    with pytest.raises(ConfigError, match="started with --seed 1, not 2; pass --seed 1"):
         bundled_recipes.refuse_other_seed(tmp_path, 2)
 
 

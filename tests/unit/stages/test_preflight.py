@@ -306,7 +306,7 @@ def test_answers_that_hold_no_number_are_refused(with_rewards, tmp_path):
     (tmp_path / "answers.jsonl").write_text('{"prompt": "w2", "answer": "A", "worked": "7 more #### 3"}\n')
     prompts = {"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}
     ppo.preflight(with_rewards({"type": "number", "answer": "worked", "after": "####"}, prompts=prompts))
-    said = r"rewards\.extra\.answer='answer': .*answers.jsonl, line 1 \(prompts\.path\) has 'A' there, and no number"
+    said = r"rewards\.extra\.answer='answer': .*answers.jsonl, line 1 \(prompts\.path\) is 'A', which has no number"
     with pytest.raises(DataError, match=said):
         ppo.preflight(with_rewards({"type": "number"}, prompts=prompts))
 
@@ -315,7 +315,7 @@ def test_answers_are_looked_for_beyond_the_first_row(with_rewards, tmp_path):
     (tmp_path / "answers.jsonl").write_text(
         '{"prompt": "w2", "answer": 3}\n' * 20 + '{"prompt": "w2", "answer": "A"}\n')
     prompts = {"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}
-    with pytest.raises(DataError, match=r"answers\.jsonl, line 21 \(prompts\.path\) has 'A' there"):
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 21 \(prompts\.path\) is 'A'"):
         ppo.preflight(with_rewards({"type": "number"}, prompts=prompts))
     ppo.preflight(with_rewards({"type": "number"}, prompts={**prompts, "limit": 20}))
 

@@ -60,7 +60,7 @@ async def farewell(hurry):
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
     place = Runtime(config(), None)
     place._groups.append((SimpleNamespace(values=lambda _: asyncio.sleep(60), kill=lambda: ended.append("it")), "bye"))
-    leaving = asyncio.create_task(place.give_up_on(0.1))
+    leaving = asyncio.create_task(place.shut_down(0.1))
     await asyncio.sleep(0.01)
     if hurry:
         leaving.cancel()

@@ -13,7 +13,7 @@ from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.stages.command_arguments import model_at
 from rlhf_ray.stages.compare import CompareOptions, run
-from rlhf_ray.stages.scorers import check_labels, check_scorer, rewards_called, scorer_of
+from rlhf_ray.stages.scorers import check_labels, check_scorer, rewards_of, scorer_of
 from tests.models import make_tiny_llama, make_tiny_reward_model
 
 
@@ -42,7 +42,7 @@ def model(tmp_path_factory):
 def test_each_name_is_the_source_it_says(tmp_path):
     reward = str(make_tiny_reward_model(tmp_path / "reward", 16))
     (tmp_path / "r.yaml").write_text("rewards: {sum: {type: number, weight: 2}}\nrun: {steps: 3}\n")
-    found = {name: rewards_called(name) for name in (
+    found = {name: rewards_of(name) for name in (
         "exact_match", "number", "http://localhost:1", "tests/judge.py:score", reward, str(tmp_path / "r.yaml"))}
     kinds = [type(next(iter(rewards.values()))) for rewards in found.values()]
     assert kinds == [ExactMatchReward, NumberReward, HTTPReward, FunctionReward, ModelReward, NumberReward]
@@ -59,18 +59,18 @@ def test_scores_come_from_what_was_named(model, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "error", "words"), [
-    ("none.yaml", ConfigError, "there is no file none.yaml; a scorer is vader"),
+    ("none.yaml", ConfigError, "none.yaml does not exist; name one of: vader"),
     ("./nowhere", ModelError, "--scorer='./nowhere': no such directory"),
 ])
 def test_a_scorer_that_is_not_there(name, error, words):
     with pytest.raises(error, match=words):
-        rewards_called(name)
+        rewards_of(name)
 
 
 def test_a_rewards_file_that_is_none_says_where(tmp_path):
     (tmp_path / "r.yaml").write_text("a: {type: exact_mach}\n")
-    with pytest.raises(ConfigError, match=r"r\.yaml is no rewards section: a"):
-        rewards_called(str(tmp_path / "r.yaml"))
+    with pytest.raises(ConfigError, match=r"r\.yaml is not a valid rewards section: a"):
+        rewards_of(str(tmp_path / "r.yaml"))
 
 
 @pytest.mark.parametrize(("scorer", "words"), [
@@ -110,7 +110,7 @@ def test_a_runs_directory_stands_for_its_model(tmp_path):
     run = tmp_path / "run"
     made = make_tiny_llama(run / "model", 16, hidden=32, heads=1)
     model, said = model_at(str(run))
-    assert model.path == str(made) and said == f"{run} is a run; this is its model, {made}"
+    assert model.path == str(made) and said == f"{run} is a run; using its model, {made}"
     (run / "best").mkdir()
     assert f"its best step is in {run / 'best'}" in model_at(str(run))[1]
     assert model_at(str(made)) == (model, None)

@@ -79,7 +79,7 @@ def test_a_password_does_not_go_to_the_cluster(tmp_path):
 def test_gpus_of_an_unknown_kind_are_no_reason_to_refuse(tmp_path):
     config = config_of(tmp_path, pools={"default": {"gpus": 1}}, learner={"gpus": 1})
     (said,) = check_plan(config, [Node("n", {"CPU": 8, "GPU": 1}, 64 * 2**30)], "there")
-    assert "not planned" in said and "kind that is not known" in said
+    assert "no plan was made" in said and "kind that is not known" in said
 
 
 @pytest.mark.parametrize(("row", "refused"), [
@@ -105,4 +105,4 @@ def test_a_model_that_is_seen_is_checked_as_before_a_run(tmp_path):
 
 def test_models_of_no_known_shape_are_not_planned(tmp_path):
     (said,) = check_plan(config_of(tmp_path), [], "there")
-    assert said.startswith("whether it fits the cluster is not planned")
+    assert said.startswith("no plan was made for the cluster")
