@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.coordinator_groups import HostedGroup, LocalGroup, StubGroup
 from benchmarks.coordinator_stubs import CHUNK, StubRoles
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.load import resolve

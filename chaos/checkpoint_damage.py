@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from chaos.faults import Fault
-from rlhf_ray.checkpoint.atomic import files_under
+from rlhf_ray.checkpoint.atomic_directory import files_under
 from rlhf_ray.checkpoint.manifest import verify_manifest
 from rlhf_ray.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from chaos.run_record import RunRecord, Start
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
 
-PASSED_OVER, DISK_FULL = "passing over a damaged checkpoint", ("ran full", "disk is full", "disk full")
+SKIPPED, DISK_FULL = "skipping a damaged checkpoint", ("ran full", "disk is full", "disk full")
 LEFT_OUT = "left out: a loss or gradient was not finite"
 EARLY_S = 0.5
 """An event may seem to precede its cause by this much: its time is computed from durations."""
@@ -179,7 +179,7 @@ def _of_driver(record: RunRecord, fault: Fault, injection: dict[str, Any]) -> Ou
 
 def _of_damage(record: RunRecord, fault: Fault, injection: dict[str, Any]) -> Outcome:
     after = next((start for start in record.starts if start.began > injection["time"]), None)
-    passed_over = after is not None and PASSED_OVER in after.log.read_text(errors="replace")
+    passed_over = after is not None and SKIPPED in after.log.read_text(errors="replace")
     problem = "" if passed_over else "the damaged checkpoint was not passed over"
     return Outcome(record.config.stem, fault, injection["state"], problem=problem)
 

@@ -16,7 +16,7 @@ BANNED = {
     "importlib.import_module", "runpy.run_path", "runpy.run_module",
 }
 ALLOWED = {
-    ("checkpoint/tensors.py", "torch.load"): "with weights_only=True",
+    ("checkpoint/state.py", "torch.load"): "with weights_only=True",
     ("checkpoint/state.py", "np.load"): "with allow_pickle=False",
     ("rewards/function_process.py", "pickle.loads"): "of requests, from the process that started it",
     ("rewards/function_process.py", "importlib.import_module"): "of the user's reward function, in its own process",

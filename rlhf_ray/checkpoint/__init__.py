@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or absent: manifests, atomic directories, small state, random states, model export."""
+"""Checkpoints that are complete or absent: store, manifest, saved state, random states; model export; upload."""

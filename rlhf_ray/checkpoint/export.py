@@ -1,4 +1,4 @@
-"""A trained model in Hugging Face format: safetensors, configuration, tokenizer, model card."""
+"""Export of a trained model in Hugging Face format, or of its adapters in peft's: weights, configuration, card."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rlhf_ray.checkpoint.atomic import clear_leftovers, replace_directory, temporary_for
-from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_space
-from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
+from rlhf_ray.checkpoint.atomic_directory import clear_leftovers, replace_directory, temporary_for
+from rlhf_ray.checkpoint.disk_space import disk_full_error, is_disk_full, require_space
+from rlhf_ray.checkpoint.model_card import ModelCardInfo, adapter_card, model_card
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.files.durable import fsync_tree
+from rlhf_ray.files.fsync import fsync_tree
 from rlhf_ray.observability.owner_record import Term
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -33,21 +34,21 @@ def export_model(
     max_shard_size: str = "5GB",
     term: Term | None = None,
 ) -> Path:
-    """Write a model that `from_pretrained` loads, replacing an older export at once and only when complete.
+    """Write a model that `from_pretrained` loads, replacing an older export atomically.
 
     Args:
-        model: gives class and configuration; its own weights are not read and may lie on the meta device.
-        state_dict: the weights, by the model's parameter names, in CPU memory. Tied weights may be there once or twice
+        model: provides class and configuration; its own weights are not read and may be on the meta device.
+        state_dict: the weights, by the model's parameter names, in CPU memory. Tied weights may occur once or twice
             and are stored once. Their dtype is the one saved and the one the configuration names.
         max_shard_size: weights beyond this size go into several files, with an index.
-        term: of the owner of the run's directory, where `directory` lies in one.
+        term: of the owner of the run's directory, if `directory` is in one.
 
     Returns:
         `directory`.
 
     Raises:
         CheckpointError: a weight is missing, unknown or of another shape, tied weights differ, the disk is full, or
-            something other than an export stands at `directory`. What was there before is untouched then.
+            `directory` holds something other than an export. `directory` is unchanged then.
         SupersededError: another driver owns the run's directory now.
     """
     weights = _checked_weights(model, dict(state_dict))
@@ -60,15 +61,15 @@ def export_model(
 
 @contextmanager
 def replacing_export(directory: Path, size: int, mark: str, term: Term | None = None) -> Iterator[Path]:
-    """A new directory that takes the place of `directory` when the block ends well, and is gone when it fails.
+    """A new directory that replaces `directory` when the block succeeds, and is removed when it fails.
 
     Args:
-        size: bytes that will be written, about.
-        mark: the file that tells an export of this kind.
-        term: of the owner of the run's directory, where `directory` lies in one.
+        size: about how many bytes will be written.
+        mark: the file by which an export of this kind is recognised.
+        term: of the owner of the run's directory, if `directory` is in one.
 
     Raises:
-        CheckpointError: the disk is full, or something other than such an export stands at `directory`.
+        CheckpointError: the disk is full, or `directory` holds something other than such an export.
         SupersededError: another driver owns the run's directory now.
     """
     directory = Path(directory).absolute()
@@ -92,17 +93,17 @@ def replacing_export(directory: Path, size: int, mark: str, term: Term | None = 
 
 
 def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path, max_shard_size: str) -> None:
-    """Let transformers write weights and configuration, and the configuration name the dtype that was written.
+    """Write weights and configuration with transformers; the configuration names the dtype that was written.
 
-    generation_config.json stays as the model brought it. transformers would refuse to write what many published models
-    have there, such as a temperature without do_sample.
+    generation_config.json is written as it was loaded. transformers would refuse to save the one of many published
+    models, for example because of a temperature without do_sample.
     """
     dtype = next(w.dtype for w in weights.values() if w.is_floating_point())
     generation = getattr(model, "generation_config", None) if model.can_generate() else None
     try:
         if generation is not None:
             model.generation_config = type(generation)()
-        model.save_pretrained(new, state_dict=weights, max_shard_size=max_shard_size)  # empties `weights` as it goes
+        model.save_pretrained(new, state_dict=weights, max_shard_size=max_shard_size)  # removes the items of `weights`
     finally:
         if generation is not None:
             model.generation_config = generation
@@ -119,7 +120,7 @@ def _checked_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -
     kind = type(model).__name__
     for copy, source in model.all_tied_weights_keys.items():
         if copy in weights and source in weights and not torch.equal(weights[copy], weights[source]):
-            raise CheckpointError(f"{copy} and {source} are tied in {kind} and differ; untie or repair them")
+            raise CheckpointError(f"{copy} and {source} are tied in {kind} and differ; untie them or make them equal")
         if copy in weights:
             value = weights.pop(copy)
             weights.setdefault(source, value)
@@ -128,7 +129,7 @@ def _checked_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -
     if missing or unknown:
         raise CheckpointError(
             f"the weights are not those of {kind}: missing {missing[:3]} ({len(missing)}), "
-            f"unknown {unknown[:3]} ({len(unknown)})"
+            f"unknown {unknown[:3]} ({len(unknown)}). This is a bug; report it"
         )
     for name, weight in weights.items():
         shape = expected[name].shape
@@ -138,8 +139,39 @@ def _checked_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -
 
 
 def _refuse_foreign(directory: Path, mark: str) -> None:
-    """Only an export may be replaced by an export."""
+    """Raise unless `directory` is absent, empty or an export."""
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise CheckpointError(f"{directory} is not a plain directory; export elsewhere or move it away")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / mark).is_file():
-        raise CheckpointError(f"{directory} holds something else than an exported model (no {mark}); export elsewhere")
+        raise CheckpointError(f"{directory} is not an exported model (it has no {mark}); export elsewhere")
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def export_adapter(config: PeftConfig, state: Mapping[str, torch.Tensor], directory: Path, card: ModelCardInfo,
+                   term: Term | None = None) -> Path:
+    """Write adapters that `peft.PeftModel.from_pretrained(base, directory)` loads, replacing an older export
+    atomically.
+
+    Args:
+        config: of the adapters, naming their base model.
+        state: trained tensors in CPU memory, by the names of peft's files ("base_model.model....lora_A.weight").
+        term: of the owner of the run's directory, if `directory` is in one.
+
+    Returns:
+        `directory`.
+
+    Raises:
+        CheckpointError: the disk is full, or `directory` holds something other than an export. `directory` is unchanged
+            then.
+        SupersededError: another driver owns the run's directory now.
+    """
+    from safetensors.torch import save_file
+
+    size = sum(tensor.nbytes for tensor in state.values())
+    with replacing_export(directory, size, CONFIG, term) as new:
+        save_file({name: t.contiguous() for name, t in state.items()}, new / WEIGHTS, metadata={"format": "pt"})
+        config.save_pretrained(str(new))
+        adapter_card(card, Path(directory).name).save(new / "README.md")
+    return Path(directory).absolute()

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what is in it, byte for byte. Written last, verified before anything is loaded.
+"""The manifest of a checkpoint: size and SHA-256 of every file. Written last, verified before anything is loaded.
 
 A manifest guards against damage (a full disk, a lost block, a half copied directory), not against an attacker, who
-could write a new one.
+could write another one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_ray.checkpoint.atomic import files_under
+from rlhf_ray.checkpoint.atomic_directory import files_under
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.files.durable import fsync_path, moved, operation, progress, work_for
+from rlhf_ray.files.fsync import fsync_path, moved, operation, progress, work_for
 
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
@@ -47,7 +47,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The contents of a checkpoint."""
 
     step: int
     created: str
@@ -56,7 +56,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
     """By path relative to the checkpoint, with forward slashes."""
     extra: Mapping[str, Any]
-    """What the writer added, plain JSON types."""
+    """Values added by the writer, plain JSON types."""
     schema: int = SCHEMA
 
     @property
@@ -66,7 +66,7 @@ class Manifest:
 
     @property
     def term(self) -> int | None:
-        """In which term the checkpoint was made; None where no driver owned the directory."""
+        """The term in which the checkpoint was written; None if no driver owned the directory."""
         term = self.extra.get(TERM)
         return term if isinstance(term, int) else None
 
@@ -75,12 +75,12 @@ def write_manifest(directory: Path, step: int, extra: Mapping[str, Any] | None =
     """Hash every file below `directory` and write its manifest, flushed to disk.
 
     Raises:
-        CheckpointError: a symbolic link or special file lies in the directory, or `extra` is not plain JSON.
+        CheckpointError: the directory contains a symbolic link or special file, or `extra` is not plain JSON.
     """
     paths = [path for path in files_under(directory) if path != directory / MANIFEST_NAME]
     for path in paths:
         if path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"{path} is not a regular file; a checkpoint holds only those")
+            raise CheckpointError(f"{path} is not a regular file, and a checkpoint holds only these; remove it")
     records = dict(zip((_relative(path, directory) for path in paths), _hash_all(paths), strict=True))
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = Manifest(step, created, _package_version(), records, dict(extra or {}))
@@ -94,7 +94,7 @@ def write_manifest(directory: Path, step: int, extra: Mapping[str, Any] | None =
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest itself, checked for damage; the files it lists are not looked at.
+    """The manifest itself, checked for damage; the files it lists are not read.
 
     Raises:
         NewerSchemaError: written by a later version of this package.
@@ -129,11 +129,11 @@ def read_manifest(directory: Path) -> Manifest:
 def verify_manifest(directory: Path) -> Manifest:
     """Check every byte of a checkpoint against its manifest.
 
-    Hidden files (".nfs0001", ".DS_Store") that would never be loaded are overlooked; any other unlisted file is
-    refused, since a loader that searches by pattern could pick it up, and unpickle it.
+    Hidden files (".nfs0001", ".DS_Store") that are never loaded are ignored; any other unlisted file is refused, since
+    a loader that searches by pattern could find and unpickle it.
 
     Raises:
-        CheckpointError: names the files that are missing, truncated, different or not listed.
+        CheckpointError: files are missing, truncated, different or not listed; names them.
     """
     manifest = read_manifest(directory)
     problems = _wrong_sizes(directory, manifest) + _unlisted(directory, manifest)
@@ -169,16 +169,16 @@ def _unlisted(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _wrong_digests(directory: Path, manifest: Manifest) -> list[str]:
-    found = _hash_all([directory / name for name in manifest.files])
+    records = _hash_all([directory / name for name in manifest.files])
     return [
         f"{name} has changed: SHA-256 {actual.sha256[:12]}... instead of {record.sha256[:12]}..."
-        for (name, record), actual in zip(manifest.files.items(), found, strict=True)
+        for (name, record), actual in zip(manifest.files.items(), records, strict=True)
         if actual.sha256 != record.sha256
     ]
 
 
 def _hash_all(paths: list[Path]) -> list[FileRecord]:
-    """Hash files side by side (hashing releases the interpreter's lock)."""
+    """Hash files in threads (hashing releases the interpreter's lock)."""
     threads = min(_HASH_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, initializer=work_for, initargs=(progress(),)) as pool:
         return list(pool.map(_hash, paths))

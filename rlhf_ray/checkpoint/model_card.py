@@ -1,4 +1,4 @@
-"""The README.md of an exported model: where it comes from, what was done to it, how to load it."""
+"""The model card (README.md) of an exported model: base model, training, metrics, how to load it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _STAGES = {
 
 
 def utc_now() -> datetime:
-    """The clock that dates model cards."""
+    """The clock of model cards."""
     return datetime.now(UTC)
 
 
 @dataclass(frozen=True)
 class ModelCardInfo:
-    """What a model card says."""
+    """The contents of a model card."""
 
     stage: Literal["sft", "reward_model", "process_reward", "ppo"]
     step: int
@@ -34,15 +34,15 @@ class ModelCardInfo:
     base_model: str
     """Path or Hub name of the model that training started from; "scratch" when there was none."""
     trained_on: str
-    """Data, in words: a path or Hub name and what was done with it."""
+    """Description of the data: a path or Hub name and how it was used."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Final numbers by name."""
     rewards: str | None = None
-    """What it was rewarded for, in words, for PPO."""
+    """Description of the reward, for PPO."""
     weights: str | None = None
-    """Which weights these are, where they are not the trained ones as they stand."""
+    """Description of the weights, if they are not simply the trained ones."""
     license: str | None = None
-    """Hub licence id; a model inherits what its base and data allow, so none is assumed."""
+    """Hub licence id; none is assumed, since it depends on base model and data."""
     clock: Callable[[], datetime] = utc_now
 
 
@@ -76,7 +76,7 @@ def _text(info: ModelCardInfo, name: str, loading: str) -> str:
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
     return f"""# {name}
 
-Made by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {info.clock().date().isoformat()}.
+Trained by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {info.clock().date().isoformat()}.
 
 - Base model: `{info.base_model}`{reward}
 - Trained on: {info.trained_on}{weights}

@@ -1,7 +1,7 @@
-"""A directory at any place that fsspec reaches (s3://, gs://, file://, ...), with a run's files in it.
+"""A remote copy of a run's files at any URL that fsspec supports (s3://, gs://, file://, ...).
 
-A checkpoint there has its manifest last, written when every byte of its files was read back and found to be what the
-manifest says. So one without a manifest is no checkpoint, whatever interrupted its upload.
+The manifest of a checkpoint is copied last, after every byte of its files was read back and compared with the
+manifest. So a directory without a manifest is not a checkpoint but an interrupted upload.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf_ray.checkpoint.atomic import replace_directory, temporary_for
+from rlhf_ray.checkpoint.atomic_directory import replace_directory, temporary_for
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
 from rlhf_ray.errors import CheckpointError, ConfigError, first_line
-from rlhf_ray.files.durable import fsync_tree
+from rlhf_ray.files.fsync import fsync_tree
 from rlhf_ray.observability.owner_record import Term, renaming
 
 CHECKPOINTS = "checkpoints"
 PROBE = ".writable"
 BLOCK = 8 * 2**20
 """Bytes read at once when a file is read back."""
-AT_ONCE = 4
-"""Files on their way at the same time."""
+PARALLEL_COPIES = 4
+"""Files copied at the same time."""
 _MANIFEST = re.compile(rf"{CHECKPOINTS}/step_(\d+)/{MANIFEST_NAME}")
 
 
 class RemoteDirectory:
-    """Files below one URL. Credentials are the environment's, as its library finds them; none are ever in the URL."""
+    """Files below one URL. Credentials come from the environment; the URL never contains any."""
 
     def __init__(self, url: str, moved: Callable[[], None] = lambda: None, term: Term | None = None) -> None:
         """
         Args:
-            moved: told of every piece that went over.
-            term: of the owner of the run's directory. Once it is over, every write, there or here, raises
-                SupersededError instead.
+            moved: called after every piece that was copied.
+            term: of the owner of the run's directory. Once it is over, every write, remote or local, raises
+                SupersededError.
 
         Raises:
             ConfigError: the URL holds a password, is of an unknown kind, or needs a library that is not installed.
@@ -51,36 +51,36 @@ class RemoteDirectory:
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"run.upload={url!r} cannot be used: {first_line(error)}. Name a place such as "
+            raise ConfigError(f"run.upload={url!r} cannot be used: {first_line(error)}. Give a URL such as "
                               "s3://bucket/runs/mine, or a mounted directory") from error
         self.url, self._root, self._moved = url.rstrip("/"), root.rstrip("/"), moved
         self._term = term
 
     def check(self, resume: bool) -> None:
-        """See that it can be written, and holds no other run.
+        """Check that the URL can be written, and holds no other run.
 
         Raises:
-            ConfigError: it cannot; or it holds checkpoints and the run is to begin.
+            ConfigError: it cannot be written; or it holds checkpoints and the run does not resume.
         """
         try:
             self._fs.pipe_file(self._at(PROBE), b"rlhf_ray\n")
             self._fs.rm_file(self._at(PROBE))
             steps = self.steps()
-        except Exception as error:  # whatever the library of this kind of place raises
+        except Exception as error:  # each fsspec library raises errors of its own
             raise ConfigError(
-                f"run.upload={self.url!r} cannot be written: {type(error).__name__}: {first_line(error)}; make the "
-                "bucket or directory, and see to its credentials") from error
+                f"run.upload={self.url!r} cannot be written: {type(error).__name__}: {first_line(error)}; create "
+                "the bucket or directory, and check the credentials") from error
         if steps and not resume:
             raise ConfigError(f"run.upload={self.url!r} already holds a run, whose newest checkpoint is of step "
-                              f"{steps[0]}: pass --resume to go on with it, or name another place")
+                              f"{steps[0]}: pass --resume to continue it, or give another URL")
 
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, newest first."""
-        found = (_MANIFEST.fullmatch(name) for name in self.names(CHECKPOINTS))
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        """Steps of the complete checkpoints, newest first."""
+        matches = (_MANIFEST.fullmatch(name) for name in self.names(CHECKPOINTS))
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def names(self, below: str = "") -> list[str]:
-        """Names of all files below a directory of it."""
+        """Names of all files below a remote directory."""
         self._fs.invalidate_cache()
         try:
             paths = self._fs.find(self._at(below) if below else self._root)
@@ -89,19 +89,19 @@ class RemoteDirectory:
         return [path[len(self._root):].lstrip("/") for path in paths]
 
     def holds_checkpoint(self, path: Path) -> bool:
-        """Whether the very checkpoint at the local `path` is there, whole."""
+        """Whether the checkpoint at the local `path` has a complete remote copy."""
         name = f"{CHECKPOINTS}/{path.name}/{MANIFEST_NAME}"
         return name in self.names(f"{CHECKPOINTS}/{path.name}") and (
             self._fs.cat_file(self._at(name)) == (path / MANIFEST_NAME).read_bytes())
 
     def put(self, file: Path, name: str) -> None:
-        """Copy a file there, over what has its name."""
+        """Upload a file, replacing one of the same name."""
         self._check()
         self._fs.put_file(str(file), self._at(name), callback=self._callback())
         self._moved()
 
     def get(self, name: str, file: Path) -> None:
-        """Copy a file from there; it has its name when it is whole."""
+        """Download a file; it gets its name when it is complete."""
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f".{file.name}.partial")
         try:
@@ -113,7 +113,7 @@ class RemoteDirectory:
         self._moved()
 
     def read_back(self, name: str) -> FileRecord:
-        """Size and SHA-256 of a file as it lies there now."""
+        """Size and SHA-256 of a remote file, read back."""
         digest, size = hashlib.sha256(), 0
         with self._fs.open(self._at(name), "rb") as file:
             while block := file.read(BLOCK):
@@ -123,18 +123,18 @@ class RemoteDirectory:
         return FileRecord(size, digest.hexdigest())
 
     def remove(self, name: str) -> None:
-        """Remove a directory of it, its manifest first, so that at no moment it looks whole."""
+        """Remove a remote directory, its manifest first, so that it never looks complete."""
         names = sorted(self.names(name), key=lambda file: PurePosixPath(file).name != MANIFEST_NAME)
         for file in names:
             self._check()
             self._fs.rm_file(self._at(file))
 
     def put_checkpoint(self, path: Path) -> None:
-        """Copy a whole local checkpoint there, and read back every byte of it.
+        """Upload a local checkpoint, and read back every byte of it.
 
         Raises:
-            CheckpointError: what arrived is not what the manifest says.
-            FileNotFoundError: the local one was removed meanwhile.
+            CheckpointError: the uploaded bytes differ from the manifest.
+            FileNotFoundError: the local checkpoint was removed meanwhile.
         """
         manifest, place = read_manifest(path), f"{CHECKPOINTS}/{path.name}"
         self.remove(place)
@@ -143,17 +143,18 @@ class RemoteDirectory:
             self.put(path / name, f"{place}/{name}")
             return None if self.read_back(f"{place}/{name}") == manifest.files[name] else name
 
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(PARALLEL_COPIES) as pool:
             wrong = [name for name in pool.map(send, manifest.files) if name]
         if wrong:
-            raise CheckpointError(f"{self.url}/{place}: {', '.join(wrong[:5])} did not arrive as sent")
+            raise CheckpointError(f"{self.url}/{place}: {', '.join(wrong[:5])} differ from the local files after the "
+                                  "upload; it is tried again with the next one")
         self.put(path / MANIFEST_NAME, f"{place}/{MANIFEST_NAME}")
 
     def get_checkpoint(self, step: int, root: Path) -> None:
-        """Copy the checkpoint of `step` from there into `root`, the directory of local ones. It has its name when it is
-        whole: one that was copied in part would look like the newest, and never be fetched again.
+        """Download the checkpoint of `step` into `root`, the directory of local ones. It gets its name when it is
+        complete, since a partial copy would look like the newest checkpoint, and never be fetched again.
 
-        Its bytes are not compared with the manifest here: who loads it does.
+        Its bytes are compared with the manifest when it is loaded.
         """
         final = root / f"step_{step}"
         partial, place = temporary_for(final, self._term), f"{CHECKPOINTS}/{final.name}"
@@ -165,15 +166,16 @@ class RemoteDirectory:
             shutil.rmtree(partial, ignore_errors=True)
 
     def get_all(self, names: Iterable[str], root: Path, below: str = "") -> None:
-        """Copy files from there to the same names below `root`, without their beginning `below`.
+        """Download files to the same names below `root`, without the prefix `below`.
 
         Raises:
-            CheckpointError: a name leads elsewhere.
+            CheckpointError: a name leads out of `root`.
         """
         names = list(names)
         if strange := [name for name in names if ".." in PurePosixPath(name).parts or name.startswith("/")]:
-            raise CheckpointError(f"{self.url} has a file {strange[0]!r}, which leads out of the run's directory")
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+            raise CheckpointError(f"{self.url} has a file {strange[0]!r}, which leads out of the run's directory; "
+                                  "remove it")
+        with ThreadPoolExecutor(PARALLEL_COPIES) as pool:
             list(pool.map(lambda name: self.get(name, root / name.removeprefix(below)), names))
 
     def _check(self) -> None:
@@ -190,18 +192,18 @@ class RemoteDirectory:
 
 
 def require_no_password(url: str) -> None:
-    """Raise where a URL holds one.
+    """Check that a URL contains no password.
 
     Raises:
-        ConfigError: it does; the message does not repeat it.
+        ConfigError: it contains one; the message does not repeat it.
     """
     if urlsplit(url).password:
-        raise ConfigError("run.upload holds a password, which would be saved with the run's configuration: leave it "
-                          "out, and give the credentials to the environment (AWS_PROFILE, "
+        raise ConfigError("run.upload contains a password, which would be saved with the run's configuration: remove "
+                          "it, and put the credentials into the environment (AWS_PROFILE, "
                           "GOOGLE_APPLICATION_CREDENTIALS, ...)")
 
 
-def quieten() -> None:
-    """Cloud libraries log every request at levels that a run shows nobody."""
+def silence_cloud_libraries() -> None:
+    """Hide log messages of the cloud libraries below ERROR, which include every request."""
     for name in ("botocore", "aiobotocore", "s3fs", "gcsfs"):
         logging.getLogger(name).setLevel(logging.ERROR)

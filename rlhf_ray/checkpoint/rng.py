@@ -1,6 +1,6 @@
 """The random states of a process, as plain types: JSON holds them, and so does torch.load(weights_only=True).
 
-DeepSpeed's checkpoints leave them out, and a resumed run is the same run only with them.
+DeepSpeed's checkpoints omit them, and a resumed run reproduces the uninterrupted one only with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def rng_state() -> dict[str, Any]:
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
-    # A process that never touched CUDA has no state worth saving, and asking would allocate a context on every device.
+    # A process that has not used CUDA has no state to save, and a query would allocate a context on every device.
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "python": [version, list(words), gauss],
@@ -33,10 +33,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue where `rng_state` was taken.
+    """Restore the states that `rng_state` returned.
 
     Raises:
-        CheckpointError: not such a state, or one of another number of CUDA devices than this process has.
+        CheckpointError: not such a state, or a state of another number of CUDA devices than this process has.
     """
     devices = torch.cuda.device_count() if state.get("cuda") else 0
     if len(state.get("cuda", [])) != devices:

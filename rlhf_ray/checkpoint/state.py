@@ -1,14 +1,16 @@
-"""Small state as JSON and records as .npz. Nothing here is pickled, so reading a file runs no code.
+"""Saved state: small state as JSON, records as .npz, torch's files. Reading any of them runs no code.
 
-JSON holds what the coordinator is made of: step, version, cursor, controllers, random states, the buffer's metadata.
-Arrays, NumPy scalars, bytes and tuples travel inside as tagged objects and come back as what they were.
+JSON holds the coordinator's state: step, version, cursor, controllers, random states, the buffer's metadata. Arrays,
+NumPy scalars, bytes and tuples are tagged objects in it, and are restored with their types.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,12 +35,12 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def encoded_state(state: dict[str, Any]) -> bytes:
-    """What `save_state` writes, of the present moment; errors as there."""
+    """The bytes that `save_state` writes; errors as there."""
     return (json.dumps(_to_json(state, "state"), indent=1) + "\n").encode()
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """What `save_state` wrote.
+    """Read a file written by `save_state`.
 
     Raises:
         CheckpointError: missing or damaged.
@@ -53,14 +55,14 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def check_complete(state: Mapping[str, Any], names: Iterable[str], place: str) -> None:
-    """Refuse saved state that lacks something.
+    """Check that saved state has all keys that will be read.
 
     Args:
-        names: what is about to be read from `state`.
-        place: where it was saved, for the message.
+        names: the keys.
+        place: the file of the state, for the message.
 
     Raises:
-        CheckpointError: names what is missing.
+        CheckpointError: keys are missing; names them.
     """
     missing = sorted(set(names) - state.keys())
     if missing:
@@ -91,7 +93,7 @@ def save_records(path: Path, record: Ragged) -> None:
         if array.dtype.hasobject:
             raise CheckpointError(f"{type(record).__name__}.{name} holds Python objects (dtype {array.dtype})")
     arrays[_HEADER] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-    with Path(path).open("wb") as file:  # a name without .npz would have it appended
+    with Path(path).open("wb") as file:  # NumPy appends .npz to a path without it
         np.savez(file, allow_pickle=False, **arrays)
 
 
@@ -106,7 +108,7 @@ def load_records(path: Path, kind: type[R]) -> R:
             header = json.loads(data[_HEADER].tobytes())
             columns: dict[str, Any] = {name: data[name] for name in data.files if name != _HEADER}
         held = header["type"]
-    except Exception as error:  # bytes of no such file: zipfile, zlib, struct and NumPy raise kinds of their own
+    except Exception as error:  # on damaged files zipfile, zlib, struct and NumPy raise various errors
         raise CheckpointError(f"{path} cannot be read as saved records: {error!r}") from error
     if held != kind.__name__:
         raise CheckpointError(f"{path} holds {held} records instead of {kind.__name__}")
@@ -124,7 +126,7 @@ def load_records(path: Path, kind: type[R]) -> R:
 def _check_lengths(path: Path, record: Ragged) -> None:
     offsets = record.offsets
     if offsets.ndim != 1 or offsets.dtype.kind != "i" or not len(offsets) or offsets[0] or (np.diff(offsets) < 0).any():
-        raise CheckpointError(f"{path}: its offsets are no row boundaries")
+        raise CheckpointError(f"{path} is damaged: its offsets are not row boundaries")
     expected = {"token": int(record.offsets[-1]), "row": len(record)}
     for f in fields(record):
         value, axis = getattr(record, f.name), f.metadata.get("axis")
@@ -135,7 +137,7 @@ def _check_lengths(path: Path, record: Ragged) -> None:
 
 
 def _to_json(value: Any, place: str) -> Any:
-    """`value` in plain JSON types; `place` names it in errors."""
+    """`value` in plain JSON types; `place` is its name in errors."""
     if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
         return value
     if isinstance(value, bytes):
@@ -172,3 +174,31 @@ def _from_json(value: Any) -> Any:
         array = flat.reshape(value["shape"]).copy()
         return array[()] if value["scalar"] else array
     return {key: _from_json(item) for key, item in value.items()}
+
+
+def load_tensors(path: Path | str, classes: Sequence[type] = (), map_location: Any = None) -> Any:
+    """Read a file written by `torch.save` without running what is in it.
+
+    A pickle may call any function. Here only tensors, plain containers and `classes` are rebuilt; a file that contains
+    anything else is refused before any of it has run.
+
+    Args:
+        classes: allowed beside tensors and plain types.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or contains other objects or calls.
+    """
+    import torch
+
+    with torch.serialization.safe_globals(list(classes)):
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            match = re.search(r"GLOBAL (\S+)", str(error))
+            raise CheckpointError(f"{path} was not read: it contains {match[1] if match else 'objects'}, which no "
+                                  "checkpoint of this package does. Use another checkpoint, and find out who wrote "
+                                  "this one.") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        except Exception as error:  # torch raises various errors on damaged files
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error

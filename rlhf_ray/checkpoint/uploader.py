@@ -1,7 +1,7 @@
-"""Copies of a run somewhere else (`run.upload`): checkpoints, numbers, report and model, by a thread beside the run.
+"""Upload of a run (`run.upload`): a thread copies checkpoints, metrics, report and model to a URL during the run.
 
-The thread looks at the run's directory every few seconds. A checkpoint appears there by one rename when it is whole, so
-whatever has its name may be copied. What fails is said at once and tried again; it never ends the run.
+The thread checks the run's directory every few seconds. A checkpoint gets its name by one rename when it is complete,
+so any directory with such a name may be copied. A failure is logged at once and tried again; it never ends the run.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, quieten
+from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, silence_cloud_libraries
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.errors import CheckpointError, SupersededError, UploadError, first_line
 from rlhf_ray.observability.owner_record import Term
 
 LOOK_S = 2.0
-"""Between two looks for a new checkpoint."""
+"""Between two checks for a new checkpoint."""
 AGAIN_S = 60.0
-"""From a failure to the next try, unless a new checkpoint comes before."""
+"""From a failure to the next try, unless a new checkpoint comes earlier."""
 LAST_TRIES_S = (0.0, 5.0, 20.0)
-"""Pauses before the tries of the end, when no other comes."""
+"""Pauses before the tries at the end of the run."""
 PATIENT_S = 5.0
-"""Of waiting for the last files, until that is said."""
+"""Longest wait for the last files before a warning."""
 LIVE = ("ledger.sqlite", "status.json", "tensorboard")
-"""Names that are written at any moment: they are copied when the run has ended. (Checkpoints hold the ledger.)"""
+"""Names that are written continuously: they are copied when the run has ended. (Checkpoints hold the ledger.)"""
 
 
 class Uploader:
-    """One run's copies. `start`, then `finish` when the run has written its last file."""
+    """The upload of one run. Call `start`, then `finish` when the run has written its last file."""
 
     def __init__(self, url: str, directory: Path, silence_s: float, warn: Callable[[str], None] | None = None,
                  term: Term | None = None) -> None:
         """
         Args:
-            silence_s: how long nothing may move before the end of the run gives its copies up.
-            term: of the owner of the run's directory. Once it is over, nothing is copied over the next owner's copies.
+            silence_s: longest time without progress, after the end of the run, before the upload is given up.
+            term: of the owner of the run's directory. Once it is over, the next owner's copies are not replaced.
         """
-        quieten()
+        silence_cloud_libraries()
         self.remote = RemoteDirectory(url, self._moved, term)
         self.step: int | None = None
-        """Of the newest checkpoint that this process knows to be there."""
+        """Of the newest checkpoint that this process has uploaded."""
         self.failure: str | None = None
-        """What went wrong at the last try; None when it went well."""
+        """The error of the last try; None if it succeeded."""
         self._directory, self._store = directory, CheckpointStore(directory / CHECKPOINTS, keep=1,
                                                                   term=term)
         self._superseded: SupersededError | None = None
@@ -58,48 +58,48 @@ class Uploader:
         self._thread = threading.Thread(target=self._work, daemon=True, name="upload")
 
     def start(self, resume: bool) -> None:
-        """Begin to copy.
+        """Start the thread.
 
         Raises:
-            ConfigError: the place cannot be written, or holds another run.
+            ConfigError: the URL cannot be written, or holds another run.
         """
         self.remote.check(resume)
         self._thread.start()
 
     def finish(self) -> None:
-        """Copy what is left, and end.
+        """Copy the remaining files, and end the thread.
 
         Raises:
-            UploadError: it failed, or nothing moved for too long; what was there before is whole.
+            UploadError: it failed, or made no progress for too long; earlier copies are intact.
             SupersededError: another driver owns the run's directory now.
         """
         self._over.set()
         self._moved()
         self._thread.join(PATIENT_S)
         if self._thread.is_alive():
-            self._warn(f"the run is over; its last files are being copied to {self.remote.url}")
+            self._warn(f"the run has ended; its last files are being copied to {self.remote.url}")
         while self._thread.is_alive():
             self._thread.join(1.0)
             if time.monotonic() - self._moved_at > self._silence_s:
-                self.failure = f"nothing went over for {self._silence_s:g} s"
+                self.failure = f"no progress for {self._silence_s:g} s"
                 break
         if self._superseded is not None:
             raise self._superseded
         if self.failure:
             newest = "no checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
             raise UploadError(
-                f"not all of {self._directory} could be copied to {self.remote.url} ({self.failure}); there is "
-                f"{newest}. The run itself is whole here; the same command with --resume copies what is missing")
+                f"not all of {self._directory} could be copied to {self.remote.url} ({self.failure}); it has "
+                f"{newest}. The local run is complete; the same command with --resume copies what is missing")
 
     def _work(self) -> None:
         try:
-            self._copy_meanwhile()
+            self._copy_during_run()
             self._copy_the_rest()
-        except Exception as error:  # a bug, or a file system that raises what it should not
+        except Exception as error:  # a bug, or an unexpected error of a file system
             self.failure = f"{type(error).__name__}: {first_line(error)}"
-            self._warn(f"run.upload: nothing more is copied to {self.remote.url} ({self.failure})")
+            self._warn(f"run.upload: copying has stopped to {self.remote.url} ({self.failure})")
 
-    def _copy_meanwhile(self) -> None:
+    def _copy_during_run(self) -> None:
         while not self._over.wait(LOOK_S) and self._superseded is None:
             newest = self._newest()
             new = newest is not None and newest[0] != self.step
@@ -128,19 +128,19 @@ class Uploader:
             self._superseded, self.failure = error, None
         except Exception as error:  # whatever the library of this kind of place raises
             if newest is not None and not newest[1].exists():
-                return  # superseded while it was on its way; the newer one is next
+                return  # pruned while it was copied; the newer one is next
             self.failure = f"{type(error).__name__}: {first_line(error)}"
             self._warn(f"run.upload: copying to {self.remote.url} failed ({self.failure}); it is tried again")
         else:
             self.failure = None
 
     def _newest(self) -> tuple[int, Path] | None:
-        with suppress(OSError):  # a disk that does not answer now; this thread is to see the end of the run
+        with suppress(OSError):  # a disk that hangs; the thread must live until the end of the run
             return self._store.newest_name()
         return None
 
     def _send_checkpoint(self, step: int, path: Path) -> None:
-        """Copy a checkpoint, then remove those that are no longer kept here."""
+        """Copy a checkpoint, then remove the copies of those that were pruned locally."""
         if not self.remote.holds_checkpoint(path):
             self.remote.put_checkpoint(path)
         self.step = step
@@ -149,14 +149,14 @@ class Uploader:
                 self.remote.remove(f"{CHECKPOINTS}/step_{old}")
 
     def _send_files(self, whole: bool) -> None:
-        """Copy what changed of all else. `whole`: also what is written at any moment."""
+        """Copy the other files that have changed. `whole`: also those that are written continuously."""
         for path in self._files():
             name = path.relative_to(self._directory)
             if not whole and name.parts[0].startswith(LIVE):
                 continue
             try:
-                found = path.stat()
-                mark = (found.st_size, found.st_mtime_ns)
+                status = path.stat()
+                mark = (status.st_size, status.st_mtime_ns)
                 if self._sent.get(name.as_posix()) == mark:
                     continue
                 self.remote.put(path, name.as_posix())
@@ -167,45 +167,45 @@ class Uploader:
                 self._sent[name.as_posix()] = mark
 
     def _files(self) -> Iterator[Path]:
-        """All but checkpoints, links and what is hidden. Directories that are removed meanwhile are passed over."""
+        """All files except checkpoints, links and hidden ones. Directories that are removed meanwhile are skipped."""
         for place, below, names in os.walk(self._directory):
             here = Path(place)
             below[:] = sorted(name for name in below if not name.startswith(".") and (
                 name != CHECKPOINTS or here != self._directory))
-            found = (here / name for name in sorted(names) if not name.startswith("."))
-            yield from (path for path in found if path.is_file() and not path.is_symlink())
+            paths = (here / name for name in sorted(names) if not name.startswith("."))
+            yield from (path for path in paths if path.is_file() and not path.is_symlink())
 
     def _moved(self) -> None:
         self._moved_at = time.monotonic()
 
 
-def bring_back(url: str, directory: Path, say: Callable[[str], None], term: Term | None = None) -> int | None:
-    """Before a resume: copy the run from `url` into `directory`, where that has a newer checkpoint than is here.
+def fetch_newest(url: str, directory: Path, say: Callable[[str], None], term: Term | None = None) -> int | None:
+    """Before a resume, copy the run from `url` into `directory` if its checkpoint there is newer.
 
     Args:
         term: in which the caller owns the directory.
 
     Returns:
-        the step of the checkpoint that was copied; None where nothing had to be.
+        the step of the copied checkpoint; None if none was copied.
 
     Raises:
-        ConfigError: the place cannot be used.
-        CheckpointError: it cannot be copied; no checkpoint here has changed.
+        ConfigError: the URL cannot be used.
+        CheckpointError: it cannot be copied; the local checkpoints are unchanged.
     """
-    quieten()
+    silence_cloud_libraries()
     remote = RemoteDirectory(url, term=term)
     try:
-        return _brought_back(remote, directory, say)
+        return _fetch_newest(remote, directory, say)
     except (CheckpointError, SupersededError):
         raise
     except Exception as error:  # whatever the library of this kind of place raises
         raise CheckpointError(
-            f"the run cannot be fetched from run.upload={url!r} ({type(error).__name__}: {first_line(error)}): see to "
-            "the connection and to room on this disk, and pass --resume again; --run.upload=null goes on without it "
-            "from what is here") from error
+            f"the run cannot be fetched from run.upload={url!r} ({type(error).__name__}: {first_line(error)}): check "
+            "the connection and the space on this disk, and pass --resume again; --run.upload=null resumes from the "
+            "local checkpoints") from error
 
 
-def _brought_back(remote: RemoteDirectory, directory: Path, say: Callable[[str], None]) -> int | None:
+def _fetch_newest(remote: RemoteDirectory, directory: Path, say: Callable[[str], None]) -> int | None:
     store = CheckpointStore(directory / CHECKPOINTS, keep=1)
     here, there = store.newest_name(), next(iter(remote.steps()), None)
     if there is None or (here is not None and here[0] >= there):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.stop import CHILD
 from rlhf_ray.errors import ClusterUnavailable, RunInterrupted, WorkerError

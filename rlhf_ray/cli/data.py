@@ -49,7 +49,7 @@ def inspect(
     print_inspection(found, kind, tokenizer.chat_template is not None, sys.stdout)
     if not found.report.kept:
         raise DataError(f"nothing in {path} can be used as {kind}; see above what is wrong with its rows")
-    if found.faults.count:
+    if found.row_errors.count:
         raise typer.Exit(1)
 
 
@@ -70,11 +70,11 @@ def _given(arguments: list[str]) -> dict[str, Any]:
 
 def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """The kind, and the columns, that the columns of the first usable row tell."""
-    from rlhf_ray.data.faults import Faults
     from rlhf_ray.data.inspection import kind_of
-    from rlhf_ray.data.reading import stream_rows
+    from rlhf_ray.data.load_report import RowErrors
+    from rlhf_ray.data.row_readers import stream_rows
 
-    rows = stream_rows(path, Faults(lenient=True), given.get("split") or "train", None, given.get("subset"))
+    rows = stream_rows(path, RowErrors(lenient=True), given.get("split") or "train", None, given.get("subset"))
     first = next((block.records[0] for block in rows if len(block)), None)
     if first is None:
         raise DataError(f"{path}: no row can be read; say --kind to see what is wrong with them")

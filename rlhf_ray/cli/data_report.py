@@ -1,4 +1,4 @@
-"""Prints an inspection: counts, faults, a histogram of lengths, rows with their loss shown."""
+"""Prints an inspection: counts, row errors, a histogram of lengths, rows with their loss shown."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def print_inspection(found: Inspection, kind: str, has_template: bool, stream: T
     """Print an inspection; in a terminal tokens with loss are coloured, elsewhere they stand between « and »."""
     plain = not is_terminal(stream)
     console = Console(file=stream, soft_wrap=True, highlight=False, no_color=plain)
-    report, faults = found.report, found.faults
-    console.print(Text(f"{report.source}, as {kind}: {report.kept:,} rows to use, {faults.count:,} malformed, "
+    report, row_errors = found.report, found.row_errors
+    console.print(Text(f"{report.source}, as {kind}: {report.kept:,} rows to use, {row_errors.count:,} malformed, "
                        f"{report.rows - report.kept:,} left out", style="bold"))
-    _print_faults(found, console)
+    _print_row_errors(found, console)
     if len(found.lengths):
         _print_lengths(found.lengths, console)
     console.print(Text(f"the tokenizer has {'a' if has_template else 'no'} chat template"))
@@ -33,12 +33,13 @@ def print_inspection(found: Inspection, kind: str, has_template: bool, stream: T
             _print_example(f"row {number}", example, plain, console)
 
 
-def _print_faults(found: Inspection, console: Console) -> None:
-    if found.faults.count:
-        console.print(Text(f"malformed; training stops at {'them' if found.faults.count > 1 else 'it'}:", style="red"))
-        for fault in found.faults.told:
-            console.print(Text(f"  {fault}"))
-        if (more := found.faults.count - len(found.faults.first)) > 0:
+def _print_row_errors(found: Inspection, console: Console) -> None:
+    if found.row_errors.count:
+        console.print(Text("malformed; training stops at "
+                           f"{'them' if found.row_errors.count > 1 else 'it'}:", style="red"))
+        for error in found.row_errors.messages:
+            console.print(Text(f"  {error}"))
+        if (more := found.row_errors.count - len(found.row_errors.first)) > 0:
             console.print(Text(f"  and {more:,} more"))
     for reason, left_out in found.report.left_out.items():
         console.print(Text(f"left out: {left_out.count:,} {reason} ({left_out.named(20)})"))

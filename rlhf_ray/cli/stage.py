@@ -92,7 +92,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     if not arguments:
         raise ConfigError(f"give a configuration file: rlhf-ray {command} CONFIG (what it may hold: --help)")
     path, overrides = split_arguments(arguments)
-    from rlhf_ray.checkpoint.directory import CheckpointStore
+    from rlhf_ray.checkpoint.store import CheckpointStore
     from rlhf_ray.cli.auto_resume import Outage, is_child, run_and_resume
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.load import STAGES, load

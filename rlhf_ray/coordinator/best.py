@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.training_loop import CheckpointConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory

@@ -7,7 +7,7 @@ state of one moment exist in a checkpoint only. Generators, scorers and the job 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import check_complete, encoded_state, load_state
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
@@ -201,7 +201,7 @@ async def whole_or_nothing(files: RunFiles, store: CheckpointStore, directory: P
         yield
     except BaseException as error:
         with suppress(DiskStalled):  # what is left is removed when the run goes on
-            reported = await files.checkpoints.run(store.given_up, directory, step, error)
+            reported = await files.checkpoints.run(store.discard, directory, step, error)
             if reported is not error:
                 raise reported from error
         raise
@@ -219,7 +219,7 @@ async def parts_on_disk(groups: Iterable[WorkerGroup], timeout_s: float) -> None
 async def _on_disk(group: WorkerGroup, timeout_s: float) -> None:
     deadline = ProgressDeadline(timeout_s, asyncio.get_running_loop().time)
     while late := [(rank, part) for rank, part in enumerate(await group.values("saved")) if not part.over]:
-        deadline.look([(rank, part.moved) for rank, part in late],
+        deadline.check([(rank, part.moved) for rank, part in late],
                       ", ".join(f"{group.role}/{rank}: {part.doing}" for rank, part in late))
         await asyncio.sleep(ASK_AGAIN_S)
 

@@ -1,4 +1,4 @@
-"""Plans for cutting rows into ranks' shares and micro-batches. Numbers only; nothing is moved here.
+"""Division of rows among ranks and micro-batches. Computes row numbers only.
 
 A micro-batch of rows costs `rows x longest row` tokens, because a forward pass lays rows side by side; `max_tokens`
 bounds that, and so bounds the true tokens as well.
@@ -19,7 +19,7 @@ RowNumbers = NDArray[np.int64]
 
 
 def balanced_partition(lengths: Any, parts: int) -> list[RowNumbers]:
-    """Rows shared out among `parts` so that token totals are close; each share in ascending order.
+    """Rows divided among `parts` so that token totals are close; each share in ascending order.
 
     Longest first, each to the lightest share so far (Graham 1969: the heaviest share is at most 4/3 of the best
     possible). Shares are empty only when there are fewer rows than parts.
@@ -70,7 +70,7 @@ def _cut(descending: NDArray[np.int64], budget: int) -> list[int]:
 
 
 def _smallest_budget(descending: NDArray[np.int64], max_tokens: int) -> int:
-    """The smallest budget that needs no more micro-batches than `max_tokens` does; it evens them out."""
+    """The smallest budget that needs no more micro-batches than `max_tokens` does; it makes them similar."""
     fewest = len(_cut(descending, max_tokens))
     low, high = max(int(descending[0]), 1), max_tokens
     while low < high:

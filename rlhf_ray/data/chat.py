@@ -1,4 +1,4 @@
-"""Chat messages: what they must look like, and what a tokenizer's chat template makes of them."""
+"""Chat messages: their checks, and their rendering by a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class ChatTemplate:
 
     @property
     def marks_generation(self) -> bool:
-        """Whether it says by {% generation %} what the assistant writes."""
+        """Whether it marks the assistant's text by {% generation %}."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(self.tokenizer.chat_template)))
 
     def with_system(self, messages: Messages) -> Messages:
-        """The messages, after the system message where one is asked for and none is there."""
+        """The messages, with the configured system message before them if they have none."""
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]
@@ -83,7 +83,7 @@ class ChatTemplate:
         return str(self._apply(messages, place, add_generation_prompt=ask, tokenize=False))
 
     def marked_tokens(self, messages: Messages, place: str) -> tuple[list[int], list[bool]]:
-        """([T] token ids, [T] True on what the assistant writes), by the template's own marks."""
+        """([T] token ids, [T] True on the assistant's text), by the template's own marks."""
         found = self._apply(messages, place, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
 
@@ -102,9 +102,9 @@ class ChatTemplate:
             after = self.render(messages[: i + 1], place, ask=False)
             if not (before.startswith(written) and after.startswith(before)):
                 raise DataError(
-                    f"{place}: with this tokenizer's chat template the assistant's turn {i + 1} is no piece of the "
-                    "text: the template writes earlier turns differently once others follow. Mark what the assistant "
-                    "writes by {% generation %} in the template, or give prompt and response columns")
+                    f"{place}: with this tokenizer's chat template the assistant's turn {i + 1} is not a part "
+                    "of the text: the template renders earlier turns differently once others follow. Mark the "
+                    "assistant's text by {% generation %} in the template, or give prompt and response columns")
             pieces += [(before[len(written) :], False), (after[len(before) :], True)]
             written = after
         return pieces
@@ -114,7 +114,7 @@ class ChatTemplate:
             raise ModelError(f"{place}: chat messages, but {self._no_template}")
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template is a program and raises what it likes (e.g. "roles must alternate")
+        except Exception as error:  # a template is a program and may raise anything (e.g. "roles must alternate")
             raise ModelError(f"{place}: the tokenizer's chat template refuses the messages, of roles "
                              f"{[m['role'] for m in messages]}: {error}") from error
 
@@ -150,7 +150,7 @@ class PromptFormat:
         return self.chat([{"role": "user", "content": text}], place) if self._as_chat else PromptText(text, None)
 
     def chat(self, messages: Messages, place: str) -> PromptText:
-        """A prompt of these messages, which asks for the assistant's turn."""
+        """A prompt of these messages, which ends where the assistant's turn begins."""
         messages = self.template.with_system(messages)
         return PromptText(self.template.render(messages, place, ask=True), messages)
 
@@ -162,9 +162,9 @@ class PromptText:
     text: str
     """As the tokenizer sees it."""
     messages: Messages | None
-    """None for a plain text, to which the tokenizer adds what it puts before texts; a template writes that itself."""
+    """None for a plain text, to which the tokenizer adds its leading tokens; a template writes them itself."""
 
 
 def contents(messages: Sequence[dict[str, Any]]) -> str:
-    """What messages say, without the template."""
+    """The contents of messages, without the template."""
     return "\n".join(str(message["content"]) for message in messages)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.data.interleaving import Interleaving
 from rlhf_ray.errors import CheckpointError, DataError
 
 
 class PromptCursor:
     """Hands out (epoch, row) pairs: each epoch every row once, in an order that follows from the seed and the epoch.
 
-    Several sources take turns by their weights; each goes through epochs of its own, so a small one comes round more
-    often, and (its epoch, row) never comes twice. Rows are numbered through all sources. Nothing is dropped at an
-    epoch's end; a batch may reach into the next one. The state is a few numbers, so a resumed run continues exactly; an
-    order is worked out when its epoch begins, 8 bytes a row. Serves supervised batches as well.
+    Several sources take turns by their weights; each goes through epochs of its own, so a small one is repeated
+    more often, and (its epoch, row) is unique. Rows are numbered over all sources. Nothing is dropped at an epoch's
+    end; a batch may continue in the next one. The state is a few numbers, so a resumed run continues exactly; an order
+    is computed when its epoch begins, 8 bytes a row. Also used for supervised batches.
     """
 
     def __init__(self, rows: int | Sequence[int], seed: int, shuffle: bool, weights: Sequence[float] = (1.0,)):
@@ -47,7 +48,7 @@ class PromptCursor:
         return [self._take(self._turns.next(self._visited)) for _ in range(n)]
 
     def peek(self, n: int) -> list[tuple[int, int]]:
-        """What `next` would give, which it still will."""
+        """The pairs that `next` will return, without taking them."""
         visited = list(self._visited)
         try:
             return self.next(n)
@@ -65,7 +66,7 @@ class PromptCursor:
                 "visited": list(self._visited)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the cursor that gave `state` stood.
+        """Continue from a `state_dict`.
 
         Raises:
             CheckpointError: the state is of other data set sizes, weights, seed or order, or damaged.
@@ -73,7 +74,7 @@ class PromptCursor:
         mine = self.state_dict()
         if state.keys() != mine.keys():
             raise CheckpointError(f"a data cursor's state has {sorted(mine)}, the checkpoint's has {sorted(state)}: "
-                                  "another version of this package wrote it. Go on with that version, or begin a new "
+                                  "another version of this package wrote it. Resume with that version, or start a new "
                                   "run")
         for name in ("rows", "weights", "seed", "shuffle"):
             if state[name] != mine[name]:
@@ -83,7 +84,7 @@ class PromptCursor:
                     "start a new run")
         if len(state["visited"]) != len(self._rows) or min(state["visited"]) < 0:
             raise CheckpointError(f"the checkpoint's data cursor has visited {state['visited']} rows of {self._rows}, "
-                                  "which cannot be; use another checkpoint")
+                                  "which is impossible; use another checkpoint")
         self._visited = list(state["visited"])
 
     def _take(self, source: int) -> tuple[int, int]:
@@ -92,7 +93,7 @@ class PromptCursor:
         return epoch, int(self._first[source] + self._order(source, epoch)[position])
 
     def _take_all(self, n: int) -> list[tuple[int, int]]:
-        """The next n of the only source, stretch by stretch."""
+        """The next n of the only source, an epoch at a time."""
         taken: list[tuple[int, int]] = []
         while len(taken) < n:
             epoch, position = divmod(self._visited[0], self._rows[0])
@@ -102,12 +103,12 @@ class PromptCursor:
         return taken
 
     def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
-        """The order of a source's epoch; the last one is kept."""
+        """The order of a source's epoch; the newest one is cached."""
         if self._orders[source][0] != epoch:
-            self._orders[source] = (epoch, self._worked_out(source, epoch))
+            self._orders[source] = (epoch, self._computed_order(source, epoch))
         return self._orders[source][1]
 
-    def _worked_out(self, source: int, epoch: int) -> NDArray[np.int64]:
+    def _computed_order(self, source: int, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(self._rows[source])
         seed = [self._seed, epoch, source] if source else [self._seed, epoch]
@@ -116,5 +117,36 @@ class PromptCursor:
 
 
 def _shown(value: Any) -> Any:
-    """A list of one as its member."""
+    """A list of one as its only item."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+class Interleaving:
+    """Turns of sources by weight, without randomness: at any moment, each source's number of turns differs from its
+    exact share by less than one (Tijdeman 1980, "The chairman assignment problem": by at most 1 - 1/(2k-2), for k
+    sources). All arithmetic is in whole numbers, so it is the same after any number of turns and on every machine.
+
+    Args:
+        weights: positive, of any sum; taken for the decimal numbers they are written as.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        scale = lcm(*(weight.denominator for weight in exact))
+        self._weights = [int(weight * scale) for weight in exact]
+        self._total = sum(self._weights)
+        common = lcm(*self._weights)
+        self._periods = [common // weight for weight in self._weights]
+
+    def next(self, turns: Sequence[int]) -> int:
+        """The source of the next turn, after each source has had `turns`.
+
+        Of the sources that may have it (their share is far enough ahead of their turns), the one whose turn would
+        first be late.
+        """
+        if len(self._weights) == 1:
+            return 0
+        now, slack = sum(turns) + 1, 2 * len(self._weights) - 2
+        may = [i for i, weight in enumerate(self._weights)
+               if slack * (weight * now - turns[i] * self._total) >= self._total]
+        return min(may, key=lambda i: ((slack * (turns[i] + 1) - 1) * self._periods[i], i))

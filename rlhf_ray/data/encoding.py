@@ -1,4 +1,4 @@
-"""Texts to flat token columns: in batches, with or without the tokenizer's own leading tokens."""
+"""Tokenisation: texts to flat token columns, with or without the tokenizer's leading tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Piece:
     text: str
     loss: bool
     leading: bool = False
-    """Whether the tokenizer adds what it puts before a text."""
+    """Whether the tokenizer adds its leading tokens."""
 
     @classmethod
     def of(cls, prompt: PromptText) -> Piece:
@@ -57,7 +57,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, leading: boo
     """[N] lists of token ids, never with an end-of-sequence token added.
 
     Args:
-        leading: add what the tokenizer puts before a text (a beginning-of-sequence token, if it has one).
+        leading: add the tokenizer's leading tokens (a beginning-of-sequence token, if it has one).
     """
     if not texts:
         return []
@@ -73,8 +73,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, leading: boo
 
 
 def encode_pieces(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Piece]]) -> list[Encoded]:
-    """[N] rows of tokens; pieces are tokenised one by one, so that no token reaches over the border of the loss, as
-    none does between a prompt and its response while sampling."""
+    """[N] rows of tokens; pieces are tokenised one by one, so that no token spans a border of the loss mask, as
+    none spans prompt and response in sampling."""
     pieces = [piece for row in rows for piece in row]
     tokens: list[list[int]] = [[] for _ in pieces]
     for leading in (True, False):
@@ -91,7 +91,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptT
 
 
 class TurnEnds:
-    """Where the assistant's turns end: at a special token, which the chat template writes or we do."""
+    """Ends of the assistant's turns: a special token, which the chat template writes or `close` adds."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.end, self._tokenizer = end_token(tokenizer), tokenizer

@@ -1,4 +1,4 @@
-"""Which rows are kept out of training to measure on: whole groups, by their digests."""
+"""Choice of the held-out rows: whole groups, by their digests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_ray.errors import DataError
 
 
 def group_digest(group: str) -> int:
-    """64-bit digest of what rows of a group share, such as their prompt."""
+    """64-bit digest of the text that rows of a group share, such as their prompt."""
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=16).digest()[:8])
 
 
@@ -25,11 +25,11 @@ def held_out_digests(digests: NDArray[np.uint64], share: float, source: str = "t
     """[N] True on rows to hold out: whole groups, about `share` of all rows (if > 0, some but not all).
 
     Groups are the prompts (or, without a prompt, the chosen texts), so nothing is measured on a prompt that was trained
-    on. They are taken in the order of their digests: the choice needs no seed, and does not hang on the order of rows.
+    on. They are taken in the order of their digests: the choice needs no seed and does not depend on the order of rows.
 
     Args:
         digests: [N] `group_digest` of each row.
-        source: where the rows are from, for the message.
+        source: of the rows, for the message.
 
     Raises:
         DataError: share > 0, but all rows are of one group.

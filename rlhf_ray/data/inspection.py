@@ -1,8 +1,8 @@
-"""What would be trained on: a data section loaded as a stage would load it, with everything that is wrong beside it."""
+"""Checks of data sections before training: rows as a stage would load them, with examples, and all malformed rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,13 @@ from rlhf_ray.config.data import (
     PromptsConfig,
     StepsConfig,
 )
-from rlhf_ray.data.demonstrations import load_demonstrations
-from rlhf_ray.data.faults import Faults
-from rlhf_ray.data.preferences import load_preferences
-from rlhf_ray.data.process_rows import IGNORE, load_process_rows
-from rlhf_ray.data.prompts import stream_prompts
-from rlhf_ray.data.report import LoadReport
+from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations
+from rlhf_ray.data.load_report import LoadReport, RowErrors
+from rlhf_ray.data.preferences import PreferenceFormat, load_preferences
+from rlhf_ray.data.process_rows import IGNORE, StepFormat, load_process_rows
+from rlhf_ray.data.prompts import prompt_format, stream_prompts
+from rlhf_ray.data.row_readers import section_rows
+from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.records import Ragged
 
@@ -34,14 +35,14 @@ KINDS: dict[str, type[DataSection]] = {
     "prompts": PromptsConfig, "demonstrations": DemonstrationsConfig, "preferences": PreferencesConfig,
     "process": ProcessRowsConfig,
 }
-"""What a data set may be read as."""
+"""Kinds of data sets."""
 Span = tuple[str, bool]
 """(text of neighbouring tokens, whether they carry loss)."""
 
 
 @dataclass
 class Example:
-    """One row, as the model sees it."""
+    """One row as the model reads it."""
 
     name: str
     """"" or which side of a pair it is."""
@@ -52,10 +53,10 @@ class Example:
 
 @dataclass
 class Inspection:
-    """What became of a data set."""
+    """The result of inspecting a data set."""
 
     report: LoadReport
-    faults: Faults
+    row_errors: RowErrors
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """[N] tokens of each usable row (of a pair, both sides)."""
     examples: list[list[Example]] = field(default_factory=list)
@@ -63,10 +64,10 @@ class Inspection:
 
 
 def kind_of(columns: set[str]) -> tuple[str, dict[str, str]]:
-    """The kind of data set that has such columns, and the fields that say which is which where defaults do not.
+    """The kind of data set with these columns, and the configuration fields that name columns without a default.
 
     Raises:
-        ConfigError: they fit none.
+        ConfigError: the columns match no kind.
     """
     marks: list[tuple[set[str], str, dict[str, str]]] = [
         ({"chosen", "rejected"}, "preferences", {}), ({"steps", "labels"}, "process", {}),
@@ -77,44 +78,44 @@ def kind_of(columns: set[str]) -> tuple[str, dict[str, str]]:
     for needed, kind, fields in marks:
         if needed <= columns:
             return kind, fields
-    raise ConfigError(f"the columns {sorted(columns)} tell no kind of data; say --kind={'|'.join(KINDS)}, and which "
-                      "column is which (--column=..., --text=..., --chosen=...)")
+    raise ConfigError(f"the columns {sorted(columns)} match no kind of data; set --kind={'|'.join(KINDS)}, and the "
+                      "columns (--column=..., --text=..., --chosen=...)")
 
 
 def inspect(config: DataSection, tokenizer: PreTrainedTokenizerBase, rows: int,
             steps: StepsConfig | None = None) -> Inspection:
-    """Load a section that is no mix, and keep its first `rows` rows as text.
+    """Load a section that is not a mix, and keep its first `rows` rows as text.
 
     Args:
         steps: how steps are written, for process-labelled rows.
 
     Raises:
-        DataError, ModelError: the data set cannot be read at all.
+        DataError, ModelError: the data set cannot be read.
     """
-    found = Inspection(LoadReport(config.location), Faults(lenient=True))
+    inspection = Inspection(LoadReport(config.location), RowErrors(lenient=True))
     whole = config.model_copy(update={"held_out": 0.0})
     lengths = []
-    for block in _blocks(whole, tokenizer, found, steps):
+    for block in _blocks(whole, tokenizer, inspection, steps):
         lengths.append(block.lengths)
-        for i in range(min(len(block), rows - len(found.examples))):
-            found.examples.append(_examples(block, i, tokenizer))
-    found.lengths = np.concatenate([found.lengths, *lengths])
-    return found
+        for i in range(min(len(block), rows - len(inspection.examples))):
+            inspection.examples.append(_examples(block, i, tokenizer))
+    inspection.lengths = np.concatenate([inspection.lengths, *lengths])
+    return inspection
 
 
-def _blocks(config: DataSection, tokenizer: PreTrainedTokenizerBase, found: Inspection,
+def _blocks(config: DataSection, tokenizer: PreTrainedTokenizerBase, inspection: Inspection,
             steps: StepsConfig | None) -> Iterator[Any]:
-    """Blocks of usable rows; `found` gets their report."""
+    """Blocks of usable rows; `inspection` gets their report."""
     if isinstance(config, PromptsConfig):
-        yield from stream_prompts(config, tokenizer, found.report, found.faults)
+        yield from stream_prompts(config, tokenizer, inspection.report, inspection.row_errors)
     elif isinstance(config, DemonstrationsConfig):
-        sequences, found.report = load_demonstrations(config, tokenizer, found.faults)
+        sequences, inspection.report = load_demonstrations(config, tokenizer, inspection.row_errors)
         yield sequences
     elif isinstance(config, PreferencesConfig):
-        pairs, _, found.report = load_preferences(config, tokenizer, found.faults)
+        pairs, _, inspection.report = load_preferences(config, tokenizer, inspection.row_errors)
         yield pairs
     elif isinstance(config, ProcessRowsConfig) and steps:
-        solutions, _, found.report = load_process_rows(config, steps, tokenizer, found.faults)
+        solutions, _, inspection.report = load_process_rows(config, steps, tokenizer, inspection.row_errors)
         yield solutions
 
 
@@ -141,3 +142,48 @@ def _loss(rows: Ragged, i: int) -> NDArray[np.bool_]:
     if hasattr(rows, "placeholders"):
         return np.asarray(rows.row(i, "placeholders") & (rows.row(i, "labels") != IGNORE))
     return np.zeros(int(rows.lengths[i]), dtype=bool)
+
+
+def row_reader(
+    config: DataSection, tokenizer: PreTrainedTokenizerBase, steps: StepsConfig | None = None
+) -> Callable[[Rows, int], Any]:
+    """The function that reads a row of a section that is not a mix, and raises an error if it is malformed.
+
+    Args:
+        steps: how steps are written, for process-labelled rows.
+    """
+    if isinstance(config, PromptsConfig):
+        return prompt_format(config, tokenizer).read
+    if isinstance(config, DemonstrationsConfig):
+        return DemonstrationFormat(config, tokenizer).read
+    if isinstance(config, PreferencesConfig):
+        return PreferenceFormat(config, tokenizer).read
+    if isinstance(config, ProcessRowsConfig) and steps:
+        return StepFormat(config, steps, tokenizer).read
+    raise TypeError(f"{type(config).__name__} has no reader of its own")
+
+
+def check_rows(config: DataSection, tokenizer: PreTrainedTokenizerBase, steps: StepsConfig | None = None) -> int:
+    """Read the rows of a section that is not a mix, without tokenising them, and count them.
+
+    Raises:
+        DataError, ModelError: rows cannot be used; names them.
+    """
+    row_errors, read = RowErrors(), row_reader(config, tokenizer, steps)
+    count = 0
+    for rows in section_rows(config, row_errors):
+        row_errors.values(rows, read)
+        count += len(rows)
+    row_errors.check()
+    return count
+
+
+def check_some_are_left(config: DataSection, tokenizer: PreTrainedTokenizerBase,
+                        steps: StepsConfig | None = None) -> None:
+    """Load a small section that is not a mix, to check that some of its rows are kept.
+
+    Raises:
+        DataError, ModelError: no row is left, or too few to hold some out; the message counts them by reason.
+    """
+    for _ in _blocks(config, tokenizer, Inspection(LoadReport(config.location), RowErrors()), steps):
+        pass

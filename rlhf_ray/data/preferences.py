@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from rlhf_ray.config.data import PreferencesConfig
 from rlhf_ray.data.chat import ASSISTANT, Messages, PromptFormat, PromptText, checked_messages, contents
 from rlhf_ray.data.encoding import Encoded, Piece, TurnEnds, encode_pieces, encode_prompts
-from rlhf_ray.data.faults import Faults
 from rlhf_ray.data.held_out import held_out_rows
-from rlhf_ray.data.reading import section_rows
-from rlhf_ray.data.report import LoadReport
+from rlhf_ray.data.load_report import LoadReport, RowErrors
+from rlhf_ray.data.row_readers import section_rows
 from rlhf_ray.data.rows import Rows, checked_text
 from rlhf_ray.data.sequences import Pairs, sequences_of
 from rlhf_ray.errors import DataError
@@ -27,35 +26,35 @@ EMPTY = "a side is neither a text nor finished"
 
 
 def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase,
-                     faults: Faults | None = None) -> tuple[Pairs, Pairs, LoadReport]:
+                     row_errors: RowErrors | None = None) -> tuple[Pairs, Pairs, LoadReport]:
     """(training pairs, held-out pairs, report of what was left out: equal sides, empty sides, longer sides) of one data
     set.
 
     A side ends with the end-of-sequence token, as a finished response does when it is scored during PPO. Optional
-    columns `chosen_finished` and `rejected_finished` say false of a response that was cut at the length limit: it is
-    then scored without one, so it is trained without one. With `config.margin` each pair has its margin.
+    columns `chosen_finished` and `rejected_finished` are false for a response that was cut at the length limit: it is
+    scored without that token in PPO, so it is trained without it. With `config.margin` each pair has its margin.
 
     Args:
-        config: a section that is no mix.
-        faults: takes malformed rows; when None they are an error.
+        config: a section that is not a mix.
+        row_errors: collects malformed rows; None raises an error instead.
 
     Raises:
         DataError: a file or rows that cannot be used (named), no pair left, or no way to hold pairs out.
         ModelError: no end-of-sequence token, or chat messages without a template.
     """
-    faults = faults or Faults()
+    row_errors = row_errors or RowErrors()
     form, report = PreferenceFormat(config, tokenizer), LoadReport(config.location)
     blocks = [Pairs(sequences_of([]), sequences_of([]))]
     groups: list[str] = []
-    for rows in section_rows(config, faults):
-        rows, values = faults.values(rows, form.read)
-        if faults.hopeless or not len(rows):
+    for rows in section_rows(config, row_errors):
+        rows, values = row_errors.values(rows, form.read)
+        if row_errors.fatal or not len(rows):
             continue
         pairs, prompt_lengths = form.encode(values)
         kept = _keep(report, rows, pairs, prompt_lengths, config.max_tokens)
         blocks.append(pairs.select(kept))
         groups += [values[i].group for i in kept]
-    faults.finish(report, "Give pairs whose sides differ, and raise max_tokens if they are too long")
+    row_errors.finish(report, "Give pairs whose sides differ, and raise max_tokens if they are too long")
     pairs, held = Pairs.concat(blocks), held_out_rows(groups, config.held_out, config.location)
     report.held_out = int(held.sum())
     return pairs.select(np.flatnonzero(~held)), pairs.select(np.flatnonzero(held)), report
@@ -78,7 +77,7 @@ class Side:
     text: str
     finished: bool
     templated: bool
-    """Whether the chat template wrote what stands around it, the end of the turn included."""
+    """Whether the chat template added the text around it, the end of the turn included."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,12 @@ class PairText:
 
     @property
     def group(self) -> str:
-        """What pairs must share to stay together when some are held out."""
+        """Text that pairs share which are held out together."""
         return self.prompt.text or self.chosen.text
 
 
 class PreferenceFormat:
-    """What the columns of one data set mean."""
+    """How the columns of one data set are read."""
 
     def __init__(self, config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._tokenizer, self._ends = config, tokenizer, TurnEnds(tokenizer)
@@ -114,7 +113,8 @@ class PreferenceFormat:
         values = {column: rows.value(i, column) for column in (config.chosen, config.rejected)}
         chats = {c: checked_messages(v, place, c) for c, v in values.items() if isinstance(v, list)}
         if chats and len(chats) < len(values):
-            raise DataError(f"{place}: {config.chosen!r} and {config.rejected!r} must both be texts, or both messages")
+            raise DataError(f"{place}: {config.chosen!r} and {config.rejected!r} must both be texts, or both "
+                            "messages; change one")
         prompt = self._prompt_of_conversations(chats, place) if self._are_whole(chats) else self._prompts.read(rows, i)
         if chats and prompt.messages is None:
             prompt = self._prompts.chat([{"role": "user", "content": prompt.text}], place)
@@ -142,7 +142,7 @@ class PreferenceFormat:
 
     @staticmethod
     def _are_whole(chats: dict[str, Messages]) -> bool:
-        """Whether the sides are conversations with the prompt in them."""
+        """Whether the sides are conversations that include the prompt."""
         return any(messages[0]["role"] != ASSISTANT for messages in chats.values())
 
     def _prompt_of_conversations(self, chats: dict[str, Messages], place: str) -> PromptText:
@@ -156,7 +156,7 @@ class PreferenceFormat:
 
     def _side(self, rows: Rows, i: int, column: str, flag: str, prompt: PromptText,
               chats: dict[str, Messages]) -> Side:
-        """One side; only a row that says how its response ended may have an empty one."""
+        """One side; it may be empty only if the row has a column for how its response ended."""
         finished, may_be_empty = rows.flag(i, flag, default=True), rows.records[i].get(flag) is not None
         if column not in chats:
             text = checked_text(rows.value(i, column), rows.place(i), column, may_be_empty=may_be_empty)

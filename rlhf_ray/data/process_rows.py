@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from rlhf_ray.config.data import ProcessRowsConfig, StepsConfig
 from rlhf_ray.data.chat import PromptFormat, PromptText
 from rlhf_ray.data.encoding import encode_prompts, flat_tokens
-from rlhf_ray.data.faults import Faults
 from rlhf_ray.data.held_out import held_out_rows
-from rlhf_ray.data.reading import section_values
-from rlhf_ray.data.report import LoadReport
+from rlhf_ray.data.load_report import LoadReport, RowErrors
+from rlhf_ray.data.row_readers import section_values
 from rlhf_ray.data.rows import Rows, checked_text
 from rlhf_ray.data.step_format import StepTokens
 from rlhf_ray.errors import DataError
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE = -100
-"""Label of steps without one, and of all tokens that are no placeholder (as in `algorithms.losses`)."""
+"""Label of steps without one, and of all tokens that are not placeholders (as in `algorithms.losses`)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class StepText:
 
 
 def load_process_rows(
-    config: ProcessRowsConfig, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase, faults: Faults | None = None
+    config: ProcessRowsConfig, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase,
+    row_errors: RowErrors | None = None,
 ) -> tuple[StepRows, StepRows, LoadReport]:
     """(training rows, held-out rows, report of what was left out: long rows, rows without a label, steps that the
     separator would split) of one data set.
@@ -59,16 +59,16 @@ def load_process_rows(
     Labels are soft as soon as one of the data set lies strictly between 0 and 1, else hard.
 
     Args:
-        config: a section that is no mix.
-        faults: takes malformed rows; when None they are an error.
+        config: a section that is not a mix.
+        row_errors: collects malformed rows; None raises an error instead.
 
     Raises:
         DataError: a file or rows that cannot be used (named), no row left, or no way to hold rows out.
-        ModelError: the placeholder, good or bad text is no single token; chat messages without a template.
+        ModelError: the placeholder, good or bad text is not a single token; chat messages without a template.
     """
-    tokens, faults = StepTokens.of(steps, tokenizer), faults or Faults()
-    rows, values = section_values(config, faults, StepFormat(config, steps, tokenizer).read)
-    faults.check()
+    tokens, row_errors = StepTokens.of(steps, tokenizer), row_errors or RowErrors()
+    rows, values = section_values(config, row_errors, StepFormat(config, steps, tokenizer).read)
+    row_errors.check()
     prompts = encode_prompts(tokenizer, [value.prompt for value in values])
     solutions, labels = [value.solution for value in values], [value.labels for value in values]
     report = LoadReport(config.location)
@@ -78,14 +78,14 @@ def load_process_rows(
         f"a step contains the separator {steps.separator!r}": np.array([
             any(steps.separator in step for step in solution) for solution in solutions], dtype=bool),
         f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens})
-    faults.finish(report, "Label the steps, choose another steps.separator, or raise max_tokens")
+    row_errors.finish(report, "Label the steps, choose another steps.separator, or raise max_tokens")
     held = held_out_rows([values[i].prompt.text for i in kept], config.held_out, config.location)
     report.held_out = int(held.sum())
     return table.select(kept[~held]), table.select(kept[held]), report
 
 
 class StepFormat:
-    """What the columns of one data set mean."""
+    """How the columns of one data set are read."""
 
     def __init__(self, config: ProcessRowsConfig, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config, self._steps = config, steps

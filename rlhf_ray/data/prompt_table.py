@@ -1,4 +1,4 @@
-"""Tokenised prompts on disk, read through a memory map: a million of them take no more memory than a chunk does.
+"""Tokenised prompts on disk, read through a memory map: a million prompts take no more memory than a chunk.
 
 The table is an Arrow file without a name: written once to a temporary file that is unlinked at once, so that it is gone
 with the process that holds it, however that ends. What was read is given back to the page cache after each answer.
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.data.encoding import flat_tokens
 from rlhf_ray.data.held_out import group_digest, held_out_digests
+from rlhf_ray.data.load_report import LoadReport
 from rlhf_ray.data.prompts import stream_prompts
-from rlhf_ray.data.report import LoadReport
 from rlhf_ray.errors import DataError
 from rlhf_ray.records import Prompts, offsets_of
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PromptTable:
-    """Rows by number, as many at a time as are asked for."""
+    """Rows by number, read on demand."""
 
     def __init__(self, file: BinaryIO) -> None:
         """
@@ -45,7 +45,7 @@ class PromptTable:
         self._blocks = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
         counts = [self._blocks.get_batch(i).num_rows for i in range(self._blocks.num_record_batches)]
         self._starts = offsets_of(counts)
-        self._let_go()
+        self._release_pages()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -62,7 +62,7 @@ class PromptTable:
             DataError: no such row.
         """
         found = [self._row(number) for number in numbers]
-        self._let_go()
+        self._release_pages()
         tokens = [row["tokens"] for row in found]
         chats = [None if row["messages"] is None else json.loads(row["messages"]) for row in found]
         return Prompts(
@@ -70,8 +70,8 @@ class PromptTable:
             texts=[row["text"] for row in found], metadata=[json.loads(row["metadata"]) for row in found],
             rows=np.array(numbers, dtype=np.int64), messages=chats if any(chats) else None)
 
-    def _let_go(self) -> None:
-        """Take the pages that were read out of the process; they stay in the page cache while there is room."""
+    def _release_pages(self) -> None:
+        """Remove the pages that were read from the process; they stay in the page cache while memory is free."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def _row(self, number: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class PromptTable:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Some rows of a table under numbers of their own: those to train on, or those held out."""
+    """A subset of a table's rows with their own numbers: the training rows, or the held-out ones."""
 
     table: PromptTable
     index: NDArray[np.int64] | None
@@ -116,7 +116,7 @@ class OpenPrompts:
     training: PromptRows
     held_out: PromptRows
     reports: list[LoadReport]
-    """What was left out, for each data set."""
+    """Report of each data set."""
 
 
 def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
@@ -140,7 +140,7 @@ def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise DataError(f"{config.title}: the table of tokenised prompts does not fit on the disk of "
-                            f"{directory or tempfile.gettempdir()}; free some space there") from error
+                            f"{directory or tempfile.gettempdir()}; free some space on it") from error
         table = PromptTable(file)
     training, held_out = _split(table, [report.kept for report in reports], np.frombuffer(digests, np.uint64), config)
     for report, count in zip(reports, held_out.sizes, strict=True):
@@ -150,7 +150,7 @@ def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
 
 def _blocks(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, reports: list[LoadReport],
             digests: array[int]) -> Iterator[Prompts]:
-    """The blocks of all data sets; `digests` takes those of the prompts, if some are going to be held out."""
+    """The blocks of all data sets; `digests` receives those of the prompts, if some will be held out."""
     for part, report in zip(config.parts(), reports, strict=True):
         for block in stream_prompts(part, tokenizer, report):
             if config.held_out:

@@ -1,6 +1,6 @@
-"""Rows as they stood in their source, and what their columns hold; whatever is wrong is named by file and line.
+"""Rows of a data set with their file and line numbers, and checked access to their columns.
 
-Where rows come from is `data.reading`'s; what the columns mean is left to the callers.
+`row_readers` reads them; the callers know what the columns mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhf_ray.errors import DataError
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as they stood in their source, with the place of each for messages."""
+    """Rows of one source, with the place of each for messages."""
 
     source: str
     """File path or Hub name."""
@@ -24,7 +24,7 @@ class Rows:
     lines: list[int]
     """[N] line in the file (JSON lines, CSV) or row number (parquet, Hub), from 1."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Column -> what names it, for messages: "prompts.column"."""
+    """Column -> the configuration field that names it, for messages: "prompts.column"."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -34,7 +34,7 @@ class Rows:
         return Rows(self.source, [self.records[i] for i in numbers], [self.lines[i] for i in numbers], self.fields)
 
     def place(self, i: int) -> str:
-        """Where row i stands, for a message."""
+        """Source and line of row i, for a message."""
         return f"{self.source}, line {self.lines[i]}"
 
     def value(self, i: int, column: str) -> Any:
@@ -45,7 +45,7 @@ class Rows:
         """
         record = self.records[i]
         if column not in record:
-            fix = f"Name the right one by {self.fields[column]}" if column in self.fields else "Name the right one"
+            fix = f"Set {self.fields[column]}" if column in self.fields else "Name the right one"
             raise DataError(f"{self.place(i)}: no column {column!r}; the row has {sorted(record)}. {fix}, or add it")
         return record[column]
 
@@ -87,12 +87,12 @@ class Rows:
         return number
 
     def others(self, i: int, column: str) -> dict[str, Any]:
-        """The columns of row i but for one."""
+        """The columns of row i except one."""
         return {name: value for name, value in self.records[i].items() if name != column}
 
 
 def checked_text(value: Any, place: str, column: str, *, may_be_empty: bool = False) -> str:
-    """`value`, if it is a text that can be used.
+    """`value`, if it is a usable text.
 
     Raises:
         DataError: it is not; names the place, the column and what is wrong.

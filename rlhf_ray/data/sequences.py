@@ -20,8 +20,8 @@ class Sequences(Ragged):
 
     tokens: NDArray[np.int32] = per_token()
     loss_mask: NDArray[np.bool_] = per_token()
-    """True on tokens that carry loss: all but prompt tokens. A row's first token has nothing before it to be predicted
-    from; it is the learner that passes over it."""
+    """True on tokens that carry loss: all but prompt tokens. Nothing precedes a row's first token to predict it from;
+    the learner skips it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Pairs:
     chosen: Sequences
     rejected: Sequences
     margins: NDArray[np.float32] | None = None
-    """[N] how far apart the scores should be, at least 0; None where the data does not say."""
+    """[N] how far apart the scores should be, at least 0; None where the data has none."""
 
     def __post_init__(self) -> None:
         if len(self.chosen) != len(self.rejected):
@@ -58,7 +58,7 @@ class Pairs:
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
-        """All pairs in order; those of parts without margins count as 0, which asks for none."""
+        """All pairs in order; missing margins count as 0."""
         parts = list(parts)
         margins = None
         if any(part.margins is not None for part in parts):

@@ -1,1 +1,1 @@
-"""Writing that lasts and cannot hold up a run: every flush, and the threads in which a run's files are written."""
+"""Writing files durably without blocking a run: fsync, atomic writes, and the threads that write a run's files."""

@@ -21,59 +21,59 @@ from typing import Any, TypeVar
 
 from rlhf_ray.errors import DiskStalled
 from rlhf_ray.failpoints import hanging
-from rlhf_ray.files.durable import Progress, work_for
+from rlhf_ray.files.fsync import Progress, work_for
 
 T = TypeVar("T")
 LOOK_S = 0.5
 """Longest pause between two checks of a thread's progress."""
-STOOD_STILL_S = 5.0
-"""Where no look was possible for longer, this process stood still itself, and its thread with it."""
+SUSPENDED_S = 5.0
+"""If the checks were interrupted for longer, this process was suspended, and its threads with it."""
 HURRY_S = 5.0
-"""Deadline of a disk without progress once the run is to end at once."""
+"""Deadline of a disk without progress once the run shall end at once."""
 
 
 class ProgressDeadline:
-    """Ends a wait for something that makes no progress; slow progress is waited for."""
+    """A deadline that restarts with every sign of progress."""
 
     def __init__(self, timeout_s: float, now: Callable[[], float]) -> None:
         self.timeout_s, self._now = timeout_s, now
         self._seen: Any = None
         self._since = now()
 
-    def stood_still(self, seconds: float) -> None:
-        """Nothing could move meanwhile: the time does not count."""
+    def exclude(self, seconds: float) -> None:
+        """Do not count this time: the process was suspended."""
         self._since += seconds
 
-    def look(self, moved: Any, doing: str) -> None:
-        """Compare with the last look.
+    def check(self, moved: Any, doing: str) -> None:
+        """Compare with the last check.
 
         Args:
-            moved: anything that changes with progress.
-            doing: what is under way, in words.
+            moved: any value that changes with progress.
+            doing: the operation under way, for the message.
 
         Raises:
             DiskStalled: nothing has changed for `timeout_s`.
         """
         if moved != self._seen:
             self._seen, self._since = moved, self._now()
-        elif (still_s := self._now() - self._since) >= self.timeout_s:
+        elif (idle_s := self._now() - self._since) >= self.timeout_s:
             raise DiskStalled(f"the disk of the run hangs: {doing or 'its next file operation'} has made no progress "
-                              f"for {still_s:.0f} s (cluster.disk_timeout_s={self.timeout_s:g} allows more time). "
-                              "Check the disk; --resume goes on from the last checkpoint")
+                              f"for {idle_s:.0f} s (cluster.disk_timeout_s={self.timeout_s:g} allows more time). "
+                              "Check the disk; --resume continues from the last checkpoint")
 
 
 class FileThread:
-    """Does one job after another, in the order in which they were given.
+    """Runs jobs one after another, in the order of their submission.
 
-    After the deadline has passed once, whatever waits fails, and so does every job given later: what is on disk then
-    is what was on disk before, in order.
+    After the deadline has passed once, all waiting jobs fail, and so does every later one: nothing is written after a
+    gap.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
         """
         Args:
             name: of the thread, for debuggers.
-            timeout_s: longest time without any progress.
+            timeout_s: longest time without progress.
         """
         self.timeout_s = timeout_s
         self.progress = Progress()
@@ -102,11 +102,11 @@ class FileThread:
     @property
     def moved(self) -> tuple[int, int]:
         """Changes with progress: operations that began or ended, and bytes that the thread has read or written (where
-        the system counts them), so that a large file on a slow disk is seen to grow."""
+        the system counts them), so that a large file on a slow disk counts as progress."""
         return self.progress.moved, _bytes_of(self._thread)
 
     def submit(self, job: Callable[..., T], *args: Any) -> Future[T]:
-        """Have a job done after those before it; nothing here waits for it."""
+        """Queue a job; returns at once."""
         future: Future[T] = Future()
         if self.stalled is not None:
             future.set_exception(self.stalled)
@@ -119,17 +119,17 @@ class FileThread:
         return future
 
     async def run(self, job: Callable[..., T], *args: Any) -> T:
-        """Have a job done, and wait for it.
+        """Queue a job, and wait for it.
 
         Raises:
-            DiskStalled: the thread made no progress for `timeout_s`. What the job raises is raised as it is.
+            DiskStalled: the thread made no progress for `timeout_s`. Errors of the job are raised unchanged.
         """
         return await self.wait(self.submit(job, *args))
 
     async def wait(self, future: Future[T]) -> T:
-        """Wait for a job that was given; errors as in `run`. Who is cancelled meanwhile leaves the job where it is."""
+        """Wait for a queued job; errors as in `run`. Cancelling the wait does not cancel the job."""
         mine = asyncio.wrap_future(future)
-        mine.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be there to hear it
+        mine.add_done_callback(lambda over: over.cancelled() or over.exception())  # marks the exception as retrieved
         loop = asyncio.get_running_loop()
         deadline = self._deadline(loop.time)
         while not mine.done():
@@ -140,7 +140,7 @@ class FileThread:
         return mine.result()
 
     def do(self, job: Callable[..., T], *args: Any) -> T:
-        """`run` for where there is no event loop."""
+        """`run` without an event loop."""
         future, deadline = self.submit(job, *args), self._deadline(time.monotonic)
         while True:
             began = time.monotonic()
@@ -152,16 +152,15 @@ class FileThread:
                 self._look(deadline, time.monotonic() - began)
 
     def hurry(self) -> None:
-        """The run is to end at once: a disk that shows no progress is given up within seconds."""
+        """The run shall end at once: shorten the deadline to seconds."""
         self.timeout_s = min(self.timeout_s, HURRY_S)
 
     def interrupt(self) -> None:
-        """Have the job under way leave off (`Interrupted`) where it next could be seen to move; a job that waits will
-        be done."""
+        """Interrupt the job under way (`Interrupted`) at its next sign of progress; waiting jobs will run."""
         self.progress.interrupted = self.busy
 
     def close(self) -> None:
-        """Let the thread end after its last job; nothing waits for that."""
+        """Let the thread end after its last job, without waiting for it."""
         if self._thread is not None:
             self._jobs.put(None)
 
@@ -173,23 +172,23 @@ class FileThread:
         return ProgressDeadline(self.timeout_s, now)
 
     def _look(self, deadline: ProgressDeadline, waited_s: float) -> None:
-        deadline.timeout_s = self.timeout_s  # a hurry may have come
-        if waited_s > STOOD_STILL_S:
-            deadline.stood_still(waited_s)
+        deadline.timeout_s = self.timeout_s  # `hurry` may have been called
+        if waited_s > SUSPENDED_S:
+            deadline.exclude(waited_s)
         try:
-            deadline.look(self.moved, self.progress.doing)
+            deadline.check(self.moved, self.progress.doing)
         except DiskStalled as error:
             self.stalled = self.stalled or error
             for future in list(self._open):
-                with suppress(InvalidStateError):  # it came to its end this moment
+                with suppress(InvalidStateError):  # it has just ended
                     future.set_exception(error)
                 self._open.discard(future)
 
     def _work(self) -> None:
         work_for(self.progress)
-        while (found := self._jobs.get()) is not None:
-            future, job = found
-            if self.stalled is not None:  # the disk is back, too late: what comes after a gap is not written
+        while (entry := self._jobs.get()) is not None:
+            future, job = entry
+            if self.stalled is not None:  # the disk is back too late: nothing is written after a gap
                 continue
             self.progress.moved += 1
             self.progress.interrupted = False
@@ -200,18 +199,18 @@ class FileThread:
             else:
                 self._end(future.set_result, outcome)
             self.progress.moved += 1
-            self._open.discard(future)  # after whoever waits was told: until then the thread is at work
-            del future, job, found
+            self._open.discard(future)  # after its waiters were notified: until then the thread counts as busy
+            del future, job, entry
 
     @staticmethod
     def _end(settle: Callable[[Any], None], outcome: Any) -> None:
-        with suppress(InvalidStateError):  # given up by those who waited
+        with suppress(InvalidStateError):  # already failed by the deadline
             settle(outcome)
 
 
 class RunFiles:
-    """The two threads that write what a driver writes: small files in the order of events, and checkpoints beside them
-    (to hash and flush one takes minutes, in which steps go on)."""
+    """The two threads that write a driver's files: small files in the order of events, and checkpoints (hashing and
+    flushing one takes minutes, during which training continues)."""
 
     def __init__(self, timeout_s: float = 600.0) -> None:
         self.records = FileThread("records", timeout_s)
@@ -219,18 +218,19 @@ class RunFiles:
         self.checkpoints = FileThread("checkpoints", timeout_s)
 
     def hurry(self) -> None:
-        """The run is to end at once; see `FileThread.hurry`."""
+        """The run shall end at once; see `FileThread.hurry`."""
         self.records.hurry()
         self.checkpoints.hurry()
 
     def close(self) -> None:
-        """No job will follow."""
+        """Let both threads end after their last jobs."""
         self.records.close()
         self.checkpoints.close()
 
 
 def _bytes_of(thread: threading.Thread | None) -> int:
-    """Bytes that a thread of this process has read and written, files of all kinds together; 0 where nobody counts."""
+    """Bytes that a thread of this process has read and written, files of all kinds together; 0 where the system does
+    not count them."""
     try:
         lines = Path(f"/proc/self/task/{thread.native_id if thread else 0}/io").read_text().split()
     except OSError:
@@ -242,7 +242,7 @@ _threads: weakref.WeakSet[FileThread] = weakref.WeakSet()
 
 
 def at_work() -> bool:
-    """Whether any file thread of this process has work that will come to its end by itself: for clocks of tests, which
+    """Whether any file thread of this process has work that will end without help: for virtual clocks of tests, which
     must not run ahead of real threads."""
     held = hanging()
     return any(thread.busy and thread.stalled is None and thread.ident not in held for thread in list(_threads))

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from rlhf_ray.files.durable import fsync_descriptor, fsync_path, operation
+from rlhf_ray.files.fsync import fsync_descriptor, fsync_path, operation
 
 
 class Owner(Protocol):

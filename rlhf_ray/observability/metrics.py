@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
-from rlhf_ray.files.durable import fsync_descriptor
+from rlhf_ray.files.fsync import fsync_descriptor
 from rlhf_ray.files.writing import json_lines, write_atomically
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.run_directory import RunDirectory

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import ConfigError, SupersededError
-from rlhf_ray.files.durable import fsync_descriptor, moved
+from rlhf_ray.files.fsync import fsync_descriptor, moved
 from rlhf_ray.observability.owner_record import (
     FOLDER,
     GONE,

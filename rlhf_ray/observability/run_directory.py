@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.files.durable import fsync_descriptor
+from rlhf_ray.files.fsync import fsync_descriptor
 from rlhf_ray.files.thread import RunFiles
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.owner_record import FOLDER, ProcessIdentity, Term

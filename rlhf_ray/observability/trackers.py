@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import yaml
 
 from rlhf_ray.errors import ConfigError, first_line
-from rlhf_ray.files.durable import moved
+from rlhf_ray.files.fsync import moved
 from rlhf_ray.observability.run_directory import RunDirectory
 
 MLFLOW_RUN = "mlflow_run.txt"

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlhf_ray.errors import LedgerError
-from rlhf_ray.files.durable import flushing
+from rlhf_ray.files.fsync import flushing
 from rlhf_ray.files.thread import FileThread
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import SampleKey

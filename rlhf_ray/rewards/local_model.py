@@ -2,22 +2,95 @@
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import ModelReward
 from rlhf_ray.data.batching import micro_batches
 from rlhf_ray.data.tokenizer import tokenizer_digest
+from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.rewards.answers import finite_scores
-from rlhf_ray.rewards.local_source import LocalSource
-from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
-from rlhf_ray.rewards.transcript import encode_request
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, sample_names
+from rlhf_ray.rewards.request_encoding import encode_request
 
 if TYPE_CHECKING:
     from rlhf_ray.models.classifier import Classifier, EncodedRow
+
+
+Config = TypeVar("Config", bound=ModelConfig)
+PROBED = 1024
+"""Tokens of the longest row of a comparison with transformers where nothing says how long rows get."""
+
+
+class LocalSource(ABC, Generic[Config]):
+    """Loads and asks its model in a thread, so that the event loop goes on meanwhile."""
+
+    KIND: ClassVar[str]
+    """What the model is, for messages: "reward model"."""
+
+    def __init__(self, name: str, config: Config, policy: ModelConfig, micro_batch_tokens: int,
+                 longest: int = PROBED) -> None:
+        """
+        Args:
+            name: the component's name in `rewards`.
+            policy: whose tokenizer made the requests' token ids.
+            micro_batch_tokens: most tokens of one forward pass; a longer row goes alone.
+            longest: most tokens of the policy's rows.
+        """
+        self._config, self._policy, self._budget, self._rows = config, policy, micro_batch_tokens, longest
+        self._who = f"the {self.KIND} {config.path!r} (rewards.{name})"
+        self._field = f"rewards.{name}"
+        self._busy = asyncio.Lock()
+
+    async def start(self) -> Mapping[str, float]:
+        """Load the model; what `ParityProbe.check` gives. Raises ModelError when there is none, it is not of this kind,
+        or another one on packed rows."""
+        return await asyncio.to_thread(self._load)
+
+    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        """Judge every response.
+
+        Raises:
+            RewardError: the model gives something not finite, or a row is over its context; names the samples.
+        """
+        async with self._busy:
+            return await asyncio.to_thread(self._score, requests)
+
+    async def stop(self) -> None:
+        """Nothing to let go of: the model ends with the process."""
+
+    @abstractmethod
+    def _load(self) -> Mapping[str, float]:
+        """Load model and tokenizers, and compare."""
+
+    @abstractmethod
+    def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
+        """Judge every response, alone in this process."""
+
+    def _check_context(self, requests: Sequence[RewardRequest], lengths: NDArray[np.int64], longest: int | None,
+                       counted: str = "tokens") -> None:
+        """Refuse rows of more tokens than the model's context, which is never cut to.
+
+        Args:
+            lengths: [N] tokens of the requests' rows.
+            longest: the context; None when the model does not say.
+            counted: what `lengths` counts, for the message.
+
+        Raises:
+            SampleError: naming the samples and the context.
+        """
+        over = np.flatnonzero(lengths > (longest or np.inf))
+        if len(over):
+            raise SampleError(
+                f"{len(over)} samples ({sample_names([requests[i].key for i in over])}) have up to {lengths.max()} "
+                f"{counted} by the tokenizer of {self._who}, over its context of {longest}: lower prompts.max_tokens "
+                "or generator.sampling.max_tokens, or use a model of longer context")
 
 
 class ModelSource(LocalSource[ModelReward]):

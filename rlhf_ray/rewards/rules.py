@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf_ray.config.rewards import VerifiableReward
 from rlhf_ray.errors import SampleError
-from rlhf_ray.rewards.killable import KillableFunction
+from rlhf_ray.rewards.function_source import KillableFunction
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 
 

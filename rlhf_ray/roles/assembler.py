@@ -26,7 +26,7 @@ from rlhf_ray.records import (
     Scores,
     TokenScores,
 )
-from rlhf_ray.rewards.requests import finished, rollout_texts
+from rlhf_ray.rewards.protocol import finished, rollout_texts
 from rlhf_ray.roles.evaluation_metrics import bigram_codes, pass_rates, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import MicroBatch, split_scores
 
@@ -195,7 +195,7 @@ class Assembler:
     def _gold(self, responses: Sequence[str]) -> np.ndarray | None:
         if self.logging.judge is None:
             return None
-        from rlhf_ray.data.judge import judge_scores
+        from rlhf_ray.data.sentiment import judge_scores
 
         return judge_scores(list(responses))
 

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_ray.checkpoint.disk import is_disk_full
+from rlhf_ray.checkpoint.disk_space import is_disk_full
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.files.durable import fsync_path, operation
+from rlhf_ray.files.fsync import fsync_path, operation
 from rlhf_ray.files.thread import FileThread
 
 Writers = Mapping[str, Callable[[Path], object]]

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf_ray.checkpoint.adapter import export_adapter
-from rlhf_ray.checkpoint.export import export_model
+from rlhf_ray.checkpoint.export import export_adapter, export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.rng import rng_state, set_rng_state
-from rlhf_ray.checkpoint.tensors import load_tensors
+from rlhf_ray.checkpoint.state import load_tensors
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan

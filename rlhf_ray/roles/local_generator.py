@@ -22,8 +22,7 @@ from rlhf_ray.data.encoding import flat_tokens
 from rlhf_ray.errors import DataError
 from rlhf_ray.models.loading import load_tokenizer, pretrained_config
 from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
-from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.rewards.requests import requests_of
+from rlhf_ray.rewards.protocol import RewardRequest, requests_of
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.prompt_input import PromptInput, encode_prompt_inputs
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.judge import judge_scores
+from rlhf_ray.data.sentiment import judge_scores
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Rollout
-from rlhf_ray.rewards.requests import finished, rollout_texts
+from rlhf_ray.rewards.protocol import finished, rollout_texts
 
 
 class PairRanker:

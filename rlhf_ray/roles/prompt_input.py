@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.data.chat import Messages, PromptFormat, PromptText, checked_messages
 from rlhf_ray.data.encoding import encode_prompts
-from rlhf_ray.data.reading import read_rows
+from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.rows import checked_text
 from rlhf_ray.errors import DataError
 

@@ -14,7 +14,7 @@ from rlhf_ray.models.classifier import Classifier, EncodedRow
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.rewards.transcript import encode_request
+from rlhf_ray.rewards.request_encoding import encode_request
 from rlhf_ray.serving.schema import Sample
 
 NOTHING = np.empty(0, dtype=np.int32)

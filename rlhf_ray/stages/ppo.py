@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.pulse import Pulse
 from rlhf_ray.cluster.session import Session, write_timeline
 from rlhf_ray.config.load import resolve

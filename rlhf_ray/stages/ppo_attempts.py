@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.checkpoint.directory import Checkpoint, CheckpointStore
+from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.rebuilding import Rebuilding

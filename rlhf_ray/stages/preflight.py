@@ -6,15 +6,15 @@ from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.state import load_state
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.data import DataSection, StepsConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import check_geometry
-from rlhf_ray.data.formats import check_rows, check_some_are_left
-from rlhf_ray.data.reading import READERS
+from rlhf_ray.data.inspection import check_rows, check_some_are_left
+from rlhf_ray.data.row_readers import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer, local_configuration

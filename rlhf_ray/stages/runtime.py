@@ -9,9 +9,9 @@ from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, 
 from functools import partial
 from typing import Any, TypeVar
 
-from rlhf_ray.checkpoint.atomic import clear_leftovers
-from rlhf_ray.checkpoint.directory import Checkpoint, CheckpointStore
-from rlhf_ray.checkpoint.uploader import Uploader, bring_back
+from rlhf_ray.checkpoint.atomic_directory import clear_leftovers
+from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
+from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session
@@ -195,7 +195,7 @@ def fetch_uploaded(config: StageConfig, directory: RunDirectory) -> None:
         ConfigError: the location cannot be used.
     """
     if config.run.upload:
-        bring_back(config.run.upload, directory.path, logging.getLogger(__name__).warning, directory.term)
+        fetch_newest(config.run.upload, directory.path, logging.getLogger(__name__).warning, directory.term)
 
 
 def newest_checkpoint(store: CheckpointStore, resume: bool, directory: RunDirectory) -> Checkpoint | None:

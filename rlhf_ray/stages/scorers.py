@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RewardConfig
 from rlhf_ray.config.sources import read_yaml
-from rlhf_ray.data.judge import judge_scores
+from rlhf_ray.data.sentiment import judge_scores
 from rlhf_ray.data.step_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError

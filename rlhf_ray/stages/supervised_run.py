@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state import check_complete, load_state, save_state
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTConfig

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.data import StepsConfig

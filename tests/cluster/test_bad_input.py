@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cli.main import main
 from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.conftest import SMALL

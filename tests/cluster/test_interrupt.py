@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.observability.metrics import read_metrics
 from tests.cluster.outside import gauge
 

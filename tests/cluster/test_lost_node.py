@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from chaos.nodes import HEALTH
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.processes import ELSEWHERE_S

@@ -11,7 +11,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
-from rlhf_ray.rewards.requests import requests_of
+from rlhf_ray.rewards.protocol import requests_of
 from rlhf_ray.roles.generator import Generator
 from tests.cluster.generators import gap, load_model, publish
 from tests.real_models import PADDED, make_real_model, stop_ids

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.checkpoint.atomic import files_under
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.atomic_directory import files_under
 from rlhf_ray.checkpoint.manifest import verify_manifest
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError
@@ -37,7 +37,7 @@ def resumed(finished, configure, tmp_path_factory):
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    log = logging.getLogger("rlhf_ray.checkpoint.directory")
+    log = logging.getLogger("rlhf_ray.checkpoint.store")
     log.addHandler(handler)
     try:
         ppo.run(load(PPOConfig, configure(directory), []), resume=True)
@@ -61,7 +61,7 @@ def measured(directory):
 @pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(resumed):
     _, warnings = resumed
-    assert any("passing over a damaged checkpoint" in w and "step_4" in w and "rank_1" in w for w in warnings)
+    assert any("skipping a damaged checkpoint" in w and "step_4" in w and "rank_1" in w for w in warnings)
 
 
 @pytest.mark.slow

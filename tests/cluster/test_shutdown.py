@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from tests.cluster.conftest import SMALL
 from tests.cluster.outside import wait_for
 from tests.cluster.processes import abandoned, shared_memory

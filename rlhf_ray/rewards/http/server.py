@@ -13,8 +13,8 @@ from email.utils import parsedate_to_datetime
 import httpx
 from pydantic import SecretStr
 
-from rlhf_ray.rewards.http.addresses import ForbiddenAddressError, resolve
-from rlhf_ray.rewards.http.breaker import Breaker
+from rlhf_ray.rewards.http.allowed_addresses import ForbiddenAddressError, resolve
+from rlhf_ray.rewards.http.circuit_breaker import Breaker
 
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0

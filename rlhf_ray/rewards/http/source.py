@@ -1,6 +1,7 @@
 """Rewards from a service over HTTP: batches, tries, and an error where others would make up a score."""
 
 import asyncio
+import os
 import random
 import ssl
 from collections import Counter
@@ -9,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import SecretStr
 
 from rlhf_ray.config.rewards import HTTPReward
 from rlhf_ray.errors import ConfigError, RewardError, SampleError
-from rlhf_ray.rewards.http.balance import Balancer
 from rlhf_ray.rewards.http.health import Health, ask_health, one_model
+from rlhf_ray.rewards.http.load_balancer import Balancer
 from rlhf_ray.rewards.http.server import Access, FailedTry, Server
-from rlhf_ray.rewards.http.token import read_token
 from rlhf_ray.rewards.http.wire import AnswerError, idempotency_key, question, scores_of
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 
@@ -192,3 +193,28 @@ def _certificates(name: str, config: HTTPReward) -> ssl.SSLContext:
             raise ConfigError(f"rewards.{name}.ca_file={config.ca_file!r} holds no certificates (PEM): "
                               f"{error.reason or error}") from None
     return context
+
+
+def read_token(name: str, config: HTTPReward) -> SecretStr | None:
+    """The token from the file or environment variable that the configuration names; None when it names neither.
+
+    Raises:
+        ConfigError: there is nothing there, or it cannot stand in a header.
+    """
+    if config.token_file is not None:
+        where = f"rewards.{name}.token_file={config.token_file!r}"
+        try:
+            token = Path(config.token_file).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+            raise ConfigError(f"{where} cannot be read: {reason}") from None
+    elif config.token_variable is not None:
+        where = f"rewards.{name}.token_variable={config.token_variable!r}"
+        token = os.environ.get(config.token_variable, "").strip()
+    else:
+        return None
+    if not token:
+        raise ConfigError(f"{where} holds no token; put it there (on every node where reward scorers run)")
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"{where} holds more than a token: one word of printable ASCII is needed")
+    return SecretStr(token)

@@ -4,7 +4,7 @@ import pytest
 
 from chaos.checkpoint_damage import damage
 from chaos.faults import Fault
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from tests.checkpoints import new_checkpoint
 
 

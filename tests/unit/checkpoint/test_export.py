@@ -153,7 +153,7 @@ def test_a_directory_with_something_else_is_not_replaced(tmp_path):
     model, tokenizer = tiny(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
-    with pytest.raises(CheckpointError, match="something else than an exported model"):
+    with pytest.raises(CheckpointError, match="is not an exported model"):
         export_model(model, cloned(model), tokenizer, tmp_path / "mine", card())
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     with pytest.raises(CheckpointError, match="not a plain directory"):

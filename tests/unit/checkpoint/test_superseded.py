@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.checkpoint import atomic
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint import atomic_directory
 from rlhf_ray.checkpoint.export import replacing_export
 from rlhf_ray.checkpoint.remote import RemoteDirectory
-from rlhf_ray.checkpoint.uploader import Uploader, bring_back
+from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
 from rlhf_ray.errors import SupersededError
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.ownership import Ownership
@@ -81,17 +81,17 @@ def test_a_commit_that_stood_still_at_its_rename_does_not_take_place(tmp_path, m
     a.save(2)
     if at != "before the rename":
         a.save(4)  # to be replaced
-    tmp, rename, drivers = a.begin(4), atomic.os.rename, []
+    tmp, rename, drivers = a.begin(4), atomic_directory.os.rename, []
 
     def stopped(source, target):
         if at == "before the rename" or Path(source) == tmp:
-            monkeypatch.setattr(atomic.os, "rename", rename)
+            monkeypatch.setattr(atomic_directory.os, "rename", rename)
             drivers.append(Driver(tmp_path, "b"))
             for step in steps_of_b:
                 drivers[0].save(step)
         rename(source, target)
 
-    monkeypatch.setattr(atomic.os, "rename", stopped)
+    monkeypatch.setattr(atomic_directory.os, "rename", stopped)
     with pytest.raises(SupersededError):
         a.store.commit(tmp, 4)
     (b,) = drivers
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_the_successor_that_was_moved_aside_goes_back(tmp_path, 
 
     monkeypatch.setattr(Term, "check", stopped)
     with pytest.raises(SupersededError):
-        atomic.replace_directory(tmp, a.store.path(4), a.term)
+        atomic_directory.replace_directory(tmp, a.store.path(4), a.term)
     assert found(tmp_path) == {"step_2": "a", "step_4": "b"}
 
 
@@ -203,6 +203,6 @@ def test_what_was_fetched_from_elsewhere_is_followed_whatever_its_term(tmp_path)
     term = take_over(here, "e")
     store = CheckpointStore(here / "checkpoints", 9, term=term)
     store.clean()
-    assert bring_back(f"file://{tmp_path}/copies", here, lambda _: None, term) == 8
+    assert fetch_newest(f"file://{tmp_path}/copies", here, lambda _: None, term) == 8
     Ownership(term).go_on_from(store.latest().step)
     assert store.latest().step == 8 and store.latest().manifest.term == 1

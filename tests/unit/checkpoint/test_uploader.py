@@ -8,9 +8,9 @@ import fsspec
 import pytest
 
 from rlhf_ray.checkpoint import uploader as module
-from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.remote import RemoteDirectory
-from rlhf_ray.checkpoint.uploader import Uploader, bring_back
+from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
 from rlhf_ray.errors import CheckpointError, ConfigError, UploadError
 from tests.checkpoints import new_checkpoint
 
@@ -84,11 +84,11 @@ def test_a_run_comes_back_on_another_machine_byte_for_byte(run, url, quick, tmp_
     uploader.start(resume=False)
     uploader.finish()
     other = tmp_path / "elsewhere"
-    assert bring_back(url, other, lambda _: None) == 4
+    assert fetch_newest(url, other, lambda _: None) == 4
     found = CheckpointStore(other / "checkpoints", 1).latest()
     assert found.step == 4 and (found.path / "policy/rank_0.bin").read_bytes() == b"\x04" * 100_000
     assert (other / "metrics.jsonl").read_text() == "{}\n" and not (other / "ledger.sqlite").exists()
-    assert bring_back(url, other, lambda _: None) is None, "what is here already is not copied again"
+    assert fetch_newest(url, other, lambda _: None) is None, "what is here already is not copied again"
 
 
 @pytest.mark.parametrize("lost", ["policy/rank_0.bin", "manifest.json"])
@@ -107,10 +107,10 @@ def test_a_fetch_that_is_interrupted_leaves_no_checkpoint_and_is_made_again(run,
 
     monkeypatch.setattr(RemoteDirectory, "get", away)
     with pytest.raises(CheckpointError, match=r"fetched from run.upload=.*the network is away.*pass --resume again"):
-        bring_back(url, other, lambda _: None)
+        fetch_newest(url, other, lambda _: None)
     assert list((other / "checkpoints").iterdir()) == []
     monkeypatch.undo()
-    assert bring_back(url, other, lambda _: None) == 4
+    assert fetch_newest(url, other, lambda _: None) == 4
     assert CheckpointStore(other / "checkpoints", 1).latest().step == 4
 
 
@@ -121,7 +121,7 @@ def test_bytes_that_change_on_the_way_make_no_checkpoint(run, url, quick, monkey
 
     monkeypatch.setattr(RemoteDirectory, "put", damaging)
     save(run, 1)
-    with pytest.raises(CheckpointError, match="policy/rank_0.bin did not arrive as sent"):
+    with pytest.raises(CheckpointError, match="policy/rank_0.bin differ from the local files"):
         RemoteDirectory(url).put_checkpoint(run / "checkpoints/step_1")
     assert RemoteDirectory(url).steps() == []
 
@@ -152,7 +152,7 @@ def test_a_run_whose_last_files_are_not_there_says_what_is(run, url, quick, monk
     wait_until(lambda: uploader.step == 1)
     monkeypatch.setattr(RemoteDirectory, "put", lambda *_: (_ for _ in ()).throw(OSError("gone")))
     save(run, 2)
-    with pytest.raises(UploadError, match=r"OSError: gone.*there is the checkpoint of step 1.*whole here") as caught:
+    with pytest.raises(UploadError, match=r"OSError: gone.*it has the checkpoint of step 1.*run is complete") as caught:
         uploader.finish()
     assert caught.value.exit_code == 74
 
@@ -178,7 +178,7 @@ def test_an_upload_that_hangs_does_not_hold_the_end_up_for_ever(run, url, quick,
     uploader = Uploader(url, run, silence_s=0.2, warn=lambda _: None)
     uploader.start(resume=False)
     try:
-        with pytest.raises(UploadError, match=r"nothing went over for 0.2 s"):
+        with pytest.raises(UploadError, match=r"no progress for 0.2 s"):
             uploader.finish()  # while the upload still hangs: one that is over is no error
     finally:
         hangs.set()
@@ -194,8 +194,8 @@ def test_another_run_is_never_written_over(run, url, quick, tmp_path):
 
 
 @pytest.mark.parametrize(("url", "said"), [
-    ("s3://key:secret@bucket/run", "holds a password"),
-    ("nowhere://x", "cannot be used: .*Name a place such as s3://"),
+    ("s3://key:secret@bucket/run", "contains a password"),
+    ("nowhere://x", "cannot be used: .*Give a URL such as s3://"),
     ("file:///proc/nowhere/run", "cannot be written"),
 ])
 def test_a_place_that_cannot_work_is_refused_before_the_run(url, said, tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
-from rlhf_ray.checkpoint.uploader import Uploader, bring_back
+from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
 from rlhf_ray.errors import ConfigError, UploadError
 from tests.unit.checkpoint.test_uploader import quick, run, save, wait_until
 
@@ -41,7 +41,7 @@ def test_a_run_goes_to_a_bucket_and_comes_back(run, bucket, quick, tmp_path):
         wait_until(lambda: uploader.step == step)  # noqa: B023
     uploader.finish()
     assert uploader.remote.steps() == [3, 2]
-    assert bring_back(url, tmp_path / "elsewhere", lambda _: None) == 3
+    assert fetch_newest(url, tmp_path / "elsewhere", lambda _: None) == 3
     found = CheckpointStore(tmp_path / "elsewhere/checkpoints", 1).latest()
     assert found.step == 3 and (found.path / "policy/rank_0.bin").read_bytes() == b"\x03" * 100_000
 

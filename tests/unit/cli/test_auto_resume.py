@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cli import auto_resume
 from rlhf_ray.cli.auto_resume import Child, Outage, run_and_resume
 from rlhf_ray.config.run import ClusterConfig

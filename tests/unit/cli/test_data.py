@@ -77,7 +77,7 @@ def test_fields_may_be_written_as_a_stage_writes_them(tmp_path, model):
     error, _ = inspect(tmp_path, model, [row], "--prompt=question")
     assert "steps.placeholder: is required" in str(error) and "or with --steps.placeholder=..." in str(error)
     error, output = inspect(tmp_path, model, [{"prompt": "w2"}] * 3, "--kind=prompts", "--column=question")
-    assert output.count("no column 'question'") == 1 and "the right one by prompts.column," in output
+    assert output.count("no column 'question'") == 1 and "Set prompts.column," in output
 
 
 def test_nothing_to_use_ends_with_code_2_after_saying_why(tmp_path, model):
@@ -87,7 +87,7 @@ def test_nothing_to_use_ends_with_code_2_after_saying_why(tmp_path, model):
 
 
 @pytest.mark.parametrize(("row", "options", "said"), [
-    ({"a": "w2"}, [], r"columns \['a'\] tell no kind of data; say --kind"),
+    ({"a": "w2"}, [], r"columns \['a'\] match no kind of data; set --kind"),
     ({"prompt": "w2"}, ["--colum=a"], "colum: unknown key; did you mean column?"),
 ])
 def test_what_cannot_be_asked_is_an_error(tmp_path, model, row, options, said):

@@ -58,5 +58,5 @@ def test_an_audit_that_finds_something_lists_it_and_exits_with_1(command_line, r
 
 def test_a_directory_without_a_ledger_is_told_so(command_line, tmp_path):
     told = command_line("ledger", str(tmp_path))
-    assert told.code == 1 and "there is no ledger" in told.err and "only a PPO run" in told.err
+    assert told.code == 1 and "no such ledger" in told.err and "A PPO run writes one" in told.err
     assert command_line("ledger", str(tmp_path / "none")).code == 2

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.training_loop import CheckpointConfig
 from rlhf_ray.coordinator.best import BestKeeper, BestSoFar
 from rlhf_ray.errors import ConfigError

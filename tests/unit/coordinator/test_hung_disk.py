@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.coordinator import live_status
 from rlhf_ray.coordinator.recovery import Recovery

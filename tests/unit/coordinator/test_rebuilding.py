@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.errors import WorkerError, WorkerLost

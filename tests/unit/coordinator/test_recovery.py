@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from rlhf_ray.algorithms.kl import FixedKL
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.state import RunState
 from rlhf_ray.data.cursor import PromptCursor

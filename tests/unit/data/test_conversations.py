@@ -85,13 +85,13 @@ def test_a_conversation_may_begin_with_the_assistant(chat, write_jsonl):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_line(chat, write_jsonl):
     path = write_jsonl({"messages": TALK[:2]}, {"messages": TALK})
-    with pytest.raises(DataError, match=r"line 2: .*assistant's turn 4 is no piece.*Mark .* \{% generation %\}"):
+    with pytest.raises(DataError, match=r"line 2: .*assistant's turn 4 is not a part.*Mark .* \{% generation %\}"):
         conversation(chat(FORGETFUL), path)
     assert conversation(chat(FORGETFUL), write_jsonl({"messages": TALK[:2]}))[1] == ["We saw<|eos|>"]
 
 
 @pytest.mark.parametrize(("messages", "said"), [
-    (TALK[:1], r"line 1: .* has no message of the role 'assistant' to learn from; its roles are \['user'\]"),
+    (TALK[:1], r"line 1: .* has no message with the role 'assistant' to train on; its roles are \['user'\]"),
     ("Hi", "must be a list of chat messages"), ([], "not an empty list"),
 ])
 def test_rows_without_a_turn_to_learn_are_named(chat, write_jsonl, messages, said):

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
-from rlhf_ray.data.report import LeftOut
+from rlhf_ray.data.load_report import LeftOut
 from rlhf_ray.data.reviews import ReviewFiles
 from rlhf_ray.errors import DataError, ModelError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_ray.data.interleaving import Interleaving
+from rlhf_ray.data.cursor import Interleaving
 
 
 def turns(weights: list[float], n: int) -> list[int]:

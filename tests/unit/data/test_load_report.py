@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rlhf_ray.data.report import REMEMBERED_LINES, LeftOut, LoadReport
+from rlhf_ray.data.load_report import REMEMBERED_LINES, LeftOut, LoadReport
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import DataError
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ray.config.data import PreferencesConfig
+from rlhf_ray.data.load_report import LeftOut
 from rlhf_ray.data.preferences import held_out_rows, load_preferences
-from rlhf_ray.data.report import LeftOut
 from rlhf_ray.data.sequences import Pairs
 from rlhf_ray.errors import DataError
 

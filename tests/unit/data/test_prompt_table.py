@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.data.prompt_table import PromptTable, open_prompts, write_blocks
-from rlhf_ray.data.reading import BLOCK
+from rlhf_ray.data.row_readers import BLOCK
 from rlhf_ray.errors import DataError
 from rlhf_ray.records import Prompts, offsets_of
 

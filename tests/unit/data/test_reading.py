@@ -7,17 +7,17 @@ import pytest
 
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
-from rlhf_ray.data.faults import MOST, Faults
+from rlhf_ray.data.load_report import MOST, RowErrors
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import open_prompts
-from rlhf_ray.data.reading import BLOCK, read_rows, stream_rows
+from rlhf_ray.data.row_readers import BLOCK, read_rows, stream_rows
 from rlhf_ray.errors import DataError
 
 
 def test_blocks_are_bounded_and_a_limit_reads_no_further(write_jsonl):
     path = write_jsonl(*({"n": n} for n in range(2 * BLOCK + 1)))
-    assert [len(block) for block in stream_rows(path, Faults())] == [BLOCK, BLOCK, 1]
-    assert [len(block) for block in stream_rows(path, Faults(), limit=BLOCK + 2)] == [BLOCK, 2]
+    assert [len(block) for block in stream_rows(path, RowErrors())] == [BLOCK, BLOCK, 1]
+    assert [len(block) for block in stream_rows(path, RowErrors(), limit=BLOCK + 2)] == [BLOCK, 2]
 
 
 def test_a_pattern_reads_files_by_name_and_names_each_in_messages(tmp_path: Path, write_jsonl, tokenizer):
@@ -31,7 +31,7 @@ def test_a_pattern_reads_files_by_name_and_names_each_in_messages(tmp_path: Path
     write_jsonl({"prompt": 5}, name="c.jsonl")
     with pytest.raises(DataError, match="c.jsonl, line 1: column 'prompt' must be a text"):
         open_prompts(PromptsConfig(path=pattern), tokenizer)
-    with pytest.raises(DataError, match="no file fits the pattern"):
+    with pytest.raises(DataError, match="no file matches the pattern"):
         read_rows(str(tmp_path / "*.csv"))
 
 
@@ -76,13 +76,13 @@ def test_reading_stops_after_many_faults(write_jsonl, tokenizer):
     said = str(raised.value).splitlines()
     assert said[0] == f"{MOST} rows cannot be used; reading stopped there:"
     lines = ", ".join(map(str, range(1, MOST + 1)))
-    assert said[1:] == [f"  {path}, lines {lines}: no column 'prompt'; the row has ['text']. Name the right one by "
-                        "prompts.column, or add it"]
+    assert said[1:] == [f"  {path}, lines {lines}: no column 'prompt'; the row has ['text']. Set prompts.column, or "
+                        "add it"]
 
 
 def test_a_lenient_reader_counts_on_and_keeps_the_good_rows(write_jsonl):
-    faults = Faults(lenient=True)
-    rows = list(stream_rows(bad_prompts(write_jsonl), faults))
-    good, values = faults.values(rows[0], lambda rows, i: rows.text(i, "prompt"))
-    assert (values, good.lines, faults.count) == (["We saw", "I read"], [1, 4], 4)
-    faults.check()
+    row_errors = RowErrors(lenient=True)
+    rows = list(stream_rows(bad_prompts(write_jsonl), row_errors))
+    good, values = row_errors.values(rows[0], lambda rows, i: rows.text(i, "prompt"))
+    assert (values, good.lines, row_errors.count) == (["We saw", "I read"], [1, 4], 4)
+    row_errors.check()

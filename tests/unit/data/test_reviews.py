@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_ray.data.judge import judge_scores
 from rlhf_ray.data.reviews import ReviewFiles, make_openings, make_reviews, write_review, write_reviews
+from rlhf_ray.data.sentiment import judge_scores
 from rlhf_ray.errors import DataError
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ray.data.reading import read_rows
+from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import DataError
 
@@ -58,7 +58,7 @@ def test_a_missing_file_is_named_with_the_fix(tmp_path: Path):
 
 
 def test_a_directory_and_an_unknown_format_are_errors(tmp_path: Path):
-    with pytest.raises(DataError, match="is a directory"):
+    with pytest.raises(DataError, match="not written by `datasets`"):
         read_rows(str(tmp_path))
     (tmp_path / "rows.txt").write_text("x")
     with pytest.raises(DataError, match=r"unknown format '.txt'"):

@@ -11,7 +11,7 @@ from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray import failpoints
 from rlhf_ray.errors import DiskStalled
 from rlhf_ray.failpoints import VARIABLE
-from rlhf_ray.files.durable import fsync_path, moved, operation
+from rlhf_ray.files.fsync import fsync_path, moved, operation
 from rlhf_ray.files.thread import FileThread
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ray.errors import RewardError
-from rlhf_ray.rewards.composition import WeightedSum
 from rlhf_ray.rewards.protocol import RewardAnswer, sample_names
+from rlhf_ray.rewards.sources import WeightedSum
 
 
 class Says:

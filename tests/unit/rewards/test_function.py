@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.errors import RewardError
-from rlhf_ray.rewards import killable
-from rlhf_ray.rewards.function import FunctionSource
+from rlhf_ray.rewards import function_source
+from rlhf_ray.rewards.function_source import FunctionSource
 
 TEXTS = ["one", "two words", "three words here"]
 
@@ -172,7 +172,7 @@ def test_a_function_that_blocks_is_killed_at_its_deadline(source, requests, bloc
 
 
 def test_an_import_that_blocks_is_killed_at_its_deadline(source, monkeypatch):
-    monkeypatch.setattr(killable, "IMPORT_S", 1.0)
+    monkeypatch.setattr(function_source, "IMPORT_S", 1.0)
     with pytest.raises(RewardError, match=r"mine\.py:score' \(rewards\.mine\) gave no answer within 1 s when it was "):
         asyncio.run(source("import time; time.sleep(600)").start())
 
@@ -247,7 +247,7 @@ def test_a_cancelled_call_leaves_no_answer_for_the_next(source, requests, ask):
 def test_the_process_dies_with_the_one_that_started_it(source, tmp_path):
     one = source("import time\ndef score(responses):\n    while True: pass")
     script = (
-        "import asyncio, sys\nfrom rlhf_ray.rewards.killable import KillableFunction\n"
+        "import asyncio, sys\nfrom rlhf_ray.rewards.function_source import KillableFunction\n"
         f"f = KillableFunction('f', {one._function._function!r}, ['responses'], 60)\n"
         "async def live():\n    await f.start()\n    print(f.pid, flush=True)\n"
         "    await f.call({'responses': ['x']}, ['x'])\nasyncio.run(live())"

@@ -9,9 +9,9 @@ import pytest
 from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.errors import RewardError, SampleError, UnscoredSamples
 from rlhf_ray.records import SampleKey
-from rlhf_ray.rewards.composition import WeightedSum
-from rlhf_ray.rewards.function import FunctionSource
-from rlhf_ray.rewards.isolation import score_or_blame
+from rlhf_ray.rewards.failed_samples import score_or_blame
+from rlhf_ray.rewards.function_source import FunctionSource
+from rlhf_ray.rewards.sources import WeightedSum
 from tests.unit.rewards.http.conftest import requests_of, source_of
 from tests.unit.rewards.http.fault_server import BEHAVIOURS, faulty
 

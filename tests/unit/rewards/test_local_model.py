@@ -15,7 +15,7 @@ from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.errors import RewardError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.rewards.local_model import ModelSource
-from rlhf_ray.rewards.transcript import encode_request
+from rlhf_ray.rewards.request_encoding import encode_request
 from tests.models import make_tiny_llama, make_tiny_reward_model
 
 TEMPLATE = ("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"

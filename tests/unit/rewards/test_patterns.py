@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from rlhf_ray.config.rewards import JSONSchemaReward, RegexReward
 from rlhf_ray.errors import ConfigError, RewardError
-from rlhf_ray.rewards.patterns import json_schema_source, regex_source
+from rlhf_ray.rewards.regex_and_json_schema import json_schema_source, regex_source
 
 
 def told(source, requests):

@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 
 from rlhf_ray.config.rewards import ExactMatchReward, NumberReward
 from rlhf_ray.errors import RewardError
-from rlhf_ray.rewards.exact_match import exact_match, exact_match_source, normalise
-from rlhf_ray.rewards.number import number_in, number_match, number_source
-from rlhf_ray.rewards.patterns import same_json
+from rlhf_ray.rewards.answer_matching import (
+    exact_match,
+    exact_match_source,
+    normalise,
+    number_in,
+    number_match,
+    number_source,
+)
+from rlhf_ray.rewards.regex_and_json_schema import same_json
 from rlhf_ray.rewards.rules import Verdict
 
 RIGHT, WRONG, UNREADABLE = Verdict.RIGHT, Verdict.WRONG, Verdict.UNREADABLE

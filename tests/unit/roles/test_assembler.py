@@ -253,7 +253,7 @@ def test_a_judge_hears_every_response(assemble, monkeypatch):
         heard.extend(texts)
         return column([0.25, -0.5])
 
-    monkeypatch.setattr("rlhf_ray.data.judge.judge_scores", judge)
+    monkeypatch.setattr("rlhf_ray.data.sentiment.judge_scores", judge)
     _, summary = assemble(keep_texts=1, judge="vader")
     assert heard == ["w3 w4", "w7 w8 w9 w7"]
     assert summary.gold.tolist() == [0.25, -0.5]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.rewards.requests import finished, rollout_texts
+from rlhf_ray.rewards.protocol import finished, rollout_texts
 from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.pair_ranker import PairRanker
 from tests.unit.roles.conftest import rollout_of

@@ -13,7 +13,7 @@ from rlhf_ray.failpoints import VARIABLE
 PROGRAM = """
 import asyncio, sys
 from contextlib import nullcontext
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RLHFError

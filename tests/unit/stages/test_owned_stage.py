@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import ConfigError, SupersededError
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics

@@ -339,7 +339,7 @@ def test_a_missing_column_is_told_once_with_its_field(ppo_config, tmp_path, sect
     path = {"path": str(tmp_path / "q.jsonl"), "max_tokens": 32}
     with pytest.raises(DataError) as raised:
         ppo.preflight(ppo_config(**{section: path if section == "prompts" else {"prompts": path["path"]}}))
-    assert str(raised.value).count("no column 'prompt'") == 1 and f"the right one by {field}," in str(raised.value)
+    assert str(raised.value).count("no column 'prompt'") == 1 and f"Set {field}," in str(raised.value)
 
 
 def test_a_held_out_file_needs_the_answers_too(with_rewards, tmp_path):

@@ -71,7 +71,7 @@ def test_what_cannot_be_seen_from_here_is_named_and_left_to_the_job(tmp_path):
 
 def test_a_password_does_not_go_to_the_cluster(tmp_path):
     config = config_of(tmp_path, run={"dir": "/shared/runs/a", "upload": "s3://key:hidden@bucket/run"})
-    with pytest.raises(ConfigError, match="run.upload holds a password") as caught:
+    with pytest.raises(ConfigError, match="run.upload contains a password") as caught:
         check_before_submission("sft", config)
     assert "hidden" not in str(caught.value)
 

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability import run_directory

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rlhf_ray.checkpoint import uploader as module
-from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.remote import RemoteDirectory
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import RunInterrupted, UploadError
 from rlhf_ray.observability.run_directory import RunDirectory

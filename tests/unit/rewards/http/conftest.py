@@ -38,9 +38,9 @@ async def source_of(*urls: str, **settings: object) -> AsyncIterator[HTTPSource]
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
     """Tries follow each other quickly."""
-    from rlhf_ray.rewards.http import breaker, health, source
+    from rlhf_ray.rewards.http import circuit_breaker, health, source
 
     monkeypatch.setattr(source, "FIRST_DELAY_S", 0.005)
     monkeypatch.setattr(source, "LONGEST_DELAY_S", 0.05)
     monkeypatch.setattr(health, "DELAY_S", 0.01)
-    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(circuit_breaker, "FIRST_PAUSE_S", 0.1)

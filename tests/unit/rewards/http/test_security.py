@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rlhf_ray.config.load import save
 from rlhf_ray.config.rewards import HTTPReward
 from rlhf_ray.errors import ConfigError, RewardError
-from rlhf_ray.rewards.http.addresses import ForbiddenAddressError, refusal, resolve
+from rlhf_ray.rewards.http.allowed_addresses import ForbiddenAddressError, refusal, resolve
 from rlhf_ray.rewards.http.source import HTTPSource
 from tests.unit.rewards.http.conftest import requests_of, source_of
 from tests.unit.rewards.http.fault_server import faulty

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_ray.errors import RewardError
-from rlhf_ray.rewards.http.breaker import FAILURES, Breaker
+from rlhf_ray.rewards.http.circuit_breaker import FAILURES, Breaker
 from tests.unit.rewards.http import fault_server
 from tests.unit.rewards.http.conftest import requests_of, source_of
 from tests.unit.rewards.http.fault_server import faulty

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Collection
 from decimal import Context, Decimal
 from typing import Any
 
-from rlhf_ray.config.rewards import NumberReward
+from rlhf_ray.config.rewards import ExactMatchReward, NumberReward
 from rlhf_ray.rewards.rules import RuleSource, Verdict, after_marker
 
 # A sign only where it is no subtraction or range; 1,000 with groups of three; .5 without a leading zero; 3/4; 1.5e3.
@@ -71,3 +73,31 @@ def _value(match: re.Match[str]) -> Decimal | None:
     if match["sign"] == "-":
         number = _ARITHMETIC.minus(number)
     return number if number.is_finite() else None
+
+
+def exact_match_source(name: str, config: ExactMatchReward) -> RuleSource:
+    """The source of a section of `rewards`."""
+
+    def rule(response: str, answer: Any) -> Verdict:
+        return exact_match(response, str(answer), config.after, config.ignore)
+
+    return RuleSource(name, config, rule, config.answer)
+
+
+def exact_match(response: str, answer: str, after: str | None, ignore: Collection[str]) -> Verdict:
+    """Compare two texts; the answer may carry the marker too, as the answers of GSM8K do."""
+    given = after_marker(response, after)
+    if given is None:
+        return Verdict.UNREADABLE
+    wanted = after_marker(answer, after)
+    same = normalise(given, ignore) == normalise(answer if wanted is None else wanted, ignore)
+    return Verdict.RIGHT if same else Verdict.WRONG
+
+
+def normalise(text: str, ignore: Collection[str]) -> str:
+    """The text without the differences named in `ignore`: "case", "punctuation", "space" (runs of it, and around)."""
+    if "case" in ignore:
+        text = text.casefold()
+    if "punctuation" in ignore:
+        text = "".join(c for c in text if not unicodedata.category(c).startswith("P"))
+    return " ".join(text.split()) if "space" in ignore else text

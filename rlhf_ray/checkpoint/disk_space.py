@@ -1,4 +1,4 @@
-"""Space on disk: asked before writing, recognised when it ran out."""
+"""Free disk space: checks before writing, and recognition of errors of a full disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NEARLY_NOTHING = 1 << 16
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free for us on the file system of `path` or of its nearest existing parent."""
+    """Bytes free for this user on the file system of `path` or of its nearest existing parent."""
     place = next(p for p in (path, *path.absolute().parents) if p.exists())
     return shutil.disk_usage(place).free
 
@@ -21,8 +21,8 @@ def require_space(path: Path, needed: int, what: str, consequence: str) -> None:
     """Raise CheckpointError when fewer than `needed` bytes are free at `path`.
 
     Args:
-        what: what is going to be written.
-        consequence: what is still safe, in words.
+        what: what will be written, for the message.
+        consequence: what is still intact, for the message.
     """
     free = free_bytes(path)
     if free < needed:
@@ -33,10 +33,10 @@ def require_space(path: Path, needed: int, what: str, consequence: str) -> None:
 
 
 def is_disk_full(error: BaseException, path: Path) -> bool:
-    """Whether `error` came of a full disk (or quota) at `path`.
+    """Whether `error` was caused by a full disk (or quota) at `path`.
 
-    Writers do not agree on how they say it: Python raises OSError(ENOSPC), safetensors an error of its own with the
-    same words, torch.save a RuntimeError about a stream position. The last is believed if the disk is full right now.
+    Writers report it differently: Python raises OSError(ENOSPC), safetensors an error of its own with the same message,
+    torch.save a RuntimeError about a stream position. The last counts only if the disk is full right now.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
@@ -46,7 +46,7 @@ def is_disk_full(error: BaseException, path: Path) -> bool:
 
 
 def disk_full_error(path: Path, what: str, written: int, consequence: str) -> CheckpointError:
-    """The error to raise after the partial files were removed."""
+    """The error to raise after the partial files have been removed."""
     return CheckpointError(
         f"the disk of {path} ran full: {what} needs more than the {mib(written)} written, and {mib(free_bytes(path))} "
         f"are free now that these were removed; {consequence}. Free some space or lower checkpoint.keep"
@@ -54,5 +54,5 @@ def disk_full_error(path: Path, what: str, written: int, consequence: str) -> Ch
 
 
 def mib(count: int) -> str:
-    """Bytes as MiB, for people."""
+    """Bytes as text in MiB."""
     return f"{count / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all: flush everything to disk, then rename."""
+"""Directories that are replaced and removed atomically: flush everything to disk, then rename."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf_ray.files.durable import fsync_path, operation
+from rlhf_ray.files.fsync import fsync_path, operation
 from rlhf_ray.observability.owner_record import Term, renaming
 
 
 def files_under(directory: Path) -> Iterator[Path]:
-    """Everything in `directory` that is not a plain directory, sorted: files, and links whatever they point to."""
+    """Everything below `directory` that is not a plain directory, sorted: files, and links of any kind."""
     for folder, names, files in os.walk(directory, followlinks=False):
         names.sort()
         links = [name for name in names if os.path.islink(os.path.join(folder, name))]
@@ -22,26 +22,28 @@ def files_under(directory: Path) -> Iterator[Path]:
 
 
 def temporary_for(final: Path, term: Term | None = None) -> Path:
-    """The name under which a directory is written before it becomes `final`; in a run's directory it holds the term of
-    the owner."""
+    """The name of a directory while it is written, before it becomes `final`; in a run's directory it contains the
+    owner's term."""
     return _sibling(final, "tmp", term)
 
 
 def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
     """Give the flushed directory `new` the name `final`, on the same file system.
 
-    A name that is free is taken in one atomic rename. A directory that has it is moved aside first and removed after: a
-    crash in between leaves both whole under other names and `final` absent, which `clear_leftovers` sets right. The
-    term is checked again while it is aside: what a successor put there goes back, and nothing of it is removed.
+    A free name is taken in one atomic rename. An existing directory is moved aside first and removed afterwards: a
+    crash in between leaves both complete under other names and `final` absent, which `clear_leftovers` repairs. The
+    term is
+    checked again before the second rename: if it is over, the directory moved aside, which may be a successor's, goes
+    back.
 
     Raises:
         FileExistsError: `final` is not a plain directory.
-        SupersededError: the term is over; `final` is as the next owner has it.
+        SupersededError: the term is over; `final` is unchanged.
     """
     aside = None
     if os.path.lexists(final):
         if final.is_symlink() or not final.is_dir():
-            raise FileExistsError(f"{final} is not a plain directory; move it away")
+            raise FileExistsError(f"{final} is not a plain directory; move it elsewhere")
         aside = _sibling(final, "old", term)
         with renaming(term):
             os.rename(final, aside)
@@ -50,7 +52,7 @@ def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
             os.rename(new, final)
     except BaseException:
         if aside is not None:
-            with suppress(OSError):  # a successor has made another one meanwhile
+            with suppress(OSError):  # a successor has created another one meanwhile
                 os.rename(aside, final)
         raise
     fsync_path(final.parent)
@@ -59,26 +61,26 @@ def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
 
 
 def remove_directory(path: Path, term: Term | None = None) -> None:
-    """Remove a directory under another name, so that an interrupted removal does not look like a damaged directory.
+    """Rename a directory, then remove it, so that an interrupted removal does not look like a damaged directory.
 
     Raises:
         SupersededError: the term of the owner of the run's directory is over.
     """
-    remove_tree(_doomed(path, path, term))
+    remove_tree(_renamed_for_removal(path, path, term))
 
 
 def remove_tree(directory: Path, ignore_errors: bool = False) -> None:
-    """Remove a directory with all that is in it. Links are removed, not followed."""
+    """Remove a directory and its contents. Links are removed, not followed."""
     with operation("remove", directory):
         shutil.rmtree(directory, ignore_errors=ignore_errors)
 
 
 def clear_leftovers(parent: Path, name: str, term: Term | None = None) -> list[Path]:
-    """Remove what interrupted writes, replacements and removals left in `parent`; returns the removed paths.
+    """Remove leftovers of interrupted writes, replacements and removals from `parent`; returns the removed paths.
 
     Args:
         name: regular expression of the final names whose leftovers these are.
-        term: of the owner of the run's directory: what later terms are writing is left alone.
+        term: of the owner of the run's directory: directories that later terms are writing are kept.
 
     Raises:
         SupersededError: the term is over.
@@ -92,17 +94,18 @@ def clear_leftovers(parent: Path, name: str, term: Term | None = None) -> list[P
             continue
         final = parent / match[2]
         if match[1] == "old" and not os.path.lexists(final):
-            with renaming(term):  # interrupted between the two renames of a replacement: this is the last whole one
+            with renaming(term):  # interrupted between the two renames of a replacement: this is the last complete one
                 os.rename(path, final)
             continue
-        doomed = _doomed(path, final, term) if match[1] == "tmp" else path  # its writer may be about to rename it
-        remove_tree(doomed, ignore_errors=True)  # a worker that lives on may still be writing into it
+        # The writer of a temporary directory may be about to rename it.
+        doomed = _renamed_for_removal(path, final, term) if match[1] == "tmp" else path
+        remove_tree(doomed, ignore_errors=True)  # a worker that is still alive may write into it
         removed.append(path)
     return removed
 
 
-def _doomed(path: Path, final: Path, term: Term | None) -> Path:
-    """Take a directory its name away; returns the one it has until it is removed."""
+def _renamed_for_removal(path: Path, final: Path, term: Term | None) -> Path:
+    """Rename a directory that is to be removed; returns its new path."""
     doomed = _sibling(final, "del", term)
     shutil.rmtree(doomed, ignore_errors=True)
     with renaming(term):

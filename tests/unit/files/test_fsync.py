@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.export import replacing_export
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.failpoints import VARIABLE, hanging
-from rlhf_ray.files import durable
-from rlhf_ray.files.durable import Progress, fsync_path, progress, work_for
+from rlhf_ray.files import fsync
+from rlhf_ray.files.fsync import Progress, fsync_path, progress, work_for
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.replay.ledger import Ledger
@@ -76,7 +76,7 @@ def test_every_writer_can_be_made_to_hang_at_the_flush_of_its_file(tmp_path, mon
 
 
 def test_a_large_file_is_flushed_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr(durable, "RANGE", 4096)
+    monkeypatch.setattr(fsync, "RANGE", 4096)
     file = tmp_path / "large"
     file.write_bytes(os.urandom(10 * 4096))
     before = progress().moved

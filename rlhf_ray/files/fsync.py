@@ -1,5 +1,7 @@
-"""Flushing to disk, in one place: every writer of the package comes through here, so that a failpoint can stop each of
-them, and somebody else can see which operation on which file does not come to its end.
+"""Flushing to disk, with progress that other threads can watch.
+
+Every writer of the package calls these functions, so that a failpoint can stop each of them, and a deadline can name
+the operation and the file that hang.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 from rlhf_ray.failpoints import FSYNC, reached
 
 RANGE = 64 * 2**20
-"""Bytes of a large file that are flushed at a time: each is a sign that the disk moves."""
+"""Bytes of a large file that are flushed at a time; each piece counts as progress."""
 _WRITE_AND_WAIT = 1 | 2 | 4
 """Linux's SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER."""
 _UNKNOWN = (errno.ENOSYS, errno.ESPIPE, errno.EINVAL, errno.EOPNOTSUPP)
@@ -27,20 +29,20 @@ _local = threading.local()
 
 @dataclass
 class Progress:
-    """What a thread does with files, for others to look at."""
+    """File operations of a thread, for other threads to read."""
 
     moved: int = 0
     """Changes with every operation that begins or ends, and with every piece of a long one."""
     doing: str = ""
     """The operation under way and its file; empty between two."""
     interrupted: bool = False
-    """Whether the thread is to leave its job where it next could be seen to move."""
+    """Whether the thread shall abandon its job at the next sign of progress."""
 
     def move(self) -> None:
-        """Something came to its end.
+        """Count progress.
 
         Raises:
-            Interrupted: the job is to be left.
+            Interrupted: the job was interrupted.
         """
         self.moved += 1
         if self.interrupted:
@@ -49,11 +51,11 @@ class Progress:
 
 
 class Interrupted(Exception):
-    """A long job was left because nobody wants its result any more."""
+    """A long job was abandoned because its result is no longer needed."""
 
 
 def progress() -> Progress:
-    """The calling thread's."""
+    """Progress of the calling thread."""
     if not hasattr(_local, "progress"):
         _local.progress = Progress()
     own: Progress = _local.progress
@@ -61,18 +63,18 @@ def progress() -> Progress:
 
 
 def work_for(shared: Progress) -> None:
-    """What the calling thread does from now on counts as another one's work."""
+    """Count the calling thread's operations as progress of another thread."""
     _local.progress = shared
 
 
 def moved() -> None:
-    """A piece of a long operation is done."""
+    """Count a piece of a long operation as progress."""
     progress().move()
 
 
 @contextmanager
 def operation(what: str, path: Path | str) -> Iterator[None]:
-    """Name what the calling thread does meanwhile: "flush", "hash", and the file."""
+    """Record the operation of the calling thread in the block, such as "flush" or "hash", and its file."""
     own = progress()
     before = own.doing
     own.move()
@@ -85,14 +87,14 @@ def operation(what: str, path: Path | str) -> Iterator[None]:
 
 @contextmanager
 def flushing(path: Path | str) -> Iterator[None]:
-    """`operation` for what flushes a file by itself, as SQLite does at the end of a transaction."""
+    """`operation` around code that flushes a file itself, as SQLite does at the end of a transaction."""
     with operation("flush", path):
         reached(FSYNC, os.path.basename(path))
         yield
 
 
 def fsync_descriptor(descriptor: int, path: Path | str) -> None:
-    """Flush an open file to disk, a large one piece by piece. `path` is its name for whoever looks on."""
+    """Flush an open file to disk, a large one piece by piece. `path` is its name in `Progress`."""
     with flushing(path):
         size = os.fstat(descriptor).st_size
         for start in range(0, size, RANGE) if size > RANGE else ():
@@ -122,7 +124,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def _flush_range(descriptor: int, start: int) -> bool:
-    """Write a range of a file out, and wait for it; False where the system cannot do that."""
+    """Flush a range of a file, and wait for it; False if the system does not support that."""
     call = _sync_file_range()
     if call is None:
         return False

@@ -1,4 +1,5 @@
-"""The independent judge: VADER's rule-based sentiment (Hutto and Gilbert 2014). Nothing is ever trained on it alone."""
+"""Sentiment scores by VADER's rules (Hutto and Gilbert 2014), to evaluate the quickstart independently of its
+reward."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from rlhf_ray.checkpoint.directory import CheckpointStore
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, SCHEMA, NewerSchemaError, verify_manifest
+from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.errors import CheckpointError
 from tests.checkpoints import new_checkpoint
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written beside, renamed into place, verified when found, pruned when superseded."""
+"""The checkpoints of a run: written under a temporary name, renamed when complete, verified when read, pruned."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_ray.checkpoint.atomic import (
+from rlhf_ray.checkpoint.atomic_directory import (
     clear_leftovers,
     remove_directory,
     remove_tree,
     replace_directory,
     temporary_for,
 )
-from rlhf_ray.checkpoint.disk import disk_full_error, is_disk_full, require_space
+from rlhf_ray.checkpoint.disk_space import disk_full_error, is_disk_full, require_space
 from rlhf_ray.checkpoint.manifest import (
     MANIFEST_NAME,
     TERM,
@@ -28,14 +28,14 @@ from rlhf_ray.checkpoint.manifest import (
 )
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.failpoints import reached
-from rlhf_ray.files.durable import fsync_path, fsync_tree
+from rlhf_ray.files.fsync import fsync_path, fsync_tree
 from rlhf_ray.observability.owner_record import Term
 
 _STEP = re.compile(r"step_(\d+)")
 
 
 class Checkpoint(NamedTuple):
-    """One whose every byte was compared with its manifest."""
+    """A checkpoint whose every byte was compared with its manifest."""
 
     step: int
     path: Path
@@ -43,24 +43,24 @@ class Checkpoint(NamedTuple):
 
 
 class CheckpointStore:
-    """The directory `checkpoints/` of a run. It belongs to one driver at a time, the owner of the run's directory.
+    """The directory `checkpoints/` of a run. One driver writes it at a time, the owner of the run's directory.
 
-    A checkpoint is written in `.tmp-step_N-t<term>` (`begin`), and becomes `step_N` by one rename after every byte is
-    on disk and its manifest lists them all (`commit`). Whatever interrupts this leaves the previous checkpoint as it
-    was, and a leftover that `clean` removes. Older checkpoints go only after a newer one is in place. Workers may write
-    into the temporary directory themselves, as long as they have finished when `commit` is called.
+    A checkpoint is written in `.tmp-step_N-t<term>` (`begin`), and renamed to `step_N` after every byte is on disk and
+    listed in its manifest (`commit`). An interruption leaves the previous checkpoint unchanged, and a leftover that
+    `clean` removes. Older checkpoints are removed only after a newer one is complete. Workers may write into the
+    temporary directory themselves, provided that they have finished when `commit` is called.
 
     Methods that rename raise SupersededError once another driver owns the run's directory. The manifest records the
-    term of a checkpoint. One that a superseded driver committed all the same, because its file system showed it stale
-    state, does not belong to the run (`Record.disowns`): it is ignored, and `clean` removes it.
+    term of a checkpoint. A checkpoint that a superseded driver committed nevertheless, because its file system showed
+    it stale state, does not belong to the run (`Record.disowns`): it is ignored, and `clean` removes it.
     """
 
     def __init__(self, root: Path, keep: int, warn: Callable[[str], None] | None = None, term: Term | None = None):
-        """Keeps the `keep` newest.
-
+        """
         Args:
+            keep: how many of the newest checkpoints are kept.
             warn: receives a message about each damaged checkpoint; by default it is logged.
-            term: in which the caller owns the run's directory; who only looks has none.
+            term: in which the caller owns the run's directory; None for a caller that only reads.
         """
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep={keep}: keep at least one checkpoint")
@@ -72,17 +72,18 @@ class CheckpointStore:
         self._protected: frozenset[int] = frozenset()
 
     def protect(self, steps: Iterable[int]) -> None:
-        """Never prune the checkpoints of these steps, until told of others. They do not count among the newest."""
+        """Exempt the checkpoints of these steps, instead of earlier ones, from pruning. They are not counted in
+        `keep`."""
         self._protected = frozenset(steps)
 
     def begin(self, step: int, needed_bytes: int = 0) -> Path:
         """An empty directory to write the checkpoint of `step` into.
 
         Args:
-            needed_bytes: estimate of its size; checked against the free space now rather than minutes later.
+            needed_bytes: estimate of its size; compared with the free space before anything is written.
 
         Raises:
-            CheckpointError: not enough space, or the directory cannot be made.
+            CheckpointError: not enough space, or the directory cannot be created.
         """
         tmp = temporary_for(self.path(step), self._term)
         require_space(self.root, needed_bytes, f"checkpoint of step {step}", self._safe())
@@ -93,11 +94,11 @@ class CheckpointStore:
         return tmp
 
     def commit(self, tmp: Path, step: int, extra: Mapping[str, Any] | None = None) -> Path:
-        """Make what was written in `tmp` the checkpoint of `step`, then prune. Returns its final path.
+        """Make the contents of `tmp` the checkpoint of `step`, then prune. Returns its final path.
 
         Raises:
-            CheckpointError: the disk is full, or `tmp` holds something that is not a regular file; `tmp` is gone then.
-            SupersededError: another driver owns the run's directory now; nothing of its was touched.
+            CheckpointError: the disk is full, or `tmp` contains something other than regular files; `tmp` is removed.
+            SupersededError: another driver owns the run's directory now; its files are unchanged.
         """
         final = self.path(step)
         with self.whole_or_nothing(tmp, step):
@@ -112,39 +113,40 @@ class CheckpointStore:
         return final
 
     def newest_name(self) -> tuple[int, Path] | None:
-        """Step and path of what is named as the newest checkpoint, without a look at its bytes; None without any."""
+        """Step and path of the newest checkpoint by its name; its bytes are not verified. None without any."""
         return next(iter(self._steps()), None)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose every byte is as written; None without any.
+        """The newest intact checkpoint, verified byte by byte; None without any.
 
         Raises:
             NewerSchemaError: the newest was written by a later version of this package.
-            CheckpointError: there are checkpoints, and all of them are damaged. A run must not start afresh over them.
+            CheckpointError: all checkpoints are damaged. A run must not start anew over them.
         """
         problems = []
         for step, path in self._steps():
             try:
                 manifest = verify_manifest(path)
                 if manifest.step != step:
-                    raise CheckpointError(f"checkpoint {path} holds step {manifest.step}; it was renamed")
+                    raise CheckpointError(f"checkpoint {path} holds step {manifest.step}: it was renamed. Rename it "
+                                          "back")
                 return Checkpoint(step, path, manifest)
             except NewerSchemaError:
                 raise
             except CheckpointError as error:
                 self._damaged.add(step)
                 problems.append(str(error))
-                self._warn(f"passing over a damaged checkpoint: {error}")
+                self._warn(f"skipping a damaged checkpoint: {error}")
         if problems:
             raise CheckpointError(
-                f"none of the {len(problems)} checkpoints in {self.root} is intact, and starting afresh would hide "
+                f"none of the {len(problems)} checkpoints in {self.root} is intact, and a new start would hide "
                 f"that: {' | '.join(problems)}. Restore one, or move {self.root} away to start anew"
             )
         return None
 
     def clean(self) -> list[Path]:
-        """Remove what interrupted writes of this and earlier terms left behind, and checkpoints of superseded drivers;
-        returns the paths. Call when the run starts, before `latest`."""
+        """Remove leftovers of interrupted writes in this and earlier terms, and checkpoints of superseded drivers;
+        returns the removed paths. Call when the run starts, before `latest`."""
         if self._term is not None:
             self._term.check()
         removed = clear_leftovers(self.root, r"step_\d+", self._term)
@@ -165,18 +167,18 @@ class CheckpointStore:
         return [(step, path) for step, path in self._named() if path not in disowned]
 
     def _disowned(self, cleaning: bool = False) -> set[Path]:
-        """What looks like a checkpoint of the run, and is none: see the class, and `Record.disowns`."""
+        """Checkpoints that do not belong to the run: see the class, and `Record.disowns`."""
         record = self._term.record() if self._term else None
-        found = set()
+        disowned = set()
         for step, path in self._named() if record else ():
-            with suppress(CheckpointError):  # a damaged one is told of as such
-                made = read_manifest(path).term
-                if record and made is not None and record.disowns(made, step, cleaning):
-                    found.add(path)
-        return found
+            with suppress(CheckpointError):  # damaged checkpoints are reported by `latest`
+                term = read_manifest(path).term
+                if record and term is not None and record.disowns(term, step, cleaning):
+                    disowned.add(path)
+        return disowned
 
     def _named(self) -> list[tuple[int, Path]]:
-        """Directories named step_<number>, newest first. Links are not followed: what they point to is not ours."""
+        """Directories named step_<number>, newest first. Links are not followed: they lead out of the store."""
         found = []
         for path in self.root.iterdir() if self.root.is_dir() else ():
             match = _STEP.fullmatch(path.name)
@@ -185,8 +187,8 @@ class CheckpointStore:
         return sorted(found, reverse=True)
 
     def _prune(self) -> None:
-        """Delete checkpoints older than the `keep` newest, but for protected ones. Ones known to be damaged are not
-        counted among the newest."""
+        """Remove checkpoints older than the `keep` newest, except protected ones. Those known to be damaged are not
+        counted."""
         steps = self._steps()
         good = [step for step, path in steps if step not in self._damaged and (path / MANIFEST_NAME).is_file()]
         if len(good) <= self.keep:
@@ -197,22 +199,23 @@ class CheckpointStore:
                 remove_directory(path, self._term)
 
     def _safe(self) -> str:
-        """What to tell someone whose checkpoint failed about the one before."""
+        """The state of the previous checkpoint, for the message about one that failed."""
         newest = next((path for step, path in self._steps() if step not in self._damaged), None)
         return f"the previous checkpoint {newest} is intact" if newest else "no earlier checkpoint exists"
 
     @contextmanager
     def whole_or_nothing(self, tmp: Path, step: int) -> Iterator[None]:
-        """Remove `tmp` when the block fails, and say so plainly when the disk was full or another driver removed it."""
+        """Remove `tmp` when the block fails, and raise a clear error if the disk was full or another driver removed
+        it."""
         try:
             yield
         except BaseException as error:
-            if (reported := self.given_up(tmp, step, error)) is not error:
+            if (reported := self.discard(tmp, step, error)) is not error:
                 raise reported from error
             raise
 
-    def given_up(self, tmp: Path, step: int, error: BaseException) -> BaseException:
-        """Remove what was written of a checkpoint that failed with `error`; returns what to raise."""
+    def discard(self, tmp: Path, step: int, error: BaseException) -> BaseException:
+        """Remove a checkpoint that failed with `error`; returns the error to raise."""
         full = is_disk_full(error, self.root)
         written = sum(f.stat().st_size for f in tmp.rglob("*") if f.is_file() and not f.is_symlink())
         remove_tree(tmp, ignore_errors=True)

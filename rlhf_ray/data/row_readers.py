@@ -1,9 +1,9 @@
-"""Reading rows from files or a Hub data set, block by block, so that whatever is malformed is named by file and line.
+"""Readers of rows: JSON lines, CSV, parquet and Hugging Face data sets, block by block, with file and line of errors.
 
-Which library reads what: JSON lines and CSV are parsed here, because an error must name its line, which `datasets`
-(through pyarrow's readers) does not tell, and because it would give all rows one type per column. Parquet has types and
-no lines, and pyarrow streams it. Hub names, and directories written by `save_to_disk`, are `datasets`' own: it
-downloads, checks, caches and maps them into memory.
+JSON lines and CSV are parsed here, because an error must name its line, which `datasets` (through pyarrow's readers)
+does not report, and because it would give all rows one type per column. Parquet has types and no lines, and pyarrow
+streams it. `datasets` reads names on the Hub and directories written by `save_to_disk`: it downloads, checks, caches
+and maps them into memory.
 """
 
 from __future__ import annotations
@@ -19,63 +19,63 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_ray.config.data import DataSection
-from rlhf_ray.data.faults import Faults
+from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.rows import Rows, brief
 from rlhf_ray.errors import DataError
 
 T = TypeVar("T")
 Numbered = Iterator[tuple[int, dict[str, Any] | DataError]]
-"""(line number from 1, row or what is wrong with it)."""
+"""(line number from 1, row or the error in it)."""
 BLOCK = 1000
 """Rows that are read, tokenised and written together."""
 
 
 def read_rows(path: str, split: str = "train", limit: int | None = None, subset: str | None = None) -> Rows:
     """All rows, or the first `limit`, at once; see `stream_rows`."""
-    faults = Faults()
-    blocks = list(stream_rows(path, faults, split, limit, subset))
-    faults.check()
+    row_errors = RowErrors()
+    blocks = list(stream_rows(path, row_errors, split, limit, subset))
+    row_errors.check()
     return Rows(path, [r for block in blocks for r in block.records], [n for block in blocks for n in block.lines])
 
 
-def section_rows(config: DataSection, faults: Faults) -> Iterator[Rows]:
-    """The rows of a section that is no mix; see `stream_rows`."""
-    for rows in stream_rows(config.location, faults, config.split, config.limit, config.subset):
+def section_rows(config: DataSection, row_errors: RowErrors) -> Iterator[Rows]:
+    """The rows of a section that is not a mix; see `stream_rows`."""
+    for rows in stream_rows(config.location, row_errors, config.split, config.limit, config.subset):
         yield replace(rows, fields=config.column_fields)
 
 
-def section_values(config: DataSection, faults: Faults, read: Callable[[Rows, int], T]) -> tuple[Rows, list[T]]:
-    """All usable rows of a section that is no mix, and what `read` makes of each."""
-    blocks = [faults.values(rows, read) for rows in section_rows(config, faults)]
+def section_values(config: DataSection, row_errors: RowErrors, read: Callable[[Rows, int], T]) -> tuple[Rows, list[T]]:
+    """All well-formed rows of a section that is not a mix, and the value that `read` returns for each."""
+    blocks = [row_errors.values(rows, read) for rows in section_rows(config, row_errors)]
     rows = Rows(config.location, [r for block, _ in blocks for r in block.records],
                 [line for block, _ in blocks for line in block.lines])
     return rows, [value for _, values in blocks for value in values]
 
 
-def stream_rows(path: str, faults: Faults, split: str = "train", limit: int | None = None,
+def stream_rows(path: str, row_errors: RowErrors, split: str = "train", limit: int | None = None,
                 subset: str | None = None) -> Iterator[Rows]:
     """Blocks of rows, all or the first `limit`. No more than a block is in memory at a time.
 
     Args:
         path: a .jsonl/.json (JSON lines), .csv or .parquet file, a pattern of such files (in the order of their names),
             a directory of `datasets.save_to_disk`, or the name of a Hub data set.
-        faults: takes the malformed rows.
+        row_errors: collects malformed rows.
 
     Raises:
-        DataError: nothing there, not readable, or no rows at all.
+        DataError: the file is missing or unreadable, or has no rows.
     """
-    left, found = limit, 0
+    left, count = limit, 0
     for source, rows in _open(path, split, subset):
         rows = islice(rows, left)
         while block := list(islice(rows, BLOCK)):
-            found += len(block)
-            left = None if limit is None else limit - found
+            count += len(block)
+            left = None if limit is None else limit - count
             for line, row in block:
                 if isinstance(row, DataError):
-                    faults.add(row, source, line)
+                    row_errors.add(row, source, line)
             good = [(line, row) for line, row in block if isinstance(row, dict)]
             yield Rows(source, [row for _, row in good], [line for line, _ in good])
-    if not found:
+    if not count:
         raise DataError(f"{path}: no rows; give a file with at least one")
 
 
@@ -89,11 +89,11 @@ def _open(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Numb
     elif has_magic(path):
         names = sorted(name for name in glob(str(file), recursive=True) if Path(name).is_file())
         if not names:
-            raise DataError(f"no file fits the pattern {path} (looked from {Path.cwd()})")
+            raise DataError(f"no file matches the pattern {path} (in {Path.cwd()}); correct it")
         yield from ((name, _open_file(Path(name))) for name in names)
     elif file.suffix.lower() in READERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise DataError(f"no such file: {path} (looked from {Path.cwd()}); write it first (`rlhf-ray quickstart` makes "
-                        "a set of its own) or correct the path in the configuration")
+        raise DataError(f"no such file: {path} (in {Path.cwd()}); create it (`rlhf-ray quickstart` makes a data set of "
+                        "its own), or correct the path in the configuration")
     else:
         yield path, _read_hub(path, split, subset)
 
@@ -104,7 +104,7 @@ def _open_file(file: Path) -> Numbered:
     try:
         yield from READERS[file.suffix.lower()](file)
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise DataError(f"{file} cannot be read: {error.strerror or error}; check the file") from error
 
 
 def _read_json_lines(file: Path) -> Numbered:
@@ -141,7 +141,7 @@ def _read_csv(file: Path) -> Numbered:
                 yield reader.line_num, row if whole else DataError(
                     f"{file}, line {reader.line_num}: not as many fields as the header has ({reader.fieldnames}); "
                     "quote fields that hold commas")
-        except csv.Error as error:  # where the next row begins is anybody's guess
+        except csv.Error as error:  # where the next row begins is unknown
             yield reader.line_num, DataError(f"{file}, line {reader.line_num}: not valid CSV: {error}")
         except UnicodeDecodeError as error:
             yield reader.line_num, DataError(f"{file}, after line {reader.line_num}: not UTF-8 text ({error.reason}); "
@@ -165,19 +165,19 @@ READERS = {".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_
 
 
 def _read_saved(directory: Path, split: str) -> Numbered:
-    """A directory that `datasets` wrote: one split, or several by name."""
+    """A directory written by `datasets`: one split, or several by name."""
     from datasets import DatasetDict, load_from_disk
 
     if not any((directory / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        raise DataError(f"{directory} is a directory that `datasets` did not save; name one .jsonl, .csv or .parquet "
+        raise DataError(f"{directory} was not written by `datasets`; name one .jsonl, .csv or .parquet "
                         f"file, or several by a pattern such as {directory / '*.jsonl'}")
     try:
         saved = load_from_disk(str(directory))
-    except Exception as error:  # a damaged file shows as whatever pyarrow or json make of it
+    except Exception as error:  # a damaged file raises errors of pyarrow or json
         raise DataError(f"{directory}: not a readable data set: {type(error).__name__}: {error}") from error
     if isinstance(saved, DatasetDict):
         if split not in saved:
-            raise DataError(f"{directory} has no split {split!r}; it has {sorted(saved)}")
+            raise DataError(f"{directory} has no split {split!r}; it has {sorted(saved)}. Choose one of them")
         saved = saved[split]
     return enumerate(saved, start=1)
 

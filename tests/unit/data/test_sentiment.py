@@ -3,8 +3,8 @@ import sys
 
 import numpy as np
 
-from rlhf_ray.data import judge
-from rlhf_ray.data.judge import judge_scores
+from rlhf_ray.data import sentiment
+from rlhf_ray.data.sentiment import judge_scores
 
 
 def test_scores_are_vaders_compound():
@@ -20,11 +20,11 @@ def test_no_texts_give_no_scores():
 
 
 def test_the_lexicon_is_read_once():
-    assert judge._analyser() is judge._analyser()
+    assert sentiment._analyser() is sentiment._analyser()
 
 
-def test_importing_the_data_room_loads_nothing_heavy():
-    modules = ["judge", "reviews", "tokenizer", "rows", "prompts", "demonstrations", "preferences", "batching"]
+def test_importing_the_data_package_loads_nothing_heavy():
+    modules = ["sentiment", "reviews", "tokenizer", "rows", "prompts", "demonstrations", "preferences", "batching"]
     code = (f"import sys; from rlhf_ray.data import {', '.join(modules)}; "
             "print([m for m in ('transformers', 'datasets', 'tokenizers', 'torch', 'vaderSentiment', 'pyarrow') "
             "if m in sys.modules])")

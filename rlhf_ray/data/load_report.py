@@ -1,0 +1,184 @@
+"""Report of loading a data set: rows kept, rows left out by reason, and malformed rows with their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_ray.data.rows import Rows
+from rlhf_ray.errors import DataError, RLHFError
+
+NAMED_LINES = 5
+"""Line numbers in the text of a report, per reason."""
+REMEMBERED_LINES = 100
+"""Line numbers kept per reason; the others are counted, so that a report of millions of rows stays small."""
+
+
+@dataclass
+class LeftOut:
+    """Rows left out for one reason."""
+
+    count: int = 0
+    lines: list[int | str] = field(default_factory=list)
+    """Line numbers of the first of them, in file order; "file:line" where a data set has several files."""
+
+    def __str__(self) -> str:
+        return self.named(NAMED_LINES)
+
+    def named(self, most: int) -> str:
+        """Their first lines in words."""
+        named = ", ".join(map(str, self.lines[:most])) + (", ..." if self.count > most else "")
+        return f"line{'s' if self.count > 1 else ''} {named}"
+
+
+@dataclass
+class LoadReport:
+    """Rows read, rows kept, and the lines of rows left out by reason. Grows block by block while rows are read."""
+
+    source: str
+    rows: int = 0
+    kept: int = 0
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
+    """By reason, in the order in which reasons were first met. Reasons that left nothing out are absent."""
+    held_out: int = 0
+    """Of those kept, how many are not trained on."""
+
+    def __str__(self) -> str:
+        held_out = f", {self.held_out} of them held out" if self.held_out else ""
+        parts = [f"{self.source}: {self.kept} of {self.rows} rows used{held_out}"]
+        parts += [f"{left_out.count} left out: {reason} ({left_out})" for reason, left_out in self.left_out.items()]
+        return "; ".join(parts)
+
+    def keep(self, rows: Rows, reasons: dict[str, NDArray[np.bool_]]) -> NDArray[np.int64]:
+        """The numbers `[K]` of the rows of a block that are kept; a row left out counts for its first reason.
+
+        Args:
+            reasons: reason -> `[N]` True on the rows that it leaves out.
+        """
+        out = np.zeros(len(rows), dtype=bool)
+        for reason, wrong in reasons.items():
+            if (fresh := np.flatnonzero(wrong & ~out)).size:
+                left_out = self.left_out.setdefault(reason, LeftOut())
+                left_out.count += len(fresh)
+                left_out.lines += [self._line(rows, int(i)) for i in fresh[: REMEMBERED_LINES - len(left_out.lines)]]
+            out |= wrong
+        self.rows += len(rows)
+        self.kept += int((~out).sum())
+        return np.flatnonzero(~out)
+
+    def _line(self, rows: Rows, i: int) -> int | str:
+        return rows.lines[i] if rows.source == self.source else f"{Path(rows.source).name}:{rows.lines[i]}"
+
+    def require_rows(self, fix: str) -> None:
+        """Check that rows are left to train on.
+
+        Args:
+            fix: what to do when no row is left, for the message.
+
+        Raises:
+            DataError: no row is left.
+        """
+        if not self.kept:
+            raise DataError(f"no row is left. {self}. {fix}")
+
+
+T = TypeVar("T")
+MOST = 20
+"""Malformed rows after which reading stops: a misspelt column makes every row of a file malformed."""
+
+
+class RowErrors:
+    """Malformed rows of one data set, collected while the others are read, to be reported together.
+
+    Args:
+        lenient: count them all and continue, to show a data set. Training does not continue: a malformed row is an
+            error in the data, unlike one that is too long.
+    """
+
+    def __init__(self, lenient: bool = False) -> None:
+        self.lenient = lenient
+        self.count = 0
+        self._sources: list[str] = []
+        self._errors: list[tuple[int, int, RLHFError]] = []
+
+    @property
+    def first(self) -> list[RLHFError]:
+        """The errors of the first malformed rows, at most MOST, in the order of their files and lines."""
+        return [error for *_, error in self._in_order()]
+
+    @property
+    def messages(self) -> list[str]:
+        """Messages about `first`, with files and lines; rows of a file with the same error share a message."""
+        lines: dict[tuple[str, str], list[int]] = {}
+        for number, line, error in self._in_order():
+            source = self._sources[number]
+            lines.setdefault((source, str(error).removeprefix(f"{source}, line {line}")), []).append(line)
+        return [_placed(source, text, numbers) for (source, text), numbers in lines.items()]
+
+    def _in_order(self) -> list[tuple[int, int, RLHFError]]:
+        return sorted(self._errors, key=lambda entry: entry[:2])
+
+    def add(self, error: RLHFError, source: str, line: int) -> None:
+        """Add the error of a row; in training, `check` raises once there are MOST of them."""
+        if source not in self._sources:
+            self._sources.append(source)
+        self.count += 1
+        if self.count <= MOST:
+            self._errors.append((self._sources.index(source), line, error))
+        if not self.lenient and self.count == MOST:
+            self.check()
+
+    def values(self, rows: Rows, read: Callable[[Rows, int], T]) -> tuple[Rows, list[T]]:
+        """The well-formed rows and the values that `read` returns for them; errors of the others are added."""
+        good, values = [], []
+        for i in range(len(rows)):
+            try:
+                values.append(read(rows, i))
+                good.append(i)
+            except RLHFError as error:
+                self.add(error, rows.source, rows.lines[i])
+        return (rows if len(good) == len(rows) else rows.select(good)), values
+
+    @property
+    def fatal(self) -> bool:
+        """Whether training cannot start any more; reading continues only to report further malformed rows."""
+        return self.count > 0 and not self.lenient
+
+    def finish(self, report: LoadReport, fix: str) -> None:
+        """After all rows are read, check that none was malformed and some are left, unless lenient.
+
+        Args:
+            fix: what to do when no row is left, for the message.
+
+        Raises:
+            DataError, ModelError: rows cannot be used, or no row is left.
+        """
+        self.check()
+        if not self.lenient:
+            report.require_rows(fix)
+
+    def check(self) -> None:
+        """Raise the collected errors: a single one as it is, several as one error with all messages.
+
+        Raises:
+            DataError, ModelError: rows cannot be used.
+        """
+        if not self.fatal:
+            return
+        if self.count == 1:
+            raise self.first[0]
+        stopped = "; reading stopped there" if self.count >= MOST else ""
+        listed = "\n".join(f"  {error}" for error in self.messages)
+        raise type(self.first[0])(f"{self.count} rows cannot be used{stopped}:\n{listed}")
+
+
+def _placed(source: str, text: str, lines: list[int]) -> str:
+    """`text` with the place of its rows before it; a text about the whole file stays as it is."""
+    if not text.startswith(":"):
+        return text
+    return f"{source}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}{text}"
