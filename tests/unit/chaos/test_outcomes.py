@@ -3,7 +3,7 @@
 import pytest
 
 from chaos.faults import KILL
-from chaos.outcomes import LEFT_OUT, PASSED_OVER, outcomes
+from chaos.outcomes import LEFT_OUT, SKIPPED, outcomes
 from rlhf_ray.failpoints import EXIT_CODE
 
 
@@ -85,7 +85,7 @@ def test_a_driver_that_ended_otherwise_or_for_good_was_not_survived(fake_run, co
     assert problem in only(fake_run).problem
 
 
-@pytest.mark.parametrize("said, survived", [(f"{PASSED_OVER}: step_4", True), ("resuming after step 4", False)])
+@pytest.mark.parametrize("said, survived", [(f"{SKIPPED}: step_4", True), ("resuming after step 4", False)])
 def test_damage_must_be_reported_by_the_next_start(fake_run, said, survived):
     fake_run.start(100, 150, -KILL, -KILL)
     fake_run.start(160, 200, 0, 0, said)
