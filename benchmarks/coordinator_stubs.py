@@ -121,7 +121,7 @@ class StubRoles:
         await self._wait(UPDATE_S)
         return UpdateStats(step, 1, 0, UPDATE_S, 1, {"loss": 0.0, "grad_norm": 1.0, "learning_rate": 1e-6})
 
-    async def weights_together(self, rank: int) -> list[list[str]]:
+    async def fused_groups(self, rank: int) -> list[list[str]]:
         """No weights share a layer."""
         return []
 
@@ -153,7 +153,7 @@ class StubRoles:
     async def begin_save(self, rank: int, directory: str) -> None:
         """Nothing of a learner is kept."""
 
-    async def saved(self, rank: int) -> SaveProgress:
+    async def save_progress(self, rank: int) -> SaveProgress:
         """It is on disk."""
         return SaveProgress(True, (0, 0), "")
 

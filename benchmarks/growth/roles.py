@@ -125,7 +125,7 @@ class PolicyRole(Role):
         self._learner = PolicyLearner(config, policy_config(self.directory), rank=0, world=1, seed=SEED,
                                       total_steps=10**6, algorithm=ALGORITHM, temperature=1.0)
         self._learner.start(self._learner.rendezvous("127.0.0.1"), timeout_s=600.0)
-        plan = self._learner.plan_weights(WeightsConfig().bucket_mb << 20, together=[])
+        plan = self._learner.plan_weights(WeightsConfig().bucket_mb << 20, fused_groups=[])
         self._buckets, self._step, self._version = plan.whole.buckets, 0, 0
 
     def work(self, activity: str, length: int, rows: int) -> Work:

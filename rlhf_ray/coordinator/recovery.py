@@ -218,7 +218,7 @@ async def parts_on_disk(groups: Iterable[WorkerGroup], timeout_s: float) -> None
 
 async def _on_disk(group: WorkerGroup, timeout_s: float) -> None:
     deadline = ProgressDeadline(timeout_s, asyncio.get_running_loop().time)
-    while late := [(rank, part) for rank, part in enumerate(await group.values("saved")) if not part.over]:
+    while late := [(rank, part) for rank, part in enumerate(await group.values("save_progress")) if not part.done]:
         deadline.check([(rank, part.moved) for rank, part in late],
                       ", ".join(f"{group.role}/{rank}: {part.doing}" for rank, part in late))
         await asyncio.sleep(ASK_AGAIN_S)

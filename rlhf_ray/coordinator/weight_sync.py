@@ -191,7 +191,7 @@ class WeightSync:
 
     async def _planned(self, receivers: BroadcastGroup) -> WeightsPlan | None:
         """The plan; None where no generator is left that could say what it needs together."""
-        answers = await receivers.each("weights_together")
+        answers = await receivers.each("fused_groups")
         if not answers:
             return None
         plans: list[WeightsPlan] = await self.roles.policy.values(

@@ -1,1 +1,1 @@
-"""What works on the data: generator, scorers, learners, assembler. Ordinary classes; none of them knows Ray."""
+"""The workers' classes: generator, scorers, learners, assembler, data readers. Ordinary classes without Ray."""

@@ -1,4 +1,4 @@
-"""Policy and critic as one model under training (`critic.backbone: policy`): one backbone, two heads, one optimizer."""
+"""Policy and critic trained as one model (`critic.backbone: policy`): one backbone, two heads, one optimizer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +17,21 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.ppo_update import training_batch
 
 CRITIC = "critic/"
-"""Names of what is said about the critic, among the metrics of an update."""
+"""Prefix of the critic's metrics among those of an update."""
 
 
 class ActorCriticLearner(PolicyLearner):
-    """One rank of both. The loss is the policy's plus `value_coef` times the critic's (Schulman et al. 2017, eq. 9)."""
+    """One rank of the shared model.
+
+    The loss is the policy's plus `value_coef` times the critic's (Schulman et al. 2017, eq. 9).
+    """
 
     def build(self) -> PackedActorCritic:  # type: ignore[override]
         """The language model with a new value head."""
         return PackedActorCritic(load_causal_lm(self.model_config, self.mapped), self.temperature, self.chunks)
 
     def logprobs_and_values(self, *rollouts: Rollout) -> tuple[TokenScores, TokenScores]:
-        """What `PolicyLearner.logprobs` and `CriticLearner.values` answer, out of one forward pass."""
+        """The results of `PolicyLearner.logprobs` and `CriticLearner.values` from one forward pass."""
         rollout = in_line(rollouts)
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
 
@@ -40,9 +43,9 @@ class ActorCriticLearner(PolicyLearner):
         return share_of(logprobs, self.rank, self.world), share_of(values, self.rank, self.world)
 
     def update_both(self, step: int, kl_coef: float, *experiences: Experience) -> tuple[UpdateStats, UpdateStats]:
-        """`PolicyLearner.update` of both; what it did to the policy, and what to the critic.
+        """`PolicyLearner.update` of the shared model; returns the statistics of the policy and of the critic.
 
-        Gradient norm and learning rate, of the one model there is, stand in both.
+        Both contain the gradient norm and the learning rate of the one model.
         """
         both = self.update(step, kl_coef, *experiences)
         policy = {name: value for name, value in both.metrics.items() if not name.startswith(CRITIC)}
@@ -52,20 +55,20 @@ class ActorCriticLearner(PolicyLearner):
         return replace(both, metrics=policy), replace(both, metrics=critic)
 
     def share(self, part: Batch, whole: Batch, counted: bool, meter: AverageMeter) -> Tensor:
-        """As `Learner.share`. Each of the two losses is divided by its own count, which may be rows for the policy."""
+        """As `Learner.share`. Each of the two losses is divided by its own count, which for the policy may be rows."""
         a, micro = self.algorithm, MicroBatch(part, self.engine.device)
         logprobs, entropy, values = self.engine.forward(
             micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0)
-        policy, said = self.objective(micro, logprobs, entropy)
-        critic, said_of_critic = value_objective(micro, values, a.value_clip)
+        policy, stats = self.objective(micro, logprobs, entropy)
+        critic, critic_stats = value_objective(micro, values, a.value_clip)
         weight, tokens = (self.count(part), self.measured(part)) if counted else (0.0, 0.0)
         meter.add(weight, {"loss": policy.detach()})
-        said_of_critic["loss"] = critic.detach()
-        meter.add(tokens, {**said, **{f"{CRITIC}{name}": value for name, value in said_of_critic.items()}})
+        critic_stats["loss"] = critic.detach()
+        meter.add(tokens, {**stats, **{f"{CRITIC}{name}": value for name, value in critic_stats.items()}})
         return policy * (weight / self.count(whole)) + a.value_coef * critic * (tokens / self.measured(whole))
 
     def export_value_head(self, path: str, term: Term | None = None) -> None:
-        """Write the value head as safetensors (rank 0; the others help gather it); `term` as for `export`."""
+        """Write the value head as safetensors (rank 0; all ranks take part in gathering it); `term` as for `export`."""
         weight = self.engine.module.value_head.weight
         gathered = gather_shards(own_shard(weight), full_shape(weight)).cpu()
         if self.rank == 0:

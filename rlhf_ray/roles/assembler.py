@@ -1,4 +1,4 @@
-"""Rollouts and what was said about them, made into experience: KL, token rewards, advantages, returns."""
+"""Builds experience from rollouts and their scores: KL, token rewards, advantages, returns."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,14 +32,14 @@ from rlhf_ray.roles.micro_batch import MicroBatch, split_scores
 
 
 class Assembler:
-    """The last station before the replay buffer. Keeps no state between calls."""
+    """The last stage before the replay buffer. Keeps no state between calls."""
 
     def __init__(self, algorithm: AlgorithmConfig, logging: LoggingConfig, model: ModelConfig, longest: int) -> None:
-        """`longest` is the most tokens of a response, where the overlong penalty is full."""
+        """`longest` is the maximum number of tokens of a response, at which the overlong penalty is full."""
         self.algorithm, self.logging, self._model, self._longest = algorithm, logging, model, longest
 
     def start(self) -> dict[str, float]:
-        """Load the tokenizer (texts for the samples folder and the judge)."""
+        """Load the tokenizer, which decodes texts for the samples folder and the judge."""
         self._tokenizer = load_tokenizer(self._model)
         return {}
 
@@ -47,13 +47,13 @@ class Assembler:
         self, terms: RewardTerms, keep_texts: int, policy_ranks: int, rollout: Rollout, rewards: RewardScores,
         reference: TokenScores, *parts: TokenScores,
     ) -> tuple[Experience, ExperienceSummary]:
-        """One rollout's experience and the small numbers about it.
+        """One rollout's experience and its summary.
 
         Args:
             terms: numbers of the run so far that enter the rewards.
-            keep_texts: rows to return as text.
+            keep_texts: number of rows to return as text.
             policy_ranks: how many of `parts` are the policy ranks' log-probabilities; the rest are critic values. Each
-                rank's part holds its contiguous share of the rows. Where there are none, the generator's are the old
+                rank's part holds its contiguous share of the rows. If 0, the generator's log-probabilities are the old
                 ones.
         """
         policy, values = parts[:policy_ranks], parts[policy_ranks:]
@@ -69,41 +69,41 @@ class Assembler:
         """As `assemble`, for several rollouts that were scored together.
 
         Args:
-            keep_texts: of each rollout.
-            records: the rollouts, a list of the rewards of each, the reference's numbers and the parts of the ranks;
-                these hold the rows of all rollouts in a line.
+            keep_texts: for each rollout.
+            records: the rollouts, a list of each one's rewards, the reference's log-probabilities and the ranks' parts;
+                the latter hold the concatenated rows of all rollouts.
 
         Returns:
-            each one's experience, and at last a list of the summaries.
+            each rollout's experience, followed by a list of the summaries.
         """
         count = len(keep_texts)
         rollouts, (rewards, reference, *parts) = records[:count], records[count:]
         policy, values = parts[:policy_ranks], parts[policy_ranks:]
-        told = [split_scores(TokenScores.concat(part), rollouts) for part in ([reference], policy, values) if part]
-        passes = min(policy_ranks, 1)
-        made = [self.assemble(terms, keep_texts[i], passes, rollouts[i], rewards[i], *(scores[i] for scores in told))
-                for i in range(count)]
-        return (*(experience for experience, _ in made), [summary for _, summary in made])
+        columns = [split_scores(TokenScores.concat(part), rollouts) for part in ([reference], policy, values) if part]
+        joined_ranks = min(policy_ranks, 1)
+        assembled = [self.assemble(terms, keep_texts[i], joined_ranks, rollouts[i], rewards[i],
+                                   *(scores[i] for scores in columns)) for i in range(count)]
+        return (*(experience for experience, _ in assembled), [summary for _, summary in assembled])
 
     def join(self, *shares: TokenScores) -> TokenScores:
-        """The ranks' contiguous shares of a rollout's rows as one record."""
+        """Concatenate the ranks' contiguous shares of a rollout's rows."""
         return TokenScores.concat(shares)
 
     def save(self, path: str, experience: Experience) -> None:
-        """Write experience that waits in the buffer to a checkpoint."""
+        """Write buffered experience to a checkpoint."""
         save_records(Path(path), experience)
 
     def load(self, path: str) -> Experience:
-        """Read it back; the caller has verified the file."""
+        """Read experience from a checkpoint; the caller has verified the file."""
         return load_records(Path(path), Experience)
 
     def measure(
         self, keep_texts: int, rollout: Rollout, each_rewards: Sequence[RewardScores], reference: TokenScores
     ) -> EvaluationPart:
-        """What an evaluation needs to know of a chunk; the policy's log-probabilities are the generator's own.
+        """One chunk's part of an evaluation; the policy's log-probabilities are the generator's own.
 
         Args:
-            each_rewards: the rewards of this one rollout, as `RewardScorer.score_each` answers.
+            each_rewards: the rewards of this one rollout, as `RewardScorer.score_each` returns them.
         """
         (rewards,) = each_rewards
         mask, starts = rollout.response_mask, rollout.offsets[:-1]
@@ -121,10 +121,10 @@ class Assembler:
         )
 
     def sum_up(
-        self, policy_itself: bool, solved_at: Mapping[str, float], *parts: EvaluationPart
+        self, on_policy: bool, solved_at: Mapping[str, float], *parts: EvaluationPart
     ) -> tuple[dict[str, float], list[dict[str, str]]]:
-        """Metrics over all chunks of an evaluation, and the texts that were kept; see `held_out`."""
-        metrics = summarise(list(parts), policy_itself) | pass_rates(list(parts), solved_at)
+        """Metrics over all chunks of an evaluation, and the kept texts; see `evaluation_metrics`."""
+        metrics = summarise(list(parts), on_policy) | pass_rates(list(parts), solved_at)
         return metrics, [text for part in parts for text in part.texts]
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
@@ -159,7 +159,7 @@ class Assembler:
     def _row_scores(
         self, rollout: Rollout, scores: torch.Tensor, terms: RewardTerms, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """[N] what falls on the last tokens: scores normalised, less the penalties of how a response ended, clipped."""
+        """[N] rewards on the last tokens: normalised scores less penalties for a response's end and length, clipped."""
         a, scores = self.algorithm, (scores - terms.score_mean) / terms.score_deviation
         if a.missing_eos_penalty:
             scores -= a.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
@@ -168,7 +168,7 @@ class Assembler:
         return self._clipped(scores)
 
     def _clipped(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Each reward by itself, within ± reward_clip."""
+        """Each reward clipped to ± reward_clip."""
         bound = self.algorithm.reward_clip
         return rewards if bound is None else rewards.clamp(-bound, bound)
 
@@ -201,12 +201,12 @@ class Assembler:
 
 
 def _rest(scores: np.ndarray, steps: torch.Tensor | None) -> torch.Tensor:
-    """[N] what `[N, L]` rewards of single tokens leave of the scores: it falls on the last token."""
+    """[N] scores minus the sum of their `[N, L]` token rewards; the rest falls on the last token."""
     whole = torch.tensor(scores)
     return whole if steps is None else whole - steps.sum(-1)
 
 
 def prompt_groups(keys: Sequence[SampleKey]) -> torch.Tensor:
-    """[N] equal numbers for samples of the same prompt in the same epoch. A chunk holds all samples of its prompts."""
+    """[N] group numbers, equal for samples of one prompt and epoch. A chunk holds all samples of its prompts."""
     numbers: dict[tuple[int, int], int] = {}
     return torch.tensor([numbers.setdefault((key.epoch, key.row), len(numbers)) for key in keys])

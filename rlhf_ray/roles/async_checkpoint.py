@@ -1,4 +1,4 @@
-"""Files written beside the work: a learner copies its state, trains on, and a thread puts the copies on disk."""
+"""Asynchronous checkpoints: a learner copies its state and trains on while a thread writes the copies to disk."""
 
 import errno
 import os
@@ -13,48 +13,48 @@ from rlhf_ray.files.fsync import fsync_path, operation
 from rlhf_ray.files.thread import FileThread
 
 Writers = Mapping[str, Callable[[Path], object]]
-"""By file name, what writes it. What it writes is a copy: nobody changes it meanwhile."""
+"""Functions by file name that write the file. They hold copies, which do not change meanwhile."""
 
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """How far a rank's part of a checkpoint is."""
+    """Progress of writing a rank's part of a checkpoint."""
 
-    over: bool
-    """Whether it is on disk."""
+    done: bool
+    """Whether the part is on disk."""
     moved: tuple[int, int]
-    """Changes with everything that is done for it; see `FileThread.moved`."""
+    """Changes with every file operation; see `FileThread.moved`."""
     doing: str
-    """The file operation under way."""
+    """The current file operation."""
 
 
 class AsyncCheckpointWriter:
-    """One directory at a time."""
+    """Writes one directory at a time on a thread."""
 
     def __init__(self) -> None:
-        self._thread = FileThread("saving", float("inf"))  # who asks has the deadline
-        self._under_way: Future[None] | None = None
+        self._thread = FileThread("saving", float("inf"))  # callers have deadlines
+        self._pending: Future[None] | None = None
 
     def begin(self, directory: Path, writers: Writers) -> None:
-        """Begin to write files into `directory`, which is made if it is missing."""
-        self._under_way = self._thread.submit(_write, directory, writers)
+        """Start writing files into `directory`, which is created if it is missing."""
+        self._pending = self._thread.submit(_write, directory, writers)
 
-    def saved(self) -> SaveProgress:
-        """How far what was begun last is.
+    def progress(self) -> SaveProgress:
+        """Progress of the last `begin`.
 
         Raises:
             CheckpointError: the disk is full.
-            OSError: it cannot be written.
+            OSError: a file cannot be written.
         """
-        if self._under_way is not None and self._under_way.done():
+        if self._pending is not None and self._pending.done():
             self.wait()
-        return SaveProgress(self._under_way is None, self._thread.moved, self._thread.progress.doing)
+        return SaveProgress(self._pending is None, self._thread.moved, self._thread.progress.doing)
 
     def wait(self) -> None:
-        """Wait for what was begun last; errors as in `saved`."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.result()
+        """Wait for the last `begin` to finish; errors as in `progress`."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
 
 
 def _write(directory: Path, writers: Writers) -> None:
@@ -63,9 +63,9 @@ def _write(directory: Path, writers: Writers) -> None:
         for name, write in writers.items():
             with operation("write", directory / name):
                 write(directory / name)
-            fsync_path(directory / name)  # here: the driver may be on another machine
+            fsync_path(directory / name)  # on this machine: the driver may be on another
     except Exception as error:
-        # Only here can that be told: torch speaks of a stream's position.
+        # Checked here because torch reports a full disk as an error about a stream position.
         if is_disk_full(error, directory):
             raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {directory}") from error
         raise

@@ -1,4 +1,4 @@
-"""The critic under training: values of states, clipped value updates."""
+"""The learner of the critic: values of states, clipped value updates."""
 
 from torch import Tensor
 
@@ -26,12 +26,12 @@ class CriticLearner(Learner):
         self.algorithm = algorithm
 
     def build(self) -> PackedScalarModel:
-        """A scalar model: a new head on the policy's weights, or the reward model with its own."""
+        """A scalar model: a new head on the policy's weights, or the reward model with its own head."""
         return PackedScalarModel(load_scalar_model(
             self.model_config, new_head=self.config.init == "policy", mapped=self.mapped))
 
     def values(self, *rollouts: Rollout) -> TokenScores:
-        """Value of the state before each response token, for this rank's contiguous share of all rows."""
+        """Values of the states before the response tokens, for this rank's contiguous share of all rows."""
         rollout = in_line(rollouts)
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
         scores = score_tokens(
@@ -41,7 +41,7 @@ class CriticLearner(Learner):
         return share_of(scores, self.rank, self.world)
 
     def update(self, step: int, *experiences: Experience) -> UpdateStats:
-        """Clipped value updates on one batch of experience; errors as in `updates.run_update`."""
+        """Clipped value updates on one batch of experience; errors as in `run_update`."""
         batch = training_batch(experiences, whiten=False)
         stats = run_update(self, batch, self.algorithm, step)
         stats.metrics["explained_variance"] = explained_variance(batch)
@@ -59,7 +59,7 @@ class CriticLearner(Learner):
 
 
 def value_objective(micro: MicroBatch, values: Tensor, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's loss of `[n]` values of the states before the response tokens, and what it is made of."""
+    """The critic's loss of `[n]` values of the states before the response tokens, and its statistics."""
     columns = (micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask)
     loss, stats = value_loss(*columns, clip), value_stats(*columns, clip)
     stats.pop("explained_variance")  # a ratio of variances has no mean over micro-batches
@@ -67,13 +67,13 @@ def value_objective(micro: MicroBatch, values: Tensor, clip: float | None) -> tu
 
 
 def explained_variance(batch: Batch) -> float:
-    """1 - Var(return - value) / Var(return) of the values from before this update; 0 for constant returns.
+    """1 - Var(return - value) / Var(return) with the values from before this update; 0 for constant returns.
 
     Raises:
-        ValueError: the batch was made without a critic.
+        ValueError: the batch has no values.
     """
     if batch.values is None:
-        raise ValueError("there is no explained variance of a batch without a critic's values")
+        raise ValueError("explained variance needs a critic's values, and the batch has none")
     returns, values = batch.returns[batch.response_mask], batch.values[batch.response_mask]
     spread = float(returns.var())
     return 1 - float((returns - values).var()) / spread if spread > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Reads what supervised stages train on, so that the driver never holds it: rows go straight to the object store."""
+"""Reads prompts and training rows in a worker process, so that the driver never holds a data set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,18 +29,18 @@ from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts
 
 HELD_OUT = "held_out"
-"""The table of the rows that a section keeps out of training."""
+"""Name of the table with the rows held out of training."""
 
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What a person and a learner's cursor should know about the rows to train on."""
+    """Sizes and load reports of the training rows."""
 
     sizes: list[int]
-    """Rows of each data set of a mix, one data set after another."""
+    """Rows of each data set of a mix, in order."""
     weights: list[float]
     reports: list[str]
-    """What was left out of each."""
+    """The load report of each data set, including dropped rows."""
 
     @property
     def rows(self) -> int:
@@ -49,7 +49,8 @@ class DataSummary:
 
 
 class DataReader:
-    """Every method returns training rows, held-out rows, and a summary."""
+    """Reads the rows of supervised stages, which go directly to the object store. Data methods return training rows,
+    held-out rows and a summary."""
 
     def __init__(self, model: ModelConfig | NewModelConfig) -> None:
         self._model = model
@@ -60,7 +61,7 @@ class DataReader:
         return {"vocabulary": len(self._tokenizer), "digest": tokenizer_digest(self._tokenizer)}
 
     def demonstrations(self, config: DemonstrationsConfig) -> tuple[Sequences, Sequences, DataSummary]:
-        """Demonstrations; the last rows of each data set are held out."""
+        """Demonstrations; the last rows of each data set are the held-out rows."""
         train, held_out, reports = [], [], []
         for part in config.parts():
             rows, report = load_demonstrations(part, self._tokenizer)
@@ -69,7 +70,7 @@ class DataReader:
             held_out.append(rows.select(numbers[cut:]))
             report.held_out = len(rows) - cut
             reports.append(report)
-        return Sequences.concat(train), Sequences.concat(held_out), summary(config, train, reports)
+        return Sequences.concat(train), Sequences.concat(held_out), _summary(config, train, reports)
 
     def pretraining_text(self, config: PtxConfig) -> tuple[Sequences, str]:
         """Rows of pretraining text and the loader's report."""
@@ -79,26 +80,26 @@ class DataReader:
         """Preference pairs."""
         loaded = [load_preferences(part, self._tokenizer) for part in config.parts()]
         train, held_out, reports = (list(column) for column in zip(*loaded, strict=True))
-        return Pairs.concat(train), Pairs.concat(held_out), summary(config, train, reports)
+        return Pairs.concat(train), Pairs.concat(held_out), _summary(config, train, reports)
 
     def process_rows(self, config: ProcessRowsConfig, steps: StepsConfig) -> tuple[StepRows, StepRows, DataSummary]:
-        """Solutions in judged steps."""
+        """Solutions with labelled steps."""
         loaded = [load_process_rows(part, steps, self._tokenizer) for part in config.parts()]
         train, held_out, reports = (list(column) for column in zip(*loaded, strict=True))
         good = StepTokens.of(steps, self._tokenizer).good
-        return join_step_rows(train, good), join_step_rows(held_out, good), summary(config, train, reports)
+        return join_step_rows(train, good), join_step_rows(held_out, good), _summary(config, train, reports)
 
 
-def summary(config: DataSection, train: list[Any], reports: list[LoadReport]) -> DataSummary:
+def _summary(config: DataSection, train: list[Any], reports: list[LoadReport]) -> DataSummary:
     """The summary of the training rows of each data set."""
     return DataSummary([len(rows) for rows in train], config.weights, [str(report) for report in reports])
 
 
 class PromptReader:
-    """Tables of tokenised prompts by name.
+    """Keeps a run's tokenised prompts on disk, in tables by name, and returns them chunk by chunk.
 
     Args:
-        directory: a place on a disk for the tables' bytes, which vanish with the process; see `data.prompt_table`.
+        directory: where the tables' files are stored; they disappear with the process, see `data.prompt_table`.
     """
 
     def __init__(self, model: ModelConfig, directory: Path | None = None) -> None:
@@ -111,23 +112,23 @@ class PromptReader:
         return {"vocabulary": len(self._tokenizer), "digest": tokenizer_digest(self._tokenizer)}
 
     def open(self, table: str, config: PromptsConfig) -> dict[str, Any]:
-        """Tokenise a section's data and keep it under the name `table`, and the rows held out of it under "held_out".
+        """Tokenise a section's data and keep it as the table `table`, and its held-out rows as "held_out".
 
         Returns:
-            sizes (rows of each data set), held_out (rows of that table), reports (what was left out of each) and bytes
-            (on disk).
+            sizes (rows of each data set), held_out (number of held-out rows), reports (load report of each data set)
+            and bytes (on disk).
         """
-        found = open_prompts(config, self._tokenizer, self._directory)
-        self._tables[table] = found.training
-        if len(found.held_out):
-            self._tables[HELD_OUT] = found.held_out
-        return {"sizes": found.training.sizes, "held_out": len(found.held_out), "bytes": found.training.table.nbytes,
-                "reports": [str(report) for report in found.reports]}
+        opened = open_prompts(config, self._tokenizer, self._directory)
+        self._tables[table] = opened.training
+        if len(opened.held_out):
+            self._tables[HELD_OUT] = opened.held_out
+        return {"sizes": opened.training.sizes, "held_out": len(opened.held_out),
+                "bytes": opened.training.table.nbytes, "reports": [str(report) for report in opened.reports]}
 
     def rows(self, numbers: Sequence[int], table: str = "training") -> Prompts:
-        """The rows of these numbers, in this order.
+        """The rows with these numbers, in this order.
 
         Raises:
-            DataError: no such row.
+            DataError: there is no such row.
         """
         return self._tables[table].rows(numbers)

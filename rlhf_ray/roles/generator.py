@@ -1,7 +1,7 @@
-"""The generator: draws responses with vLLM, and takes new policy weights between two tokens.
+"""The generator: samples responses with vLLM, and applies new policy weights between two tokens.
 
-It owns a vLLM engine and the gate in front of its weights. Which prompts to answer, and when to publish weights, is the
-coordinator's business; what a publication must look like is `weights.receiver`'s.
+It owns a vLLM engine and the receiver of its weights. The coordinator decides which prompts to sample and when to
+publish weights; `weights.receiver` defines what a valid publication is.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Generator:
     """One vLLM engine and its weights.
 
     Args:
-        model: weights to start from; they count as version 0.
-        seed: seed of the engine itself. Samples do not depend on it: each has its own, from the run's seed and its key.
+        model: initial weights, which are version 0.
+        seed: seed of the engine. Samples do not depend on it: each has its own seed, from the run's seed and its key.
         max_context: longest prompt and response together, in tokens.
-        in_flight: what happens to responses that new weights meet, see `WeightsConfig`.
-        transport: how new weights come, see `WeightsConfig`.
+        in_flight: what happens to responses in flight when new weights arrive, see `WeightsConfig`.
+        transport: how new weights are sent, see `WeightsConfig`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Generator:
             pid, pids (the engine's processes), engine, vocab_size, tokenizer_digest, stop_tokens, version and seconds.
 
         Raises:
-            ModelError: model or tokenizer missing, not fitting each other, or vLLM cannot run the model.
+            ModelError: model or tokenizer is missing, they do not match, or vLLM cannot run the model.
         """
         began = time.perf_counter()
         os.environ.update(generator_environment(self._generation))
@@ -90,7 +90,7 @@ class Generator:
             self._transport,
         ), self._in_flight)
         await self._engine.start()
-        await self._try_out(self._engine)
+        await self._generate_one_token(self._engine)
         self._groups = fused_groups(shapes, fused_layers(config.architectures or []))
         self._receiver = Receiver(self.name, 0, shapes, self._engine.open_stage)
         return {
@@ -104,40 +104,42 @@ class Generator:
             "seconds": time.perf_counter() - began,
         }
 
-    async def _try_out(self, engine: SamplingEngine) -> None:
-        """Draw one token: a model that vLLM loads but cannot run is found now, and first-time costs are paid now."""
+    async def _generate_one_token(self, engine: SamplingEngine) -> None:
+        """Sample one token: a model that vLLM loads but cannot run fails now, and first-time costs are paid now."""
         trial = SampleRequest(self._stop_tokens[:1], SamplingConfig(max_tokens=1), 1, 0, self._stop_tokens)
         try:
             await engine.sample([trial])
         except WorkerError as error:
-            raise ModelError(f"vLLM cannot run the model {self._model.path!r}: {error}") from error
+            raise ModelError(f"vLLM cannot run the model {self._model.path!r}: {error}. Use a model of a supported "
+                             "family (docs/models.md)") from error
 
     async def generate(
         self, prompts: Prompts, keys: list[SampleKey], run_seed: int, sampling: SamplingConfig | None = None
     ) -> Rollout:
-        """Draw one response per key, in the order of `keys`. Calls may overlap and are batched together.
+        """Sample one response per key, in the order of `keys`. Calls may overlap and are batched together.
 
         Args:
-            prompts: the rows of the data set that the keys name (each once), found by `prompts.rows`.
-            sampling: instead of the configured one, as for evaluation.
+            prompts: the rows of the data set that the keys refer to (each once), matched by `prompts.rows`.
+            sampling: overrides the configured sampling, as for evaluation.
 
         Raises:
-            WeightsError: a publication of weights broke off and no later one has been confirmed.
-            DataError: a prompt leaves no room for a response.
+            WeightsError: a publication of weights failed and no later one has been confirmed.
+            DataError: a prompt leaves no tokens for a response.
             WorkerError: the engine died.
         """
         engine, receiver = self._running()
         receiver.require_ready()
-        chosen = sampling or self._generation.sampling
+        settings = sampling or self._generation.sampling
         places = {row: i for i, row in enumerate(prompts.rows.tolist())}
-        requests = [self._request(prompts.row(places[key.row], "tokens").tolist(), key, run_seed, chosen)
+        requests = [self._request(prompts.row(places[key.row], "tokens").tolist(), key, run_seed, settings)
                     for key in keys]
         return as_rollout(keys, requests, await engine.sample(requests))
 
     async def score(self, rollout: Rollout) -> TokenScores:
         """Log-probabilities of the response tokens under the current weights at temperature 1, zero elsewhere.
 
-        For checks of parity; rows must be shorter than `max_context`, since vLLM always draws one token more.
+        Used to compare generator and learner; rows must be shorter than `max_context`, since vLLM always samples one
+        token more.
         """
         engine, receiver = self._running()
         receiver.require_ready()
@@ -145,18 +147,18 @@ class Generator:
         flat = np.concatenate(await engine.score(rows))
         return TokenScores(rollout.offsets, np.where(rollout.response_mask, flat, np.float32(0)))
 
-    def weights_together(self) -> list[list[str]]:
-        """Names of weights that share a layer here: a publication brings all of a group or none."""
+    def fused_groups(self) -> list[list[str]]:
+        """Names of weights that share a fused layer: a publication contains all of a group or none."""
         return self._groups
 
     async def begin_weights(
         self, publication: int, version: int, count: int, resend: bool = False,
         unchanged: Mapping[str, str] | None = None,
     ) -> None:
-        """Expect a publication; see `Receiver.begin`. Generation goes on with the old weights meanwhile.
+        """Expect a publication; see `Receiver.begin`. Generation continues with the old weights meanwhile.
 
         Args:
-            publication: its number, which its buckets name as well.
+            publication: number of the publication, which its buckets repeat.
         """
         _, receiver = self._running()
         async with self._publishing:
@@ -164,18 +166,18 @@ class Generator:
             await asyncio.to_thread(receiver.begin, version, count, resend, unchanged)
 
     async def load_weights(self, bucket: WeightBucket | WeightOffer, publication: int) -> None:
-        """Verify and keep one bucket, see `Receiver.load`; or take it from GPU to GPU, see `Receiver.expect`.
+        """Verify and keep one bucket, see `Receiver.load`; or receive it from GPU to GPU, see `Receiver.expect`.
 
         Raises:
-            WeightsError: also for one of another publication than the latest, which it does not disturb: a call begins
-                when its bucket has come, and those of a publication that broke off may still come during the next one
-                of the same version, with other weights.
+            WeightsError: as these; also for a bucket of an earlier publication, which does not affect the latest one.
+                A call starts when its bucket has arrived, so buckets of a failed publication may arrive during the
+                next one of the same version, with other weights.
         """
         engine, receiver = self._running()
         async with self._publishing:
             if publication != self._publication:
                 raise WeightsError(f"{self.name} refuses bucket {bucket.index} of publication {publication}: the latest"
-                                   f" that began is {self._publication}")
+                                   f" is {self._publication}; publish the weights again")
             if isinstance(bucket, WeightBucket):
                 await asyncio.to_thread(receiver.load, bucket)
             else:
@@ -183,36 +185,37 @@ class Generator:
                 await cast(AsynchronousEngine, engine).receive(bucket)
 
     async def connect_weights(self, route: WeightRoute, offset: int) -> None:
-        """Get ready to take weights from GPU to GPU.
+        """Prepare to receive weights from GPU to GPU.
 
         Args:
-            offset: number of this generator's first process in a broadcast; the learner is 0.
+            offset: rank of this generator's first process in a broadcast; the learner is rank 0.
         """
         engine, _ = self._running()
         async with self._publishing:
             await cast(AsynchronousEngine, engine).connect(transfer_info(route, offset))
 
     def devices(self) -> int:
-        """Processes that hold a part of the model each."""
+        """Number of processes that each hold a part of the model."""
         return self._generation.devices
 
     async def sleep(self) -> None:
-        """Give GPU memory back while others work on the GPU, as `generator.sleep_level` says. Nothing is in flight."""
+        """Free GPU memory for other roles, as `generator.sleep_level` sets. Call it with no request in flight."""
         engine, _ = self._running()
         await cast(AsynchronousEngine, engine).sleep(self._generation.sleep_level)
 
     async def wake(self, parts: list[str]) -> None:
-        """Take memory back, for "weights" before a publication, for the "kv_cache" after it."""
+        """Allocate GPU memory again: "weights" before a publication, "kv_cache" after it."""
         engine, _ = self._running()
         await cast(AsynchronousEngine, engine).wake(parts)
 
     async def finish_weights(self, version: int) -> WeightsConfirmed:
-        """Put the publication in service between two tokens, and confirm its version by returning it.
+        """Apply the publication between two tokens, and confirm its version by returning it.
 
-        Responses in flight go on with the new weights; their tokens carry the version that made each.
+        Responses in flight continue with the new weights; each token records the version that sampled it.
 
         Raises:
-            WeightsError: the publication is not whole; see `Receiver.finish`. The old weights stay, without generating.
+            WeightsError: the publication is incomplete; see `Receiver.finish`. The old weights stay, but the generator
+                does not generate with them.
             WorkerError: vLLM broke while loading; this generator must be restarted.
         """
         engine, receiver = self._running()
@@ -229,27 +232,27 @@ class Generator:
         return self._running()[1].version
 
     def ready(self) -> bool:
-        """False between a publication that broke off and the next confirmed one."""
+        """False between a failed publication and the next confirmed one."""
         return self._running()[1].ready
 
     def tokens_made(self) -> int:
-        """Tokens sampled since the start, unfinished responses included. Standing still while busy means it hangs."""
+        """Tokens sampled since the start, including unfinished responses. No increase under load means it hangs."""
         return self._running()[0].tokens_made()
 
     async def begin_profile(self) -> None:
-        """Record what the engine computes from now on."""
+        """Start profiling the engine."""
         await self._running()[0].begin_profile()
 
     async def end_profile(self, trace: str) -> WorkerProfile | None:
-        """Write what was recorded to the file `trace`, and sum it up; None if nothing was."""
+        """Write the profile to the file `trace` and return its summary; None if none was recorded."""
         return await self._running()[0].end_profile(Path(trace))
 
     async def drop_profile(self) -> None:
-        """Record no more, and forget what was."""
+        """Stop profiling and discard the profile."""
         await self._running()[0].drop_profile()
 
     async def stop(self) -> None:
-        """Shut the engine down; call it before the process is killed, so that vLLM's processes go too."""
+        """Shut the engine down; call it before killing the process, so that vLLM's processes end too."""
         if self._engine is not None:
             await self._engine.stop()
         self._engine = self._receiver = None
@@ -260,18 +263,18 @@ class Generator:
         return self._engine, self._receiver
 
     def _request(self, prompt: list[int], key: SampleKey, run_seed: int, sampling: SamplingConfig) -> SampleRequest:
-        room = self._max_context - len(prompt)
-        if not prompt or room < 1:
+        available = self._max_context - len(prompt)
+        if not prompt or available < 1:
             raise DataError(
                 f"the prompt in row {key.row} has {len(prompt)} tokens; responses need 1 to {self._max_context - 1} "
                 f"(the context is {self._max_context}): lower prompts.max_tokens or raise the context"
             )
         seed = sample_seed(run_seed, key)
-        return SampleRequest(prompt, sampling, min(sampling.max_tokens, room), seed, self._stop_tokens)
+        return SampleRequest(prompt, sampling, min(sampling.max_tokens, available), seed, self._stop_tokens)
 
 
 def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] = "keep") -> SamplingEngine:
-    """The engine that the configuration asks for; vLLM is imported when it starts."""
+    """The configured engine; vLLM is imported when it starts."""
     engine: AbortableEngine
     if engine_kind(settings.generation) == "async":
         engine = AsynchronousEngine(settings)
@@ -283,7 +286,7 @@ def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] =
 
 
 def transfer_info(route: WeightRoute, offset: int) -> dict[str, Any]:
-    """What vLLM's back-end of a transport wants to know; `packed` as the learner's trainer engine has it."""
+    """Initialisation of vLLM's back-end of a transport; `packed` must match the learner's trainer engine."""
     if route.transport == "ipc":
         return {"packed": False}
     return {"master_address": route.host, "master_port": route.port, "rank_offset": offset, "world_size": route.world,
@@ -291,24 +294,24 @@ def transfer_info(route: WeightRoute, offset: int) -> dict[str, Any]:
 
 
 def stop_tokens(tokenizer_eos: int, config_eos: int | list[int] | None, model: ModelConfig) -> list[int]:
-    """Tokens that end a response: the tokenizer's, the model's, and those of its generation_config.json (chat models
-    name their end of turn there)."""
+    """Tokens that end a response: the tokenizer's, the model's, and those of its generation_config.json, where chat
+    models list their end of turn."""
     from transformers import GenerationConfig as Defaults
 
     try:
         named = Defaults.from_pretrained(model.path, revision=model.revision).eos_token_id
     except OSError:
         named = None
-    found = {tokenizer_eos}
+    tokens = {tokenizer_eos}
     for ids in (config_eos, named):
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return sorted(found)
+        tokens.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(tokens)
 
 
 def as_rollout(
     keys: list[SampleKey], requests: Sequence[SampleRequest], completions: Sequence[Completion]
 ) -> Rollout:
-    """Prompts and responses as one record, a row a sample."""
+    """Prompts and responses as one record, one row per sample."""
     pairs = list(zip(requests, completions, strict=True))
 
     def column(before: Any, response: str, dtype: Any) -> Any:

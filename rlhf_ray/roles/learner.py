@@ -1,4 +1,4 @@
-"""What all learners share: a place among the ranks, a DeepSpeed engine, its state on disk, its weights by bucket."""
+"""The base of all learners: the process group, the DeepSpeed engine, its state on disk, its weights in buckets."""
 
 import os
 import time
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
     from rlhf_ray.weights.sender import Sender
 
 Gather = Callable[[list[str]], dict[str, Tensor]]
-"""Whole parameters of the module under training, by name."""
+"""Returns whole parameters of the trained module by name."""
 
 
 class Learner:
-    """One rank of a model under training. Subclasses say which module is built and how it is updated."""
+    """One rank of a trained model. Subclasses define which module is built and how it is updated."""
 
     def __init__(self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int,
                  total_steps: int, longest: int | None = None) -> None:
         """Nothing heavy happens before `start`.
 
         Args:
-            seed: seeds weights that are made new; the same on all ranks.
+            seed: seed of newly initialised weights; the same on all ranks.
             total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-            longest: most tokens of a row that the run admits; those of a micro-batch when None.
+            longest: maximum tokens of a row in this run; those of a micro-batch if None.
         """
-        # Weights under training are float32 whatever the model's own precision: small updates vanish in bfloat16.
-        # Those that adapters leave frozen have no updates to lose.
+        # Trained weights are always float32: small updates vanish in bfloat16. With adapters the frozen weights keep
+        # their precision.
         own = {} if config.lora else {"dtype": "float32"}
         self.config, self.model_config = config, model.model_copy(update=own)
         self.published_dtype = model.dtype
@@ -68,24 +68,24 @@ class Learner:
         self._sender: Sender | None = None
         self._publisher: Publisher | None = None
         self.last_update: UpdateStats | None = None
-        """Of this process, since it started or took back a checkpoint."""
+        """The last update since this process started or loaded a checkpoint."""
 
     def rendezvous(self, host: str) -> str:
-        """An address at which the ranks can meet; asked of rank 0, whose node others know as `host`."""
+        """An address at which the ranks can join; called on rank 0, whose node others reach at `host`."""
         return distributed.free_address(host)
 
     def start(self, address: str, timeout_s: float) -> dict[str, float]:
-        """Meet the other ranks, build the module, hand it to DeepSpeed, and see that it is transformers' model.
+        """Join the other ranks, build the module, wrap it in DeepSpeed, and compare its passes with transformers' own.
 
         Args:
-            timeout_s: longest wait of any collective call for the other ranks.
+            timeout_s: longest wait of any collective call for the other ranks, in seconds.
 
         Returns:
-            pid, seconds, numbers of parameters (`parameters` in all, `trained` of them), and what
-            `ParityProbe.check` gives.
+            pid, seconds, numbers of parameters (`parameters` in total, `trained` of them), and the result of
+            `ParityProbe.check`.
 
         Raises:
-            ModelError: the model cannot be loaded, or is another one on packed rows.
+            ModelError: the model cannot be loaded, or packed passes do not compute it.
         """
         began = time.perf_counter()
         distributed.join(address, self.rank, self.world, timeout_s)
@@ -93,7 +93,7 @@ class Learner:
         module = self.build()
         if self.config.lora:
             self.adapters = Adapters(module.model, self.config.lora, str(getattr(self.model_config, "path", "")))
-            torch.manual_seed(self.seed + self.rank)  # each rank drops other inputs of the adapters
+            torch.manual_seed(self.seed + self.rank)  # ranks use different adapter dropout
         sizes = {"parameters": sum(p.numel() for p in module.parameters()),
                  "trained": sum(p.numel() for p in module.parameters() if p.requires_grad)}
         self.engine = TrainEngine(module, self.config, self.total_steps)
@@ -110,33 +110,33 @@ class Learner:
         raise NotImplementedError
 
     def loss(self, part: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss of some rows, with a graph, and statistics that are means over the same."""
+        """Mean loss of some rows, with its graph, and statistics that are means over the same rows."""
         raise NotImplementedError
 
     def count(self, part: Any) -> float:
-        """What the loss of some rows is a mean over: tokens, rows or pairs."""
+        """Number of tokens, rows or pairs that the loss of some rows is a mean over."""
         raise NotImplementedError
 
     def measured(self, part: Any) -> float:
-        """What the statistics of some rows are means over, where that is not what the loss is a mean over."""
+        """Number of items that the statistics of some rows are means over, if it differs from `count`."""
         return self.count(part)
 
     def optimize(self, mini_batch: Any, meter: AverageMeter) -> StepResult:
-        """One optimizer step on a mini-batch that all ranks hold whole; each works on its share of the rows.
+        """One optimizer step on a mini-batch that every rank holds whole; each processes its share of the rows.
 
         The result does not depend on the number of ranks or on `micro_batch_tokens`.
         """
         return self.engine.step(self._shares(mini_batch, meter))
 
     def _shares(self, mini_batch: Any, meter: AverageMeter) -> Iterator[Tensor]:
-        """This rank's parts of the mini-batch's loss; over all ranks and micro-batches they sum to it."""
+        """This rank's parts of the mini-batch's loss; the sum over all ranks and micro-batches is the loss."""
         for rows in rank_plan(mini_batch.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
-            # A rank with nothing left joins the collective calls with another's row and a loss of weight zero.
+            # A rank without rows left takes part in the collective calls with any row and a loss of weight zero.
             part = mini_batch.select(rows if len(rows) else [0])
             yield self.share(part, mini_batch, len(rows) > 0, meter)
 
     def share(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
-        """What some rows add to the loss of a mini-batch: nothing, if they are not counted."""
+        """The contribution of some rows to the loss of a mini-batch; zero if they are not counted."""
         loss, stats = self.loss(part)
         weight = self.count(part) if counted else 0.0
         meter.add(weight, {"loss": loss.detach()})
@@ -150,27 +150,27 @@ class Learner:
 
     @property
     def mapped(self) -> bool:
-        """Whether the model is read as its files have it, and becomes float32 when it is sharded, layer by layer."""
+        """Whether the model is memory-mapped from its files and becomes float32 while it is sharded, layer by layer."""
         return self.lockstep and not self.config.lora
 
     @property
     def chunks(self) -> Chunks:
-        """How the output head's work is cut. In lockstep, where each call of the head is a collective one, all ranks
-        cut alike, whatever is in their micro-batches."""
+        """Chunks of the output head's work. In lockstep each call of the head is a collective call, so all ranks use
+        the same number of chunks, independent of their micro-batches."""
         return Chunks(most_tokens=self.config.micro_batch_tokens if self.lockstep else None)
 
     def frozen_base(self) -> AbstractContextManager[None]:
-        """Inside, the model is the one that training started from; without gradients.
+        """Inside, the model is the one that training started from, without gradients.
 
         Raises:
-            ValueError: the model is trained whole, and the one it started from is gone.
+            ValueError: the model is trained without adapters, so its initial weights are not kept.
         """
         if self.adapters is None:
-            raise ValueError("without adapters the model that training started from is not kept")
+            raise ValueError("without adapters the initial weights are not kept; set `lora`, or use a reference model")
         return self.adapters.disabled()
 
     def save(self, directory: str) -> None:
-        """Write this rank's part of engine and random-number state under `directory`.
+        """Write this rank's part of the engine and random-number state to `directory`.
 
         Raises:
             CheckpointError: the disk is full.
@@ -179,77 +179,77 @@ class Learner:
         self._saving.wait()
 
     def begin_save(self, directory: str) -> None:
-        """`save` from a copy made now: training may go on while it is written. One at a time."""
+        """Start a `save` from a copy made now; training may continue while it is written. One at a time."""
         self._saving.begin(Path(directory), self.copies())
 
-    def saved(self) -> SaveProgress:
-        """How far what `begin_save` began is on its way to the disk; errors as in `save`."""
-        return self._saving.saved()
+    def save_progress(self) -> SaveProgress:
+        """Progress of the last `begin_save`; errors as in `save`."""
+        return self._saving.progress()
 
     def copies(self) -> dict[str, Callable[[Path], object]]:
-        """Copies of everything that a checkpoint keeps of this rank, and what writes them, by file name."""
+        """Writers by file name, holding copies of everything that a checkpoint keeps of this rank."""
         rng = rng_state()
-        found: dict[str, Callable[[Path], object]] = {
+        writers: dict[str, Callable[[Path], object]] = {
             f"rank_{self.rank}.safetensors": self.engine.snapshot().write,
             f"rng_{self.rank}.pt": lambda path: torch.save(rng, path),
         }
         if self.adapters is not None and self.rank == 0:
-            found[ADAPTERS_FILE] = partial(save_adapter_description, self.adapters)
-        return found
+            writers[ADAPTERS_FILE] = partial(save_adapter_description, self.adapters)
+        return writers
 
     def load(self, directory: str) -> None:
-        """Take back what `save` wrote. The caller has verified the files.
+        """Restore what `save` wrote. The caller has verified the files.
 
         Raises:
-            CheckpointError: nothing is there, or adapters of another base model or shape.
+            CheckpointError: there is no state, or its adapters have another base model or shape.
         """
         path, self.last_update = Path(directory), None
         check_adapter_description(self.adapters, path)
         self.engine.load(path)
-        if (own := path / f"rng_{self.rank}.pt").is_file():  # else there were fewer ranks
+        if (own := path / f"rng_{self.rank}.pt").is_file():  # otherwise there were fewer ranks
             set_rng_state(load_tensors(own))
         self.load_more(path)
 
     def load_more(self, path: Path) -> None:
-        """Take back what a subclass added to `copies`."""
+        """Restore what a subclass added to `copies`."""
 
-    def plan_weights(self, bucket_bytes: int, together: list[list[str]]) -> WeightsPlan:
+    def plan_weights(self, bucket_bytes: int, fused_groups: list[list[str]]) -> WeightsPlan:
         """Plan publications in buckets of at most `bucket_bytes`, in the model's own precision.
 
         Args:
-            together: names of tensors that a generator can only replace together.
+            fused_groups: names of tensors that a generator can only replace together.
         """
         specs = [(name, shape, self.published_dtype) for name, shape in self._shapes()]
-        changing = expand_fused_groups(self._changing(), together)
+        changing = expand_fused_groups(self._changing(), fused_groups)
         self._publisher = Publisher(specs, changing, bucket_bytes, self._gather)
         return self._publisher.plan
 
     def _planned(self) -> Publisher:
         if self._publisher is None:
-            raise NoWeightsPlan("this learner has planned no publication of its weights; call plan_weights first")
+            raise NoWeightsPlan("this learner has no plan for publishing its weights; call plan_weights first")
         return self._publisher
 
     def weight_bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
-        """One bucket of the present weights, from rank 0; the others help gather it. A collective call under ZeRO-3.
+        """One bucket of the current weights, on rank 0; the others take part in gathering it. Collective under ZeRO-3.
 
         Args:
-            whole: of a publication that leaves nothing out.
+            whole: the publication contains all tensors.
 
         Raises:
-            NoWeightsPlan: (here as below) `plan_weights` was not called.
+            NoWeightsPlan: (here and below) `plan_weights` was not called.
         """
         return self._planned().bucket(version, index, whole)
 
     def offload_state(self) -> None:
-        """Nothing is learned for a while: leave the GPU to others. See `TrainEngine.offload_state`."""
+        """Free GPU memory for other roles between updates. See `TrainEngine.offload_state`."""
         self.engine.offload_state()
 
     def reload_state(self) -> None:
-        """An update comes."""
+        """Move the state back to the GPU before an update."""
         self.engine.reload_state()
 
     def connect_weights(self, route: WeightRoute) -> None:
-        """Get ready to hand weights over from GPU to GPU; waits for the generators of a broadcast."""
+        """Prepare to send weights from GPU to GPU; waits for the generators of a broadcast."""
         from rlhf_ray.weights.sender import open_sender
 
         self._disconnect_weights()
@@ -261,8 +261,8 @@ class Learner:
             sender.close()
 
     def offer_bucket(self, version: int, index: int, whole: bool = True) -> WeightOffer | None:
-        """As `weight_bucket`, of which the bytes stay where they are until generators fetch them or `send_bucket`
-        sends them. A collective call under ZeRO-3, and where each rank gives a handle."""
+        """As `weight_bucket`, but the bytes stay on the GPU until generators read them or `send_bucket` sends them.
+        A collective call under ZeRO-3, and if every rank supplies handles."""
         if self._sender is None and not self.lockstep:
             return None
         offer, tensors = self._planned().offer(version, index, whole, self._gather_in_place)
@@ -270,12 +270,12 @@ class Learner:
         return None if self.rank else replace(offer, handles=handles)
 
     def send_bucket(self) -> None:
-        """Broadcast the bucket that was offered."""
+        """Broadcast the offered bucket."""
         if self._sender is not None:
             self._sender.send()
 
     def release_weights(self) -> None:
-        """The publication is over, and nobody reads what was offered."""
+        """Free the offered buckets at the end of a publication."""
         if self._sender is not None:
             self._sender.release()
 
@@ -284,22 +284,22 @@ class Learner:
         return self.adapters.merged(names, tensors) if self.adapters else tensors
 
     def unchanged_weights(self) -> dict[str, str] | None:
-        """Digests of the tensors that training leaves as they are, from rank 0; errors as `Publisher.unchanged`."""
+        """Digests of the tensors that training does not change, on rank 0; errors as in `Publisher.unchanged`."""
         return None if self.rank else self._planned().unchanged()
 
     def _changing(self) -> list[str]:
-        """Names out of `_shapes` of the parameters that training changes."""
+        """Names, as in `_shapes`, of the parameters that training changes."""
         trained = {name for name, p in self.engine.module.model.named_parameters() if p.requires_grad}
         sources = self.adapters.sources if self.adapters else list
         return [name for name, _ in self._shapes() if trained.intersection(sources([name]))]
 
     def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every parameter as others know the model, without adapters."""
+        """Name and shape of every parameter of the published model, without adapters."""
         shapes = self.engine.parameter_shapes()
         return self.adapters.base_shapes(shapes) if self.adapters else shapes
 
     def _gather(self, names: list[str], gather: Gather | None = None) -> dict[str, Tensor] | None:
-        """Parameters as `_shapes` names them, adapters merged into them; None where another rank gives them.
+        """Parameters under their names in `_shapes`, with adapters merged in; None on ranks that do not send.
 
         Args:
             gather: as for `export`.
@@ -315,12 +315,11 @@ class Learner:
         self, directory: str, card: ModelCardInfo, term: Term | None = None,
         gather: Gather | None = None,
     ) -> None:
-        """Write the model in Hugging Face format and its own precision (rank 0; the others help gather it).
+        """Write the model in Hugging Face format and its own precision (rank 0; all ranks take part in gathering it).
 
         Args:
-            term: of the owner of the run's directory, where `directory` lies in one.
-            gather: gives whole parameters of the module by name where they are not to be the present ones; called on
-                every rank.
+            term: ownership of the run's directory, if `directory` is in one.
+            gather: returns whole parameters of the module by name, instead of the current ones; called on every rank.
         """
         names = [name for name, _ in self._shapes()]
         state = {}
@@ -337,13 +336,13 @@ class Learner:
         export_model(skeleton, state, load_tokenizer(self.model_config), Path(directory), card, term=term)
 
     def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
-        """Write the adapters alone, in peft's format (rank 0; the others help gather them).
+        """Write only the adapters, in peft's format (rank 0; all ranks take part in gathering them).
 
         Raises:
-            ValueError: the model is trained whole.
+            ValueError: the model is trained without adapters.
         """
         if self.adapters is None:
-            raise ValueError("there are no adapters to export; the model is trained whole")
+            raise ValueError("there are no adapters to export; set `lora`, or use `export`")
         if self.rank and not self.lockstep:
             return
         trained = self.engine.gather(self.adapters.trained_names(self.engine.parameter_shapes()))
@@ -352,14 +351,14 @@ class Learner:
                            term)
 
     def begin_profile(self) -> None:
-        """Record what is computed from now on."""
+        """Start profiling."""
         self._profile.begin()
 
     def end_profile(self, trace: str) -> WorkerProfile | None:
-        """Write what was recorded to the file `trace`, and sum it up; None if nothing was."""
+        """Write the profile to the file `trace` and return its summary; None if none was recorded."""
         return self._profile.end(Path(trace))
 
     def leave(self) -> None:
-        """Leave the generators and the process group."""
+        """Disconnect from the generators and leave the process group."""
         self._disconnect_weights()
         distributed.leave()

@@ -322,7 +322,7 @@ def changed_after_a_whole_publication(loop, generator, model, changing):
 def test_what_did_not_change_is_left_out_and_the_rest_takes_effect(loop, running, new_models):
     kind, generator, _ = running
     changing = expand_fused_groups({Q_PROJ, "model.norm.weight", "model.embed_tokens.weight"},
-                                   generator.weights_together())
+                                   generator.fused_groups())
     publisher, changed = changed_after_a_whole_publication(loop, generator, new_models[kind], changing)
     assert publisher.plan.changing.nbytes < publisher.plan.whole.nbytes
     loop.run_until_complete(publish_changing(generator, publisher, 2))

@@ -130,8 +130,8 @@ def test_when_one_chunk_fails_the_others_are_given_up(ppo_config):
 
 
 def test_a_kl_is_told_of_the_policys_own_samples_only():
-    assert "kl" in summarise([FIRST], policy_itself=True)
-    other = summarise([FIRST], policy_itself=False)
+    assert "kl" in summarise([FIRST], on_policy=True)
+    other = summarise([FIRST], on_policy=False)
     assert other == {name: value for name, value in summarise([FIRST]).items() if name != "kl"}
 
 

@@ -235,7 +235,7 @@ def test_who_waits_for_a_generator_hears_of_a_learner_lost_while_it_catches_up()
 
 
 def test_the_first_publication_of_all_goes_on_when_the_only_generator_is_lost_at_its_first_question():
-    it = PublishingHarness(workers=1, doomed=[(0, "weights_together")])
+    it = PublishingHarness(workers=1, doomed=[(0, "fused_groups")])
 
     async def run():
         await it.publish(1)

@@ -50,7 +50,7 @@ class DiskRun(CoordinatorHarness):
             if method == "begin_save":
                 Path(args[0]).mkdir(parents=True, exist_ok=True)
                 (Path(args[0]) / f"rank_{rank}.safetensors").write_text(role)
-            return await self.saved() if method == "saved" else await trains(rank, method, *args)
+            return await self.saved() if method == "save_progress" else await trains(rank, method, *args)
 
         return behave
 

@@ -39,7 +39,7 @@ class CheckpointedRoles:
             if method == "begin_save":
                 path.mkdir(parents=True)
                 (path / "weights").write_text(role)
-            elif method == "saved":
+            elif method == "save_progress":
                 self.asked += 1
             else:
                 self.loaded.append((path / "weights").read_text())
@@ -118,7 +118,7 @@ def test_without_a_critic_none_is_saved_and_none_comes_back(tmp_path):
     assert loaded == ["policy"] and (where / "policy").is_dir() and not (where / "critic").exists()
 
 
-@pytest.mark.parametrize("when", ["begin_save", "saved"])
+@pytest.mark.parametrize("when", ["begin_save", "save_progress"])
 def test_a_save_that_fails_leaves_no_checkpoint(tmp_path, when):
     async def run():
         *_, recovery = setting(tmp_path)

@@ -40,7 +40,7 @@ class Publication:
         return args[:2] if rank == 0 else None
 
     async def _generator(self, rank, method, *args):
-        if method == "weights_together":
+        if method == "fused_groups":
             return [["q", "k"]]
         if method == "begin_weights":
             self.publication, *args = args
