@@ -1,4 +1,4 @@
-"""PPO's numbers. Defaults follow the sources named at each field."""
+"""Hyperparameters of PPO. Each field names the source of its default."""
 
 from typing import Any, Literal
 
@@ -8,19 +8,19 @@ from rlhf_ray.config.section import Section
 
 Estimator = Literal["gae", "reinforce", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"]
 OldLogprobs = Literal["policy", "update", "generator"]
-"""Who gives the denominator of the ratio: a pass of the policy before the update, the update's own, the generators."""
+"""Source of the denominator of the ratio: a forward pass before the update, the update's own, or the generators."""
 GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
-"""Compare a sample with the other samples of its prompt."""
+"""Estimators that compare a sample with the other samples of its prompt."""
 WHITENED_ESTIMATORS = ("gae", "reinforce_pp")
-"""Whose advantages are whitened over the batch unless said otherwise."""
+"""Estimators whose advantages are whitened over the batch by default."""
 
 
 class KLConfig(Section):
     """Penalty for leaving the reference model (Ziegler et al. 2019, eq. 2; in the loss: Shao et al. 2024, eq. 3)."""
 
     placement: Literal["reward", "loss"] = "reward"
-    """In the token rewards, or a term of the policy's loss. Group estimators (reinforce_baseline, rloo, grpo, dr_grpo)
-    default to loss, where the penalty is not compared between samples."""
+    """Where the penalty applies: in the token rewards, or as a term of the policy's loss. Group estimators
+    (reinforce_baseline, rloo, grpo, dr_grpo) default to loss, so that the penalty is not compared between samples."""
     coef: float = Field(0.05, ge=0)
     """Coefficient β; TRL's PPO default."""
     kind: Literal["fixed", "adaptive"] = "fixed"
@@ -31,15 +31,16 @@ class KLConfig(Section):
     """Samples over which the adaptive controller corrects the error (Ziegler et al. 2019: 10000)."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Per-token estimator (Schulman 2020, "Approximating KL divergence"); k1 is the unbiased log-ratio. In the loss the
-    default is k3, as GRPO has it: there the gradient of k1 is zero on average, and k1 no penalty."""
+    default is k3, as in GRPO: the gradient of k1 is zero on average there, so it would not penalise."""
 
 
 class AlgorithmConfig(Section):
     """Proximal policy optimisation (Schulman et al. 2017) for token sequences."""
 
     estimator: Estimator = "gae"
-    """Advantages: gae has a critic (Schulman et al. 2016), all others do without one. reinforce (discounted returns)
-    and reinforce_pp (whitened) stand alone; reinforce_baseline, rloo, grpo and dr_grpo compare a prompt's samples."""
+    """Advantage estimator. gae uses a critic (Schulman et al. 2016); the others do not. reinforce (discounted returns)
+    and reinforce_pp (whitened) need one sample per prompt; reinforce_baseline, rloo, grpo and dr_grpo compare a
+    prompt's samples."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token; 1 for language (Ziegler et al. 2019, InstructGPT)."""
     lam: float = Field(0.95, ge=0, le=1)
@@ -48,7 +49,7 @@ class AlgorithmConfig(Section):
     """Length-adaptive λ of each response in place of `lam`: 1 - 1 / (α length) (VAPO, Yue et al. 2025: 0.05); off when
     empty."""
     lam_critic: float | None = Field(None, ge=0, le=1)
-    """λ of the returns that the critic learns (VAPO: 1); that of the advantages when empty."""
+    """λ of the returns that the critic learns (VAPO: 1); that of the advantages if empty."""
     epochs: int = Field(2, ge=1)
     """Passes over each batch of experience (TRL 4, OpenRLHF 1; InstructGPT 1)."""
     mini_batches: int = Field(4, ge=1)
@@ -60,66 +61,67 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the loss at negative advantages (Ye et al. 2020; verl uses 3); off when empty."""
     ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio of each token (PPO), or one per response, the geometric mean of its tokens' (GSPO, Zheng et al.
+    """Probability ratio per token (PPO), or per response: the geometric mean of its tokens' (GSPO, Zheng et al.
     2025, which clips at 3e-4 and 4e-4 and aggregates by sequence)."""
     old_logprobs: Literal["policy", "generator"] = "policy"
     """Denominator of the ratio: the policy's own log-probabilities in a pass before the update, or those of the
-    generators that sampled (no pass: verl's bypass mode, slime's use_rollout_logprobs), which with stale samples makes
-    PPO's clip hold to the weights that sampled."""
+    generators (without that pass: verl's bypass mode, slime's use_rollout_logprobs). With stale samples the latter
+    clips relative to the weights that sampled."""
     importance: Literal["none", "truncate", "mask"] = "none"
-    """Weigh tokens by the learner's over the generator's probability, for stale samples and engines whose numbers
-    differ: weights above the cap are cut to it (truncate), or their tokens left out (mask)."""
+    """Weight tokens by the learner's over the generator's probability, to correct for stale samples and numerical
+    differences between engines: weights above the cap are truncated, or their tokens are masked."""
     importance_cap: float = Field(2.0, gt=0)
     """Largest importance weight (2 in TRL and verl)."""
     importance_level: Literal["token", "sequence"] = "token"
-    """A weight for each token, or for each response: the product of its tokens' (exact, and of high variance)."""
+    """One weight per token, or one per response: the product of its tokens' weights (exact, but of high variance)."""
     value_clip: float | None = Field(0.2, gt=0)
     """Clip of the value change around the old value (PPO2); off when empty."""
     value_coef: float = Field(0.1, gt=0)
-    """Weight of the value loss beside the policy's, where one model is both (critic.backbone): c1 of Schulman et al.
-    2017, eq. 9; 0.1 in TRL, whose value loss has the same factor of 1/2."""
+    """Weight of the value loss in the sum of both losses, if one model is policy and critic (critic.backbone): c1 of
+    Schulman et al. 2017, eq. 9; 0.1 in TRL, whose value loss has the same factor of 1/2."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus; 0 as in most RLHF work."""
     aggregate: Literal["token", "sequence"] = "token"
-    """Mean over all response tokens, or mean of the rows' means."""
+    """Loss is the mean over all response tokens, or the mean of the rows' means."""
     whiten_advantages: bool = True
     """Whiten advantages over the whole batch's response tokens; by default with gae and reinforce_pp only."""
     reward_normalisation: Literal["none", "scale", "standardise"] = "none"
-    """Divide scores by their standard deviation over all earlier steps (scale), after taking their mean away
-    (standardise). Scores of the first step stay as they are."""
+    """Divide scores by their standard deviation over all earlier steps (scale), after subtracting their mean
+    (standardise). Scores of the first step are not changed."""
     reward_clip: float | None = Field(None, gt=0)
     """Clip scores to ± this before they become token rewards (many use 5 or 10); off when empty."""
     missing_eos_penalty: float | None = Field(None, ge=0)
-    """Subtracted from the score of a response that did not end by itself (TRL: 1.0 in its examples); off when empty."""
+    """Subtracted from the score of a response without an end-of-sequence token (TRL: 1.0 in its examples); off if
+    empty."""
     overlong_buffer: int | None = Field(None, ge=1)
-    """Last tokens before generator.sampling.max_tokens over which a penalty of length grows (DAPO, Yu et al. 2025, soft
-    overlong punishment); off when empty."""
+    """Number of tokens before generator.sampling.max_tokens over which a length penalty grows linearly (DAPO, Yu et al.
+    2025, soft overlong punishment); off if empty."""
     overlong_penalty: float = Field(1.0, gt=0)
-    """Subtracted from the score of a response of full length, with `overlong_buffer` (DAPO: 1)."""
+    """Subtracted from the score of a response of maximum length, with `overlong_buffer` (DAPO: 1)."""
     critic_warmup_steps: int = Field(0, ge=0)
-    """First steps in which only the critic learns (verl's critic_warmup)."""
+    """Number of first steps in which only the critic is trained (verl's critic_warmup)."""
     kl: KLConfig = Field(default_factory=KLConfig)
-    """Penalty towards the reference."""
+    """KL penalty towards the reference."""
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained; without one none is started."""
+        """Whether a critic is trained."""
         return self.estimator == "gae"
 
     @property
     def compares_groups(self) -> bool:
-        """Whether several samples of each prompt are needed."""
+        """Whether the estimator needs several samples per prompt."""
         return self.estimator in GROUP_ESTIMATORS
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the KL penalty is a term of the policy's loss, and not of the rewards."""
+        """Whether the KL penalty is a term of the policy's loss, not of the rewards."""
         return self.kl.placement == "loss"
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_by_estimator(cls, given: Any) -> Any:
-        """Settle the defaults that depend on other fields, so that the saved configuration names them."""
+        """Fill in the defaults that depend on other fields, so that the saved configuration contains them."""
         if not isinstance(given, dict) or not isinstance(kl := given.get("kl", {}), dict | KLConfig):
             return given
         estimator = given.get("estimator", "gae")
@@ -131,7 +133,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _adaptive_needs_coef(self) -> "AlgorithmConfig":
         if self.kl.kind == "adaptive" and self.kl.coef == 0:
-            raise ValueError("kl.kind=adaptive multiplies the coefficient and cannot leave kl.coef=0; make it positive")
+            raise ValueError("kl.kind=adaptive multiplies the coefficient, so kl.coef=0 would stay 0; make it positive")
         return self
 
     @model_validator(mode="after")
@@ -144,8 +146,8 @@ class AlgorithmConfig(Section):
             raise ValueError(f"critic_warmup_steps={self.critic_warmup_steps} with estimator={self.estimator}, which "
                              "has no critic to warm up; set it to 0 or use estimator=gae")
         if self.old_logprobs == "generator" and self.importance != "none":
-            raise ValueError(f"importance={self.importance} weighs tokens by the policy's old over the generator's "
-                             "probability, and old_logprobs=generator makes these the same; set importance=none or "
+            raise ValueError(f"importance={self.importance} weights tokens by the policy's old over the generator's "
+                             "probability, which are equal with old_logprobs=generator; set importance=none or "
                              "old_logprobs=policy")
         if self.estimator == "reinforce_pp" and not self.whiten_advantages:
             raise ValueError("estimator=reinforce_pp is reinforce with whitened advantages; leave whiten_advantages on "
@@ -154,8 +156,8 @@ class AlgorithmConfig(Section):
 
 
 class PtxConfig(Section):
-    """PPO-ptx (Ouyang et al. 2022, eq. 2): against forgetting what the model knew, a language-modelling loss on
-    pretraining text joins the policy's loss in every optimizer step."""
+    """PPO-ptx (Ouyang et al. 2022, eq. 2): a language-modelling loss on pretraining text is added to the policy's loss
+    in every optimizer step, against forgetting."""
 
     path: str
     """jsonl, parquet or csv file, or a Hub data set name."""
@@ -171,5 +173,5 @@ class PtxConfig(Section):
     """Rows of one optimizer step, over all ranks; as many as the samples of a mini-batch by default (OpenRLHF; Ouyang
     et al. 2022 took 8 times as many)."""
     coef: float = Field(0.05, ge=0)
-    """Weight of the text's mean loss per token beside the policy's (OpenRLHF, whose two losses are means over tokens
-    as ours; InstructGPT's 27.8 belongs to a normalisation that is not published). 0 measures the loss alone."""
+    """Weight of the text's mean loss per token (OpenRLHF, whose two losses are means over tokens like ours;
+    InstructGPT's 27.8 belongs to an unpublished normalisation). 0 only measures the loss."""

@@ -1,8 +1,8 @@
-"""Who lives in which bundle of a pool: chosen here, so that what was found to fit is how workers come to lie.
+"""Assigns workers to the bundles of their pool. Checks and placement use the same assignment.
 
-A worker lives in one bundle. The workers of a role are spread over the bundles of their pool where that leaves room for
-all others (a node that is lost takes as few of them as possible, and ranks do not share one machine's memory
-bandwidth); otherwise the largest workers come first and each takes the first bundle with room for it.
+Each worker is assigned to one bundle. The workers of a role are spread over the bundles of their pool if all other
+workers still fit (so that a lost node takes few of them, and ranks do not share one machine's memory bandwidth);
+otherwise the largest workers come first, and each takes the first bundle with enough resources.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from rlhf_ray.config.run import PlacementConfig, PoolConfig
 Worker = tuple[str, int]
 """Name of a role's section (or of a role without one), and rank."""
 ROUNDING = 1e-6
-"""Fractions of a CPU add up to a whole in floating point no more exactly than that."""
+"""Tolerance for sums of fractions of a CPU in floating point."""
 
 
 @dataclass
 class Bundle:
-    """What is left in one bundle."""
+    """Free resources of one bundle."""
 
     cpus: float
     gpus: float
 
     def has_room(self, place: PlacementConfig) -> bool:
-        """Whether a worker fits beside those that are there."""
+        """Whether a worker fits into the free resources."""
         return self.cpus + ROUNDING >= place.cpus and self.gpus + ROUNDING >= place.gpus
 
 
 Choice = Callable[["Bundles", str, PlacementConfig], "int | None"]
-"""Chooses a bundle for a worker of a role."""
+"""Chooses a bundle for a worker of a role; None if none has enough resources."""
 
 
 class Bundles:
-    """The bundles of one pool, numbered from 0, and their inhabitants."""
+    """The bundles of one pool, numbered from 0, and the workers assigned to them."""
 
     def __init__(self, pool: PoolConfig) -> None:
         self._pool = pool
@@ -48,39 +48,39 @@ class Bundles:
         return len(self._left)
 
     def assign(self, worker: Worker, place: PlacementConfig, number: int) -> None:
-        """Give a worker its share of a bundle; it leaves the one where it was."""
+        """Assign a worker to a bundle, after removing it from its previous one."""
         self.leave(worker)
         self._left[number].cpus -= place.cpus
         self._left[number].gpus -= place.gpus
         self.assignments[worker], self._shares[worker] = number, place
 
     def leave(self, worker: Worker) -> None:
-        """The worker's share is free again; nothing happens for one who has none."""
+        """Free the resources of a worker; a no-op for one that is not assigned."""
         number, place = self.assignments.pop(worker, None), self._shares.pop(worker, None)
         if number is not None and place is not None:
             self._left[number].cpus += place.cpus
             self._left[number].gpus += place.gpus
 
     def add(self) -> int:
-        """One bundle more; its number."""
+        """Add a bundle; returns its number."""
         self._left.append(Bundle(self._pool.cpus, float(self._pool.gpus)))
         return len(self._left) - 1
 
     def remove_last(self) -> None:
-        """One bundle less; nobody lives in the last one."""
+        """Remove the last bundle, which must be empty."""
         self._left.pop()
 
     def occupants(self, number: int) -> list[Worker]:
-        """Who lives in a bundle."""
+        """Workers assigned to a bundle."""
         return [worker for worker, home in self.assignments.items() if home == number]
 
     def room(self, place: PlacementConfig) -> list[int]:
-        """Bundles that have room for a worker."""
+        """Bundles with enough free resources for a worker."""
         return [number for number, left in enumerate(self._left) if left.has_room(place)]
 
 
 def spread(bundles: Bundles, role: str, place: PlacementConfig) -> int | None:
-    """Of the bundles with room that with the fewest workers of the role, the first of several."""
+    """The bundle with enough resources that has the fewest workers of the role; the first of several."""
     neighbours = [0] * len(bundles)
     for (other, _), number in bundles.assignments.items():
         neighbours[number] += other == role
@@ -88,22 +88,22 @@ def spread(bundles: Bundles, role: str, place: PlacementConfig) -> int | None:
 
 
 def first_with_room(bundles: Bundles, _: str, place: PlacementConfig) -> int | None:
-    """The first bundle with room."""
+    """The first bundle with enough resources."""
     return next(iter(bundles.room(place)), None)
 
 
 def assigned(pool: PoolConfig, placements: Mapping[str, PlacementConfig]) -> Bundles | PlacementConfig:
-    """Every worker of the roles in its bundle; or, where somebody found none, the placement of the first such.
+    """Assign all workers of the roles; returns the bundles or, if a worker does not fit, that worker's placement.
 
     Args:
         placements: of the roles of this pool, by section.
     """
     failed: PlacementConfig | None = None
     for choose in (spread, first_with_room):
-        found = _assigned(pool, placements, choose)
-        if isinstance(found, Bundles):
-            return found
-        failed = found
+        outcome = _assigned(pool, placements, choose)
+        if isinstance(outcome, Bundles):
+            return outcome
+        failed = outcome
     assert failed is not None
     return failed
 
@@ -121,7 +121,7 @@ def _assigned(pool: PoolConfig, placements: Mapping[str, PlacementConfig], choos
 
 @dataclass(frozen=True)
 class BundleSlot:
-    """Where one worker of a role lives."""
+    """The bundle of one worker of a role."""
 
     role: str
     rank: int
@@ -131,25 +131,25 @@ class BundleSlot:
 
 
 def check_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> None:
-    """Every worker must find a bundle with room for it; errors as in `worker_bundles`."""
+    """Check that every worker fits into a bundle; raises as `worker_bundles`."""
     worker_bundles(pools, placements)
 
 
 def worker_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> list[BundleSlot]:
-    """The bundle of every worker, as `assigned` chooses it: sums over a pool do not tell.
+    """The bundle of every worker, as `assigned` chooses it.
 
     Raises:
-        ValueError: a worker finds none.
+        ValueError: a worker fits into no bundle, although the pool's total resources may suffice.
     """
-    found = []
+    slots = []
     for name, pool in pools.items():
         users = {role: place for role, place in placements.items() if place.pool == name}
         bundles = assigned(pool, users)
         if not isinstance(bundles, Bundles):
             role, place = next((role, place) for role, place in users.items() if place is bundles)
             raise ValueError(
-                f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have room "
-                f"for all workers together, but not one by one: a worker lives in one bundle, and {role} with "
-                f"{place.cpus:g} cpus and {place.gpus:g} gpus finds none; make bundles larger or give {role} less")
-        found += [BundleSlot(role, rank, name, number) for (role, rank), number in bundles.assignments.items()]
-    return found
+                f"pools.{name}: its {pool.bundles} bundles of {pool.cpus:g} cpus and {pool.gpus:g} gpus have "
+                f"enough resources in total, but a worker of {role} with {place.cpus:g} cpus and {place.gpus:g} gpus "
+                f"fits into no single bundle; make the bundles larger or lower {role}.cpus or {role}.gpus")
+        slots += [BundleSlot(role, rank, name, number) for (role, rank), number in bundles.assignments.items()]
+    return slots

@@ -13,7 +13,7 @@ from rlhf_ray.config.section import Section
 
 
 class MixedSource(Section):
-    """One of the data sets of a mix. What is empty is as the section says."""
+    """One data set of a mix. Empty fields are taken from the section."""
 
     path: str
     """File, pattern, saved directory or Hub data set name."""
@@ -22,36 +22,36 @@ class MixedSource(Section):
     split: str | None = None
     """Split of a Hub data set."""
     limit: int | None = Field(None, ge=1)
-    """Use its first rows only."""
+    """Use only its first rows."""
     weight: float = Field(1.0, gt=0)
-    """Its share of all rows that are visited, beside the other weights; it begins anew when its rows are used up."""
+    """Its share of all rows visited, relative to the other weights; it starts over when its rows are used up."""
 
 
 class DataSection(Section):
-    """What every data section has."""
+    """Fields of every data section."""
 
     SECTION: ClassVar[str] = "data"
-    """Where it stands in the configuration of a stage."""
+    """Name of the section in a stage's configuration."""
     COLUMNS: ClassVar[tuple[str, ...]] = ()
-    """Its fields that name columns."""
+    """Fields that name columns."""
 
     path: str | None = None
-    """jsonl, parquet or csv file, several by a pattern such as data/*.jsonl, a directory that `datasets` saved, or a
-    Hub data set name; or give `mix`."""
+    """jsonl, parquet or csv file, a pattern such as data/*.jsonl, a directory saved by `datasets`, or a Hub data set
+    name; or use `mix`."""
     subset: str | None = None
     """Subset (configuration) of a Hub data set."""
     split: str = "train"
     """Split of a Hub data set."""
     limit: int | None = Field(None, ge=1)
-    """Use the first rows only, of each data set of a mix."""
+    """Use only the first rows (of each data set of a mix)."""
     system: str | None = None
-    """System message put before chat messages that begin without one."""
+    """System message to prepend to chat messages without one."""
     as_chat: bool = False
-    """Take a prompt that is a text for a user's message, so that it goes through the chat template too."""
+    """Treat a prompt given as text as a user message, so that the chat template is applied to it."""
 
     @property
     def sources(self) -> Sequence[MixedSource]:
-        """The data sets of a mix; none where there is one `path`."""
+        """The data sets of a mix; empty if there is one `path`."""
         return getattr(self, "mix", ())
 
     @property
@@ -61,17 +61,17 @@ class DataSection(Section):
 
     @property
     def title(self) -> str:
-        """Names of the data sets, for people."""
+        """Names of the data sets, for messages."""
         return " + ".join(Path(part.location).name for part in self.parts())
 
     @property
     def column_fields(self) -> dict[str, str]:
-        """Columns that are read, and the fields that name them: {"text": "data.text"}."""
+        """The columns to read, and the fields that name them: {"text": "data.text"}."""
         return {column: f"{self.SECTION}.{field}" for field in self.COLUMNS if (column := getattr(self, field))}
 
     @property
     def location(self) -> str:
-        """The path, of a section that is no mix."""
+        """The path of a section that is not a mix."""
         return self.path or ""
 
     def parts(self) -> list[Self]:
@@ -86,7 +86,7 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _path_or_mix(self) -> Self:
         if (self.path is None) != bool(self.sources):
-            raise ValueError("give a path or a mix of several data sets" + (", not both" if self.path else ""))
+            raise ValueError("set path, or mix with several data sets" + (", not both" if self.path else ""))
         return self
 
 
@@ -110,14 +110,14 @@ class PromptsConfig(DataSection):
     max_tokens: int = Field(512, ge=1)
     """Longer prompts are left out, counted and reported; never cut."""
     shuffle: bool = True
-    """Visit rows in a new pseudo-random order each epoch."""
+    """Visit rows in a new pseudo-random order in each epoch."""
     held_out: float = Field(0.0, ge=0, lt=1)
-    """Share of prompts kept out of training, for an evaluation without `evaluation.prompts`; equal prompts stay
+    """Share of prompts held out of training, for an evaluation without `evaluation.prompts`; equal prompts stay
     together."""
 
 
 class EvaluationPrompts(PromptsConfig):
-    """Prompts of `evaluation`, with what it does not say taken from the training prompts."""
+    """Prompts of `evaluation`; its missing fields are taken from the training prompts."""
 
     SECTION = "evaluation"
 
@@ -143,29 +143,29 @@ class DemonstrationsConfig(DataSection):
     mix: list[DemonstrationsSource] = Field(default_factory=list)
     """Several data sets in place of `path`, visited in turns that follow their weights."""
     text: str = "text"
-    """Column with the whole text, when there is no prompt column."""
+    """Column with the whole text, if there is no prompt column."""
     prompt: str | None = None
     """Column with the prompt (text or chat messages); its tokens carry no loss."""
     response: str = "response"
-    """Column with the response, when `prompt` is set."""
+    """Column with the response, if `prompt` is set."""
     messages: str | None = None
     """Column with whole conversations as chat messages; the assistant's turns carry loss."""
     max_tokens: int = Field(512, ge=2)
     """Longer rows are left out, counted and reported; never cut."""
     held_out: float = Field(0.01, ge=0, lt=1)
-    """Share of rows, the last ones of each data set, kept aside to measure the loss."""
+    """Share of rows held out to measure the loss: the last ones of each data set."""
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:
         for part in self.parts():
             if part.prompt is not None and part.messages is not None:
                 raise ValueError(f"{part.path}: prompt={part.prompt!r} and messages={part.messages!r} are two formats; "
-                                 "name the columns of one")
+                                 "set the columns of one")
         return self
 
 
 class ProcessRowsSource(MixedSource):
-    """Judged solutions of a mix."""
+    """Labelled solutions of a mix."""
 
     prompt: str | None = None
     """Column with the problem."""
@@ -176,7 +176,7 @@ class ProcessRowsSource(MixedSource):
 
 
 class ProcessRowsConfig(DataSection):
-    """Solutions in steps, each step judged."""
+    """Solutions in steps, each step labelled."""
 
     COLUMNS = ("prompt", "steps", "labels")
 
@@ -187,12 +187,12 @@ class ProcessRowsConfig(DataSection):
     steps: str = "steps"
     """Column with the list of steps, each a text."""
     labels: str = "labels"
-    """Column with a label for each step: true or 1, false or 0, a probability of being right in between (soft labels;
-    Wang et al. 2024), the text of the good or bad token, or null for none."""
+    """Column with a label for each step: true or 1, false or 0, a probability of being correct (soft labels; Wang et
+    al. 2024), the text of the good or bad token, or null for none."""
     max_tokens: int = Field(512, ge=2)
     """Longer rows are left out, counted and reported; never cut."""
     held_out: float = Field(0.1, ge=0, lt=1)
-    """Share of rows kept aside to measure accuracy; rows of one prompt stay together."""
+    """Share of rows held out to measure accuracy; rows of one prompt stay together."""
 
 
 class PreferencesSource(MixedSource):
@@ -209,40 +209,39 @@ class PreferencesSource(MixedSource):
 
 
 class PreferencesConfig(DataSection):
-    """Pairs of responses of which one was preferred."""
+    """Pairs of responses, one of them preferred."""
 
     COLUMNS = ("prompt", "chosen", "rejected", "margin")
 
     mix: list[PreferencesSource] = Field(default_factory=list)
     """Several data sets in place of `path`, visited in turns that follow their weights."""
     prompt: str = "prompt"
-    """Column with the shared prompt, text or chat messages (may be empty; not needed where the sides are whole
-    conversations)."""
+    """Column with the shared prompt, text or chat messages (may be empty; not needed if both responses are
+    whole conversations)."""
     chosen: str = "chosen"
     """Column with the preferred response: text, chat messages that answer the prompt, or a whole conversation."""
     rejected: str = "rejected"
     """Column with the other response, in the same form."""
     margin: str | None = None
-    """Column with how far apart the two scores should be (Touvron et al. 2023), a number of at least 0; none when
-    empty."""
+    """Column with how far apart the two scores should be (Touvron et al. 2023), a number >= 0; none if empty."""
     max_tokens: int = Field(512, ge=2)
-    """Pairs with a longer side are left out, counted and reported; never cut."""
+    """Pairs with a longer response are left out, counted and reported; never cut."""
     held_out: float = Field(0.1, ge=0, lt=1)
-    """Share of pairs kept aside to measure accuracy; pairs of one prompt stay together."""
+    """Share of pairs held out to measure accuracy; pairs of one prompt stay together."""
 
 
 class StepsConfig(Section):
-    """What a process reward model reads and predicts; saved with it as process_reward.json."""
+    """Tokens that a process reward model reads and predicts; saved with it as process_reward.json."""
 
     placeholder: str = Field(min_length=1)
-    """Token that stands after each step; what the model predicts there is its judgement. A single token of the
-    vocabulary that texts do not contain (Math-Shepherd, Wang et al. 2024, uses a Cyrillic word)."""
+    """Token after each step; the model's prediction there is its judgement. A single token of the vocabulary that does
+    not occur in texts (Math-Shepherd, Wang et al. 2024, uses a Cyrillic word)."""
     good: str = Field("+", min_length=1)
-    """Token that is predicted after a right step (Math-Shepherd: +)."""
+    """Token predicted after a correct step (Math-Shepherd: +)."""
     bad: str = Field("-", min_length=1)
-    """Token that is predicted after a wrong step (Math-Shepherd: -)."""
+    """Token predicted after a wrong step (Math-Shepherd: -)."""
     separator: str = Field("\n", min_length=1)
-    """Text between steps: it follows a placeholder, and a policy's response is split at it."""
+    """Text between steps: it follows each placeholder, and responses are split at it."""
 
     @model_validator(mode="after")
     def _differ(self) -> Self:

@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into one message that names each field, its value, where it came from and the fix."""
+"""Turns pydantic's errors into one message with each field, its value, its origin and the fix."""
 
 import difflib
 import re
@@ -42,21 +42,21 @@ _SECTION_TYPES = ("model_type", "model_attributes_type", "dict_type")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the configuration an error stands."""
+    """Position of an error in the configuration."""
 
     path: tuple[str, ...]
     parent: type[BaseModel] | None
-    """Section that holds the last key; None inside a mapping or list."""
+    """Section that contains the last key; None inside a mapping or list."""
     annotation: Any
     """Type of the field at `path`; None for an unknown key."""
     branch: type[BaseModel] | None
-    """Which section of a union the error speaks of."""
+    """Section of a union that the error is about."""
     union: tuple[str, ...]
     """Path of that union."""
 
 
 def explain(cls: type[BaseModel], error: ValidationError, values: dict[str, Any], layers: list[Layer]) -> str:
-    """One line per problem. `values` is what was validated, `layers` where it came from (later layers win)."""
+    """One line per problem. `values` were validated; `layers` are their sources (later layers take precedence)."""
     lines: list[str] = []
     for problem in error.errors(include_url=False):
         place = _place(cls, problem["loc"])
@@ -76,13 +76,13 @@ def explain(cls: type[BaseModel], error: ValidationError, values: dict[str, Any]
 
 
 def suggestion(word: str, known: list[str]) -> str:
-    """'did you mean x?' or the list of what there is."""
+    """'did you mean x?', or the list of known words."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(known)}"
 
 
 def _place(cls: type[BaseModel], loc: tuple[Any, ...]) -> _Place:
-    """Follow pydantic's location, which names the member of a union after the field, down the models."""
+    """Resolve pydantic's location, which names the member of a union after the field."""
     annotation: Any = cls
     parent: type[BaseModel] | None = None
     branch: type[BaseModel] | None = None
@@ -106,12 +106,12 @@ def _place(cls: type[BaseModel], loc: tuple[Any, ...]) -> _Place:
 
 
 def _tagged(members: tuple[type[BaseModel], ...], tag: str) -> type[BaseModel] | None:
-    """The member that a union tag speaks of: its `type`, "ModelConfig", or "function-after[check(), ModelConfig]"."""
+    """The member that a union tag refers to: its `type`, "ModelConfig", or "function-after[check(), ModelConfig]"."""
     return next((m for m in members if tag == type_tag(m) or re.search(rf"\b{m.__name__}\b", tag)), None)
 
 
 def _chosen(members: tuple[type[BaseModel], ...], given: Any) -> type[BaseModel] | None:
-    """The section that the given type or keys fit; None when they fit none of them, or several equally well."""
+    """The section that matches the given type or keys; None if none or several match."""
     if tagged := section_tagged(members, given):
         return tagged
     keys = set(given) if isinstance(given, dict) else set()
@@ -135,7 +135,7 @@ def _neither(path: tuple[str, ...], members: tuple[type[BaseModel], ...], given:
 
 def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]) -> str:
     kind, name = problem["type"], ".".join(place.path)
-    if kind == "value_error":  # our own validators already speak to people
+    if kind == "value_error":  # our own validators already give complete messages
         text = problem["msg"].removeprefix("Value error, ")
         return f"{name}: {text}{_origin_within(place.path, text, layers)}" if name else text
     if kind == "missing":
@@ -152,10 +152,10 @@ def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]
 
 
 def _meant(cls: type[BaseModel], place: _Place) -> str:
-    """The key that an unknown one may stand for: one that looks alike, or one of the same name in another section."""
+    """Suggestion for an unknown key: a similar one, or one of the same name in another section."""
     key, known = place.path[-1], list(place.parent.model_fields) if place.parent else []
     if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
-        return f"it belongs to type {' or '.join(owners)}, and this is of type {type_tag(place.branch)}"
+        return f"it belongs to type {' or '.join(owners)}, but this is of type {type_tag(place.branch)}; remove it"
     namesakes = [f.path for f in describe_fields(cls) if f.path.endswith(f".{key}")]
     if namesakes and not difflib.get_close_matches(key, known, n=1):
         return f"did you mean {' or '.join(namesakes[:3])}?"
@@ -163,7 +163,7 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
 
 
 def _first_key(place: _Place) -> str:
-    """".key" by which a section is begun on the command line; "" for a plain field."""
+    """".key" that starts a section on the command line; "" for a plain field."""
     if sections_of_values(place.annotation):
         return ".NAME.type"
     members = sections_of(place.annotation)
@@ -173,13 +173,13 @@ def _first_key(place: _Place) -> str:
 
 
 def _types_with(cls: type[BaseModel], place: _Place, key: str) -> list[str]:
-    """The other types of the union around a place that have such a key."""
+    """The other types of the surrounding union that have this key."""
     members = sections_of(_place(cls, place.union).annotation)
     return [tag for member in members if key in member.model_fields and (tag := type_tag(member))]
 
 
 def _rule(place: _Place, problem: Any) -> str:
-    """What is allowed instead."""
+    """The values that are allowed."""
     kind, context = problem["type"], problem.get("ctx") or {}
     if kind in _LIMITS:
         key, words = _LIMITS[kind]
@@ -202,7 +202,7 @@ def _sentence(place: _Place) -> str:
 
 
 def _value(place: _Place, value: Any) -> str:
-    """'=value', short, and never a secret."""
+    """'=value', shortened; empty for secrets."""
     if place.annotation is SecretStr or SecretStr in getattr(place.annotation, "__args__", ()):
         return ""
     text = repr(value)
@@ -210,7 +210,7 @@ def _value(place: _Place, value: Any) -> str:
 
 
 def _origin(path: tuple[str, ...], layers: list[Layer]) -> str:
-    """' [file:line]' of the value, or of the nearest section around it."""
+    """' [file:line]' of the value, or of the nearest enclosing section."""
     for end in range(len(path), 0, -1):
         for layer in reversed(layers):
             if place := layer.origins.get(path[:end]):
@@ -219,8 +219,8 @@ def _origin(path: tuple[str, ...], layers: list[Layer]) -> str:
 
 
 def _origin_within(path: tuple[str, ...], text: str, layers: list[Layer]) -> str:
-    """The origin of a problem with a whole section: of the key in it that `text` speaks of and that came last, which
-    the command line may have given; else the section's."""
+    """Origin of a problem with a whole section: that of the last key which `text` mentions (the command line may have
+    set it), otherwise that of the section."""
     for layer in reversed(layers[1:]):
         for keys, place in layer.origins.items():
             if keys[: len(path)] == path and re.search(rf"\b{re.escape(keys[-1])}\b", text):

@@ -1,6 +1,6 @@
-"""What fields a configuration has: names, types, defaults, bounds and sentences, read from the pydantic models.
+"""Describes the fields of a configuration: names, types, defaults, bounds and sentences, read from the pydantic models.
 
-Owns the walk over sections that `--help`, `docs/configuration.md` and error messages share. It says nothing of values.
+`--help`, `docs/configuration.md` and error messages use it. It does not handle values.
 """
 
 import json
@@ -23,13 +23,13 @@ class FieldDescription:
     """One field that can be set."""
 
     path: str
-    """Dotted name from the top, as in `--path=value`; NAME stands for a key that the user chooses."""
+    """Dotted name from the top, as in `--path=value`; NAME is a key that the user chooses."""
     type: str
     default: str
-    """Default as YAML would write it; "" when the field is required."""
+    """Default in YAML notation; "" if the field is required."""
     required: bool
     bounds: str
-    """Limits such as ">= 1, < 10"; "" without any."""
+    """Limits such as ">= 1, < 10"; "" if there are none."""
     sentence: str
 
     @property
@@ -41,8 +41,8 @@ class FieldDescription:
 def describe_fields(cls: type[BaseModel]) -> list[FieldDescription]:
     """Every field of a stage's configuration that can be set, depth first, in the order of the models.
 
-    A field that may be one of two sections (`SFTConfig.model`) lists the fields of both, shared ones once. Where a
-    `type` says which (`PPOConfig.rewards`), fields that not all types have, or not alike, say of which they are.
+    For a field that may be one of two sections (`SFTConfig.model`), the fields of both are listed, shared ones once. If
+    `type` chooses between sections (`PPOConfig.rewards`), the sentence of a field that differs names its types.
     """
     described: dict[str, FieldDescription] = {}
     for item in _walk(cls, _UNSET, ()):
@@ -65,13 +65,13 @@ def sections_of_values(annotation: Any) -> tuple[type[BaseModel], ...]:
 
 
 def type_tag(section: type[BaseModel]) -> str | None:
-    """The value of `type` by which a section is chosen from a union; None for a section without such a field."""
+    """The value of `type` that selects a section from a union; None for a section without such a field."""
     field = section.model_fields.get("type")
     return get_args(field.annotation)[0] if field and get_origin(field.annotation) is Literal else None
 
 
 def section_tagged(members: tuple[type[BaseModel], ...], value: Any) -> type[BaseModel] | None:
-    """The member of a union that the key `type` of a mapping chooses; None when it chooses none."""
+    """The member of a union that the key `type` of a mapping selects; None if it selects none."""
     tag = value.get("type") if isinstance(value, dict) else None
     return next((m for m in members if tag is not None and type_tag(m) == tag), None)
 
@@ -83,7 +83,7 @@ def section_of_items(annotation: Any) -> type[BaseModel] | None:
 
 
 def type_name(annotation: Any) -> str:
-    """A field's type in words a user of YAML understands."""
+    """A field's type in words, for users of YAML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is NoneType:
         return "empty"
@@ -113,7 +113,7 @@ def bounds_of(field: FieldInfo) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value on one line, as YAML would write it."""
+    """A value on one line in YAML notation."""
     if value is None:
         return "empty"
     if isinstance(value, bool):
@@ -123,12 +123,12 @@ def format_value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str) and value != value.strip():
-        return json.dumps(value, ensure_ascii=False)  # white space that counts, as YAML quotes it
+        return json.dumps(value, ensure_ascii=False)  # quoted as in YAML, because the white space matters
     return str(value)
 
 
 def _walk(cls: type[BaseModel], instance: Any, prefix: tuple[str, ...]) -> Iterator[FieldDescription]:
-    """Fields of a section; `instance` holds the defaults in force where the section stands, if it has any."""
+    """Fields of a section; `instance` has the defaults at the section's position, if there are any."""
     for name, field in cls.model_fields.items():
         path = (*prefix, name)
         default = getattr(instance, name) if isinstance(instance, cls) else _default(field)
@@ -147,30 +147,30 @@ def _walk(cls: type[BaseModel], instance: Any, prefix: tuple[str, ...]) -> Itera
 
 
 def _walk_types(members: tuple[type[BaseModel], ...], prefix: tuple[str, ...]) -> Iterator[FieldDescription]:
-    """Fields of sections between which `type` chooses: each once, with the types that have it unless all do.
+    """Fields of sections that `type` selects: each once, with the types that have it unless all do.
 
-    Fields of one name that differ between types are one field with the sentence of each, as their path is the same.
+    Fields of the same name that differ between types are listed as one field with the sentence of each type.
     """
     tags = [str(type_tag(m)) for m in members]
-    yield FieldDescription(".".join((*prefix, "type")), " | ".join(tags), "", True, "", "What gives this reward.")
-    found: dict[str, dict[FieldDescription, list[str]]] = {}
+    yield FieldDescription(".".join((*prefix, "type")), " | ".join(tags), "", True, "", "Source of this reward.")
+    by_path: dict[str, dict[FieldDescription, list[str]]] = {}
     for member, tag in zip(members, tags, strict=True):
         for item in _walk(member, _UNSET, prefix):
             if not item.path.endswith(".type"):
-                found.setdefault(item.path, {}).setdefault(item, []).append(tag)
-    for variants in found.values():
+                by_path.setdefault(item.path, {}).setdefault(item, []).append(tag)
+    for variants in by_path.values():
         first = next(iter(variants))
         if len(variants) == 1 and len(variants[first]) == len(members):
             yield first
             continue
-        told = " ".join(f"{', '.join(of)}: {v.sentence}" for v, of in variants.items())
+        sentences = " ".join(f"{', '.join(of)}: {v.sentence}" for v, of in variants.items())
         alike = all((v.type, v.default, v.required) == (first.type, first.default, first.required) for v in variants)
-        told_default = first.default if alike else "by type"
-        yield replace(first, sentence=told, required=first.required and alike, default=told_default)
+        default = first.default if alike else "by type"
+        yield replace(first, sentence=sentences, required=first.required and alike, default=default)
 
 
 def _if_used(item: FieldDescription) -> FieldDescription:
-    """A field of a section that may be left out: what the section requires, the run does not."""
+    """A field of an optional section: a field that the section requires is only required if the section is used."""
     return replace(item, required=False, default="required if used") if item.required else item
 
 

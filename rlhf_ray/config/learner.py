@@ -1,4 +1,4 @@
-"""Learners: DeepSpeed, the optimizer, its schedule, memory."""
+"""Learners: DeepSpeed, optimizer, schedule and memory."""
 
 from typing import Literal
 
@@ -8,9 +8,9 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
 
 SHARDED_BUCKET = 2**24
-"""Gradients that are on their way to the ranks that keep them at a time, at ZeRO stage 3. DeepSpeed's 500 million take
-2 GB of a rank several times over: collected, laid out by rank, in gloo's hands. The hidden size squared, which
-transformers chooses (this is that of an 8B Llama), is still long enough for a message to be fast."""
+"""Gradients per reduce bucket at ZeRO stage 3. DeepSpeed's default of 500 million takes 2 GB of a rank several times:
+as collected, as laid out by rank, and in gloo. The hidden size squared, which transformers chooses (this value is that
+of an 8B Llama), is still large enough for fast messages."""
 
 
 class OptimizerConfig(Section):
@@ -29,31 +29,31 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows warm-up, over the optimizer steps of the whole run."""
+    """Schedule after warm-up, over the optimizer steps of the whole run."""
     min_ratio: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end of decay, as a share of the peak."""
     max_consecutive_skipped_updates: int = Field(3, ge=1)
-    """Updates in a row of which no step was applied, because no loss and gradient was finite, that end the run (3 as in
-    Axolotl's examples of a loss watchdog; 1 ends it at the first)."""
+    """End the run after this many consecutive updates in which no step was applied because no loss and gradient was
+    finite (3 as in Axolotl's examples of a loss watchdog)."""
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters beside frozen linear layers (Hu et al. 2021): W x + alpha/rank * B A x."""
+    """Low-rank adapters on frozen linear layers (Hu et al. 2021): W x + alpha/rank * B A x."""
 
     rank: int = Field(16, ge=1)
-    """Rank of A and B; 8 to 64 are usual. Any field of `lora` turns it on, and so does `lora: {}`."""
+    """Rank of A and B; 8 to 64 are usual. Setting any field of `lora`, or `lora: {}`, turns adapters on."""
     alpha: int = Field(32, ge=1)
-    """The adapters' share is scaled by alpha / rank (32 as in Schulman et al. 2025, "LoRA Without Regret")."""
+    """The adapters' output is scaled by alpha / rank (32 as in Schulman et al. 2025, "LoRA Without Regret")."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout of the adapters' inputs in training; in PPO it keeps the first update's ratio from being 1."""
+    """Dropout of the adapters' inputs in training; in PPO the first update's ratio is then not 1."""
     targets: list[str] = Field(["all-linear"], min_length=1)
-    """Linear layers that get adapters, by the end of their names (q_proj, layers.0.mlp.up_proj); all-linear is every
-    one but the output head (fewer than all fall behind full training: Dettmers et al. 2023)."""
+    """Linear layers with adapters, by the end of their names (q_proj, layers.0.mlp.up_proj); all-linear means all
+    except the output head (with fewer layers, results fall behind full training: Dettmers et al. 2023)."""
 
     @model_validator(mode="after")
     def _all_or_some(self) -> "LoRAConfig":
         if len(self.targets) > 1 and "all-linear" in self.targets:
-            raise ValueError(f"targets={self.targets} names layers beside all-linear, which is all of them; keep one")
+            raise ValueError(f"targets={self.targets} lists layers besides all-linear, which includes them; keep one")
         return self
 
 
@@ -65,39 +65,39 @@ class LearnerConfig(PlacementConfig):
     offload_optimizer: bool = False
     """Keep optimizer state in CPU memory (GPU learners, ZeRO 1-3)."""
     autocast: Literal["float32", "bfloat16"] = "float32"
-    """Precision of forward and backward; weights and optimizer stay in float32."""
+    """Precision of forward and backward passes; weights and optimizer stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     micro_batch_tokens: int = Field(4096, ge=8)
-    """Largest number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
+    """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
     lora: LoRAConfig | None = None
-    """Train low-rank adapters on a frozen model, which keeps the model's own precision; the whole model when empty."""
+    """Train low-rank adapters on a frozen model in its own precision; if empty, train the whole model."""
 
     @model_validator(mode="after")
     def _offload(self) -> "LearnerConfig":
         if self.offload_optimizer and not (self.gpus and self.zero_stage):
-            raise ValueError("offload_optimizer moves optimizer state off a GPU and needs gpus > 0 and zero_stage 1 to "
-                             f"3; here gpus={self.gpus:g} and zero_stage={self.zero_stage}")
+            raise ValueError("offload_optimizer moves optimizer state from GPU to CPU memory and needs gpus > 0 and "
+                             f"zero_stage 1 to 3; here gpus={self.gpus:g} and zero_stage={self.zero_stage}")
         return self
 
 
 class PPOLearnerConfig(LearnerConfig):
-    """A learner of PPO, which waits while rollouts are made."""
+    """A learner of PPO, which is idle during rollouts."""
 
     offload_between_phases: bool = False
-    """Keep optimizer state in CPU memory while nothing is learned, so that generators on the same GPU have room (with
-    `generator.sleep_level`); GPU learners."""
+    """Keep optimizer state in CPU memory outside updates, to free memory for generators on the same GPU (with
+    `generator.sleep_level`); GPU learners only."""
 
     @model_validator(mode="after")
     def _offload_phases(self) -> "PPOLearnerConfig":
         if self.offload_between_phases and not self.gpus:
-            raise ValueError("offload_between_phases moves optimizer state off a GPU between updates, and gpus=0 uses "
-                             "none; leave it false on CPUs")
+            raise ValueError("offload_between_phases moves optimizer state to CPU memory between updates, but gpus=0; "
+                             "set it to false on CPUs")
         if self.offload_between_phases and self.offload_optimizer:
-            raise ValueError("offload_between_phases moves optimizer state to CPU memory between updates, where "
-                             "offload_optimizer keeps it anyway; choose one of them")
+            raise ValueError("offload_between_phases moves optimizer state to CPU memory between updates, but "
+                             "offload_optimizer keeps it there always; set only one of them")
         return self
 
 

@@ -1,8 +1,8 @@
-"""One resolved, frozen configuration out of a YAML file, the environment and the command line.
+"""Loads one resolved, frozen configuration from a YAML file, the environment and the command line.
 
-The command line wins over the environment, which wins over the file, which wins over the defaults. Relative paths in a
-configuration are relative to the working directory of the command, whichever file they stand in; they are saved as
-written. Code afterwards reads the configuration and never repairs it.
+The command line takes precedence over the environment, the environment over the file, and the file over the defaults.
+Relative paths are relative to the working directory of the command, not to the file, and are saved as written. Code
+that runs later reads the configuration and never changes it.
 """
 
 import os
@@ -15,7 +15,6 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from rlhf_ray.config.combination_checks import settled_transport
 from rlhf_ray.config.error_messages import explain, suggestion
-from rlhf_ray.config.fields import FieldDescription, describe_fields
 from rlhf_ray.config.sources import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.stages import (
     PPOConfig,
@@ -27,8 +26,6 @@ from rlhf_ray.config.stages import (
 )
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import write_atomically
-
-__all__ = ["STAGES", "FieldDescription", "describe_fields", "load", "resolve", "plain", "save"]
 
 C = TypeVar("C", bound=StageConfig)
 
@@ -49,7 +46,7 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
     `--section.key=value` or `--section.key value`.
 
     Raises:
-        ConfigError: anything that cannot run, all problems at once, each with its field, value, place and fix.
+        ConfigError: the configuration cannot run; lists all problems, each with its field, value, origin and fix.
     """
     _refuse_unknown_options(cls, overrides)
     file = read_yaml(Path(path)) if path is not None else Layer({})
@@ -64,12 +61,12 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
 
 
 def resolve(config: C) -> C:
-    """The same configuration with every value that follows from others filled in. Resolving twice changes nothing.
+    """Fill in every value that follows from others. Resolving twice changes nothing.
 
     For PPO: `buffer.capacity_samples` is (max_staleness + 1) steps' worth of samples, and `buffer.capacity_mb` half of
-    a local cluster's `cluster.object_store_mb` (one that is joined has a store of its own size, and no bound in bytes).
-    `weights.transport: auto` becomes the one that the placement allows. For every stage with a generator on CPUs,
-    `generator.kv_cache_mb` is the size that is meant by empty there.
+    a local cluster's `cluster.object_store_mb` (a joined cluster sizes its own store, so there is no bound in bytes).
+    `weights.transport: auto` becomes the transport that the placement allows. For every stage with a generator on CPUs,
+    an empty `generator.kv_cache_mb` becomes its default.
     """
     generator = getattr(config, "generator", None)
     if generator is not None:
@@ -109,7 +106,7 @@ def save(config: StageConfig, path: Path | str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A configuration as what YAML knows: mappings, lists and scalars, without secrets."""
+    """A configuration as mappings, lists and scalars, without secrets."""
     if isinstance(value, BaseModel):
         return plain({name: getattr(value, name) for name in type(value).model_fields})
     if isinstance(value, dict):
@@ -120,7 +117,7 @@ def plain(value: Any) -> Any:
 
 
 def _refuse_unknown_options(cls: type[StageConfig], overrides: list[str]) -> None:
-    """Stop at --option without a value whose section the stage has not: a value would not fix it."""
+    """Refuse an --option without a value if the stage has no such section: adding a value would not help."""
     for argument, following in pairwise([*overrides, "--"]):
         section = argument.removeprefix("--").split(".")[0]
         bare = argument.startswith("--") and "=" not in argument and following.startswith("--")
@@ -130,7 +127,7 @@ def _refuse_unknown_options(cls: type[StageConfig], overrides: list[str]) -> Non
 
 
 def _refuse_unknown_variables(cls: type[StageConfig]) -> None:
-    """Stop at RLHF_RAY_SECTION__KEY whose section no stage has; misspelt, it would silently have no effect."""
+    """Refuse RLHF_RAY_SECTION__KEY if no stage has that section: a misspelt variable would silently have no effect."""
     known = {name for stage in {cls, *STAGES.values()} for name in stage.model_fields}
     for variable in os.environ:
         section, delimiter, _ = variable.lower().removeprefix("rlhf_ray_").partition("__")

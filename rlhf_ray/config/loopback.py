@@ -1,4 +1,4 @@
-"""What an address says of itself, before anything is resolved."""
+"""Whether an address is a loopback address, without resolving names."""
 
 from ipaddress import ip_address
 

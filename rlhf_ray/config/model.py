@@ -1,4 +1,4 @@
-"""Models: where they come from, or what to make from scratch."""
+"""Models: loaded from a path, or initialised from scratch."""
 
 import re
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from rlhf_ray.config.section import Section
 
 COMMIT = r"[0-9a-f]{40}"
-"""A commit's whole hash: it names one state of a repository for ever."""
+"""Full hash of a commit, which identifies one state of a repository permanently."""
 DType = Literal["float32", "bfloat16"]
 
 
@@ -20,15 +20,15 @@ class ArchitectureConfig(Section):
     layers: int = Field(4, ge=1)
     """Transformer blocks."""
     heads: int = Field(4, ge=1)
-    """Attention heads; hidden_size must be a multiple of it."""
+    """Attention heads; hidden_size must be a multiple of this."""
     kv_heads: int | None = Field(None, ge=1)
-    """Key and value heads (grouped-query attention); as many as heads when empty."""
+    """Key and value heads (grouped-query attention); equal to heads if empty."""
     intermediate_size: int = Field(384, ge=8)
     """Width of the feed-forward layer."""
     max_positions: int = Field(256, ge=8)
     """Longest context, in tokens."""
     tie_embeddings: bool = True
-    """Use the token embedding as the output projection too."""
+    """Share the token embedding with the output projection."""
 
     @model_validator(mode="after")
     def _divides(self) -> "ArchitectureConfig":
@@ -47,32 +47,31 @@ class ModelConfig(Section):
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     tokenizer: str | None = None
-    """Directory or Hub name of the tokenizer; the model's own when empty."""
+    """Directory or Hub name of the tokenizer; the model's own if empty."""
     dtype: DType = "float32"
     """Precision of the weights in memory: float32 on CPUs, bfloat16 on GPUs."""
     trust_remote_code: bool = False
-    """Run model code that comes with the weights; needs a pinned `revision`."""
+    """Run Python code from the model's repository; requires a pinned `revision`."""
 
     @model_validator(mode="after")
     def _pinned(self) -> "ModelConfig":
         if self.trust_remote_code and not re.fullmatch(COMMIT, self.revision or ""):
-            raise ValueError("trust_remote_code=true runs foreign code: pin it with `revision`, a commit hash of 40 "
-                             "hex digits (branches and tags move)")
+            raise ValueError("trust_remote_code=true runs code from the model's repository: pin it with `revision`, a "
+                             "commit hash of 40 hex digits (branches and tags can change)")
         return self
 
     @property
     def trust(self) -> dict[str, Any]:
-        """Which files may be loaded, and whether code among them: arguments of every `from_pretrained`.
+        """Arguments of every `from_pretrained`: the revision, and whether code may be loaded.
 
-        Code is taken from the pinned commit alone. Code that lies in another repository has no such commit, and is
-        not found.
+        Code is only loaded from the pinned commit. Code in another repository has no such commit, so it is not found.
         """
         code = {"code_revision": self.revision} if self.trust_remote_code else {}
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code, **code}
 
 
 class NewModelConfig(Section):
-    """A model made from scratch instead of loaded."""
+    """A model initialised from scratch."""
 
     architecture: ArchitectureConfig
     """Shape of the new model."""

@@ -31,18 +31,18 @@ class ProcessReward(ModelConfig):
     weight: float = 1.0
     """Factor of this component in the sum; negative for a penalty."""
     placement: Literal["tokens", "outcome"] = "tokens"
-    """Each step's reward on the last token of the step (Wang et al. 2024, section 3.4), or one number for the whole
-    response on its last token."""
+    """Whether each step's reward is on the last token of the step (Wang et al. 2024, section 3.4), or one reward for
+    the response on its last token."""
     value: Literal["probability", "centred"] = "probability"
-    """Reward of a step: the probability p that it is good (Wang et al. 2024), or 2p - 1, so that a bad step costs and
-    more steps are not more reward by themselves."""
+    """Reward of a step: the probability p that it is good (Wang et al. 2024), or 2p - 1, so that bad steps are negative
+    and more steps do not give more reward."""
     aggregate: Aggregate = "min"
-    """The response's probability out of its steps', for `placement: outcome`: the least (Wang et al. 2024), the product
-    (Lightman et al. 2023), the mean, or the last step's."""
+    """How the response's probability is computed from those of its steps, for `placement: outcome`: minimum (Wang et
+    al. 2024), product (Lightman et al. 2023), mean, or last."""
 
 
 class FunctionReward(Section):
-    """A Python function of your own, batch in and scores out, in a process of its own."""
+    """A Python function of your own that maps a batch to scores, in a separate process."""
 
     type: Literal["function"]
     """A Python function."""
@@ -51,89 +51,91 @@ class FunctionReward(Section):
     function: str
     """`module:name`, or `file.py:name`."""
     timeout_s: float = Field(60.0, gt=0)
-    """Longest wait for the scores of a chunk; its process is killed then. (Its import may take two minutes.)"""
+    """Timeout for the scores of a chunk, after which the process is killed (importing the function may take two
+    minutes)."""
 
 
 class VerifiableReward(Section):
-    """What all rewards by a rule have in common."""
+    """Fields of all rewards by a rule."""
 
     weight: float = 1.0
     """Factor of this component in the sum; negative for a penalty."""
     right: float = 1.0
     """Score of a response that passes."""
     wrong: float = 0.0
-    """Score of one that does not."""
+    """Score of a response that does not."""
 
 
 Normalisation = Literal["case", "space", "punctuation"]
 
 
 class ExactMatchReward(VerifiableReward):
-    """Whether the response is the row's answer."""
+    """Whether the response equals the row's answer."""
 
     type: Literal["exact_match"]
     """The response must equal the answer."""
     answer: str = "answer"
     """Column of the prompts with the answer."""
     after: str | None = Field(None, min_length=1)
-    """Compare only what follows the last occurrence of this text, such as "####"; the whole response when empty."""
+    """Compare only the text after the last occurrence of this one, such as "####"; the whole response if empty."""
     ignore: list[Normalisation] = Field(["space"])
-    """Differences that do not count: letters' case, runs of white space, punctuation."""
+    """Differences to ignore: letter case, runs of white space, punctuation."""
 
 
 class NumberReward(VerifiableReward):
-    """Whether the number in the response is the row's answer."""
+    """Whether the number in the response equals the row's answer."""
 
     type: Literal["number"]
     """The last number of the response must equal the answer."""
     answer: str = "answer"
-    """Column of the prompts with the answer: a number, or a text whose last number counts (after `after`, if there)."""
+    """Column of the prompts with the answer: a number, or a text whose last number counts (after `after`, if
+    present)."""
     after: str | None = Field(None, min_length=1)
-    """Take the first number that follows the last occurrence of this text, such as "####"; else the last one of all."""
+    """Use the first number after the last occurrence of this text, such as "####"; otherwise the last number."""
     tolerance: float = Field(1e-6, ge=0)
-    """Largest absolute difference that still counts as equal."""
+    """Maximum absolute difference that counts as equal."""
 
 
 class RegexReward(VerifiableReward):
-    """Whether a regular expression finds what it looks for."""
+    """Whether a regular expression matches."""
 
     type: Literal["regex"]
     """A regular expression must match."""
     pattern: str = Field(min_length=1)
-    """Python regular expression; `.` matches line ends too, `^` and `$` each line's."""
+    """Python regular expression; `.` also matches line ends, `^` and `$` match at each line."""
     match: Literal["search", "full"] = "search"
-    """Somewhere in the response, or the whole of it."""
+    """Match anywhere in the response, or the whole response."""
     group: int | str | None = None
-    """Group whose text must equal the answer, by number or name; with none, a match is enough."""
+    """Group whose text must equal the answer, by number or name; if empty, a match is sufficient."""
     answer: str = "answer"
     """Column of the prompts with the answer, read when `group` is set."""
     timeout_s: float = Field(10.0, gt=0)
-    """Longest wait for a chunk; patterns can take for ever on unlucky texts."""
+    """Timeout for a chunk; a pattern can take exponential time on some texts."""
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
         try:
             groups = re.compile(self.pattern).groupindex, re.compile(self.pattern).groups
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"pattern={self.pattern!r} is not a regular expression: {error}; correct it") from None
         known = self.group in groups[0] if isinstance(self.group, str) else (self.group or 0) in range(groups[1] + 1)
         if not known:
-            raise ValueError(f"group={self.group!r} is no group of pattern={self.pattern!r}, which has {groups[1]} "
-                             f"and names {sorted(groups[0])}")
+            raise ValueError(f"group={self.group!r} is not a group of pattern={self.pattern!r}, which has "
+                             f"{groups[1]} groups, named {sorted(groups[0])}; set group to one of them")
         return self
 
 
 class JSONSchemaReward(VerifiableReward):
-    """Whether the response is JSON of a given shape."""
+    """Whether the response is JSON that a schema accepts."""
 
     type: Literal["json_schema"]
-    """The response must be JSON that a schema accepts."""
+    """The response must be valid JSON for the schema."""
     accepts: dict[str, Any] | str
     """JSON schema, or the path of a file that holds it."""
     answer: str | None = None
-    """Column of the prompts with a JSON value that the response must equal as well; not looked at when empty."""
+    """Column of the prompts with a JSON value that the response must also equal; not compared if empty."""
     timeout_s: float = Field(10.0, gt=0)
-    """Longest wait for a chunk; a schema's patterns can take for ever on unlucky texts."""
+    """Timeout for a chunk; a schema's patterns can take exponential time on some texts."""
 
 
 class HTTPReward(Section):
@@ -144,28 +146,27 @@ class HTTPReward(Section):
     weight: float = 1.0
     """Factor of this component in the sum; negative for a penalty."""
     urls: list[str] = Field(min_length=1)
-    """Addresses of servers of one and the same model, such as https://scorer:8008; requests are balanced between
-    them."""
+    """Addresses of servers of the same model, such as https://scorer:8008; requests are balanced between them."""
     send: Literal["text", "tokens"] = "text"
-    """What a service is sent: prompt and response as text, or token ids, for a model with the policy's tokenizer."""
+    """What is sent: prompt and response as text, or token ids (for a model with the policy's tokenizer)."""
     columns: list[str] = Field(default_factory=list)
-    """Columns of the prompts' rows to send along, as `metadata` of each sample."""
+    """Columns of the prompts' rows to send as `metadata` of each sample."""
     batch_size: int = Field(64, ge=1)
-    """Samples of one request."""
+    """Samples per request."""
     timeout_s: float = Field(120.0, gt=0)
-    """Longest wait for the scores of one batch, all tries and pauses included; the run ends then."""
+    """Timeout for the scores of one batch, including all retries and pauses, after which the run ends."""
     request_timeout_s: float = Field(30.0, gt=0)
-    """Longest wait for the answer to one request, before it is repeated (elsewhere, if there are several urls)."""
+    """Timeout of one request, after which it is retried (on another server, if there are several urls)."""
     retries: int = Field(8, ge=0)
-    """How often a request is repeated at most, with growing pauses and as `Retry-After` says."""
+    """Maximum retries of a request, with growing pauses or as `Retry-After` says."""
     token_file: str | None = None
-    """File that holds the bearer token of the service; on every node where reward scorers run."""
+    """File with the bearer token of the service, present on every node with reward scorers."""
     token_variable: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Environment variable that holds the bearer token, by name; on every node where reward scorers run."""
+    """Name of the environment variable with the bearer token, set on every node with reward scorers."""
     allow_hosts: list[str] = Field(default_factory=list)
-    """Hosts of `urls` that may be asked by plain http or have private addresses: those of a network you trust."""
+    """Hosts of `urls` that may use plain http or have private addresses: those of a network that you trust."""
     ca_file: str | None = None
-    """Certificates (PEM) of authorities to trust beside the usual ones."""
+    """Additional certificate authorities (PEM) to trust."""
 
     @model_validator(mode="after")
     def _urls(self) -> Self:
@@ -173,13 +174,13 @@ class HTTPReward(Section):
             if problem := _url_problem(url, {host.lower() for host in self.allow_hosts}):
                 raise ValueError(f"urls: {_shown_url(url)!r} {problem}")
         if len(set(self.urls)) < len(self.urls):
-            raise ValueError("urls: an address stands there twice; give each server once")
+            raise ValueError("urls: an address is given twice; give each server once")
         return self
 
     @model_validator(mode="after")
     def _one_token(self) -> Self:
         if self.token_file and self.token_variable:
-            raise ValueError("token_file and token_variable both say where the token is; keep one")
+            raise ValueError("token_file and token_variable are both set; keep one")
         return self
 
 
@@ -202,27 +203,27 @@ def _in_words(reward: Mapping[str, Any]) -> str:
 
 
 def _url_problem(url: str, allowed: set[str]) -> str | None:
-    """What is wrong with a URL; None if nothing is."""
+    """What is wrong with a URL; None if it is valid."""
     if any(c.isspace() or not c.isprintable() for c in url):
-        return "holds white space or an invisible character; write https://host:port"
+        return "contains white space or an invisible character; write https://host:port"
     try:
         parts, port = urlsplit(url), urlsplit(url).port
     except ValueError as error:
-        return f"is no URL: {error}"
+        return f"is not a URL: {error}; write https://host:port"
     if parts.scheme not in ("https", "http") or not parts.hostname or port == 0:
-        return "is no http or https URL; write https://host:port"
+        return "is not an http or https URL; write https://host:port"
     if parts.username is not None or parts.password is not None:
-        return "holds a user name or password, which would end up in logs; use token_file or token_variable"
+        return "contains a user name or password, which would be logged; use token_file or token_variable"
     if parts.query or parts.fragment:
-        return "has a query or fragment; give the address alone, to which /score and /health are added"
+        return "has a query or fragment; give only the address, to which /score and /health are added"
     if parts.scheme == "http" and not is_loopback(parts.hostname) and parts.hostname not in allowed:
-        return (f"is plain http, and texts and token could be read on the way; use https, or name "
-                f"{parts.hostname!r} in allow_hosts if the network between is yours")
+        return (f"is plain http, so texts and token could be intercepted; use https, or add "
+                f"{parts.hostname!r} to allow_hosts if you trust the network")
     return None
 
 
 def _shown_url(url: str) -> str:
-    """A URL for an error message: what stands before @ is left out."""
+    """A URL for an error message, without user name and password."""
     try:
         parts = urlsplit(url)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The run itself and the cluster it runs on."""
+"""The run, the cluster, pools, and the placement of roles."""
 
 from typing import Literal
 
@@ -8,40 +8,40 @@ from rlhf_ray.config.section import Section
 
 
 class RunConfig(Section):
-    """What this run is called, where it writes, how long it goes on."""
+    """Output directory, number of steps and seed of the run."""
 
     dir: str = "runs/default"
-    """Directory that receives everything the run writes; created if missing."""
+    """Directory for everything that the run writes; created if missing."""
     steps: int = Field(100, ge=1)
-    """Updates to make in all, counted from the beginning also after a resume."""
+    """Total number of updates, counted from the beginning also after a resume."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of new weights, data order and sampling; `evaluation.seed` alone is set apart, so that runs compare."""
+    """Seed of new weights, data order and sampling. `evaluation.seed` is separate, so that runs can be compared."""
     upload: str | None = None
-    """Where to copy checkpoints (each read back and verified), numbers, report and model while the run goes on: a
-    directory of this run's own that fsspec reaches, such as s3://bucket/runs/mine; --resume fetches from there what is
-    missing here. Credentials are the environment's."""
+    """Directory to which checkpoints (each read back and verified), metrics, report and model are copied during the
+    run: an fsspec path used by this run only, such as s3://bucket/runs/mine. --resume fetches missing files from it.
+    Credentials are taken from the environment."""
     auto_resume: bool = False
-    """Start the run again with --resume when its process died (killed, out of memory) or lost a worker, as long as each
-    start makes a new checkpoint, and when it lost the cluster at `cluster.address`, once that answers again; Ctrl-C and
-    SIGTERM end it."""
+    """Restart the run with --resume if its process died (killed, out of memory) or lost a worker, as long as each
+    attempt saves a new checkpoint; and if it lost the cluster at `cluster.address`, once that responds again. Ctrl-C
+    and SIGTERM end it."""
 
 
 class PoolConfig(Section):
     """A named set of equal bundles of resources; roles that name the same pool share it."""
 
     bundles: int = Field(1, ge=1)
-    """Bundles in the pool; each lies on one node."""
+    """Bundles in the pool; each is placed on one node."""
     cpus: float = Field(1.0, ge=0)
     """Logical CPUs in each bundle."""
     gpus: int = Field(0, ge=0)
     """GPUs in each bundle."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """Custom resources in each bundle, by the names that nodes were started with (`ray start --resources`)."""
+    """Custom resources in each bundle, by the names given to `ray start --resources`."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """How Ray lays bundles over nodes (Ray's placement-group strategies)."""
+    """Ray's placement-group strategy for the bundles."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Node labels a bundle's node must carry, e.g. {"ray.io/accelerator-type": "H100"}; Ray's "!H100", "in(H100, H200)"
-    and "!in(...)" are understood."""
+    """Labels that a bundle's node must have, such as {"ray.io/accelerator-type": "H100"}; Ray's "!H100", "in(H100,
+    H200)" and "!in(...)" are supported."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -53,11 +53,11 @@ class PoolConfig(Section):
     def _something_to_reserve(self) -> "PoolConfig":
         for kind, amount in self.resources.items():
             if kind in ("CPU", "GPU"):
-                raise ValueError(f"resources.{kind}: use {kind.lower()}s, which roles take their share of")
+                raise ValueError(f"resources.{kind}: use {kind.lower()}s, from which roles reserve their share")
             if amount <= 0:
                 raise ValueError(f"resources.{kind}={amount:g} reserves nothing; give a positive amount or remove it")
         if not self.bundle:
-            raise ValueError("cpus=0 and gpus=0 leave nothing to reserve; give its bundles some cpus (0.01 will do)")
+            raise ValueError("cpus=0 and gpus=0 leave nothing to reserve; set cpus above 0 (0.01 suffices)")
         return self
 
 
@@ -65,8 +65,8 @@ class ClusterConfig(Section):
     """The Ray cluster: a private local one by default, or an existing one by address."""
 
     address: str | None = None
-    """Ray address to join ("auto", "host:6379"); when empty, a private local cluster is started, whatever
-    RAY_ADDRESS says."""
+    """Ray address to join ("auto", "host:6379"). If empty, a private local cluster is started, and RAY_ADDRESS is
+    ignored."""
     allow_open: bool = False
     """Join a cluster that others can reach and that has no authentication; only where the network is closed."""
     object_store_mb: int = Field(512, ge=100)
@@ -74,31 +74,31 @@ class ClusterConfig(Section):
     dashboard: bool = True
     """Start Ray's dashboard (on 127.0.0.1) with a local cluster."""
     metrics_port: int | None = Field(None, ge=1024, le=65535)
-    """Port of a local cluster's Prometheus endpoint; picked by Ray when empty."""
+    """Port of a local cluster's Prometheus endpoint; chosen by Ray if empty."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for pools to be placed, and for workers to be ready; with `run.auto_resume` also for a cluster that
-    was lost to answer again."""
+    """Timeout for placing pools and for workers to become ready; with `run.auto_resume` also for a lost cluster to
+    respond again."""
     nodes_may_join: bool = False
-    """Wait until `start_timeout_s` for pools that no present node could hold, since an autoscaler or a scheduler may
-    add nodes; else such pools are refused at once."""
+    """Wait up to `start_timeout_s` for pools that the present nodes cannot hold, because an autoscaler or a scheduler
+    may add nodes. If false, such pools are refused at once."""
     call_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wait for any single call to a worker once it is ready, and of its ranks for each other."""
+    """Timeout of any single call to a ready worker, and of its ranks waiting for each other."""
     heartbeat_timeout_s: float = Field(300.0, ge=5)
-    """How long a worker that has work may give no sign of life (a generator: make no token) before it is taken for hung
-    and replaced. vLLM gives one step of a model as long (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+    """How long a worker with work may send no heartbeat (a generator: produce no token) before it counts as hung and is
+    replaced. vLLM allows one model step the same time (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
     disk_timeout_s: float = Field(600.0, gt=0)
-    """How long the disk of `run.dir` may show no progress at all (no file, no 64 MiB of one, flushed) before it is
-    taken for hung and the run ends, to be resumed; a disk that is slow and moves is waited for."""
+    """How long the disk of `run.dir` may make no progress (no file and no 64 MiB flushed) before it counts as hung and
+    the run ends, to be resumed. A slow disk that makes progress does not end the run."""
     max_restarts: int = Field(3, ge=0)
-    """Restarts in a row of a generator, scorer, assembler or prompt reader that completes no call in between; one loss
-    more ends the run. The default is torchelastic's."""
+    """Maximum consecutive restarts of a generator, scorer, assembler or prompt reader without a completed call in
+    between; one more loss ends the run. The default is that of torchelastic."""
     max_rebuilds: int = Field(1, ge=0)
-    """Times in a row that lost learners are rebuilt from the last checkpoint although no new one was made in between;
-    one loss more ends the run (0: the first)."""
+    """Maximum consecutive rebuilds of lost learners from the last checkpoint without a new one in between; one more
+    loss ends the run (with 0, the first)."""
 
 
 class PlacementConfig(Section):
-    """Where the workers of a role run and with how much of a machine."""
+    """Pool, number and resources of the workers of a role."""
 
     pool: str = "default"
     """Name of the pool, one of `pools`."""
@@ -109,4 +109,5 @@ class PlacementConfig(Section):
     gpus: float = Field(0.0, ge=0)
     """GPUs (or a fraction) each worker reserves in its pool."""
     threads: int = Field(1, ge=1)
-    """Compute threads of each worker. On CPUs keep the sum near the number of cores: oversubscription halves speed."""
+    """Compute threads of each worker. On CPUs keep the sum close to the number of cores: oversubscription halves
+    speed."""

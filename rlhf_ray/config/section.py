@@ -1,4 +1,4 @@
-"""What every section of the configuration has in common: typed, whole, frozen, unknown keys refused."""
+"""Base class of every section of the configuration: typed, frozen, and strict about unknown keys."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,4 +1,4 @@
-"""A reward model served over HTTP."""
+"""Settings of `rlhf-ray serve-reward`, a reward model served over HTTP."""
 
 from pathlib import Path
 
@@ -9,47 +9,42 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.section import Section
 
 SHORTEST_TOKEN = 16
-"""Characters of a bearer token below which guessing it comes into reach."""
+"""Minimum length of a bearer token; shorter ones could be guessed."""
 
 
 class ServingConfig(Section):
-    """`rlhf-ray serve-reward`: which model answers, where, and how much at a time."""
+    """`rlhf-ray serve-reward`: the model, the address, and limits."""
 
     model: ModelConfig
     """Reward model to serve."""
     host: str = "127.0.0.1"
-    """Address to listen on; any but a loopback address needs a token."""
+    """Address to listen on; a token is required unless it is a loopback address."""
     port: int = Field(8008, ge=0, le=65535)
     """Port to listen on; 0 takes a free one and prints it."""
     token: SecretStr | None = None
-    """Bearer token that every request must carry."""
+    """Bearer token required in every request."""
     max_batch_tokens: int = Field(8192, ge=8)
-    """Largest number of tokens in one forward pass, and of one sample."""
+    """Maximum number of tokens in one forward pass, and in one sample."""
     linger_ms: float = Field(5.0, ge=0, le=1000)
-    """How long the first sample of a batch waits for company while the model is idle, in milliseconds."""
+    """How long the first sample of a batch waits for others while the model is idle, in milliseconds."""
     max_queue: int = Field(4096, ge=1)
-    """Samples that may wait; a request that would exceed it is answered 429 with Retry-After."""
+    """Maximum number of queued samples; a request that would exceed it gets status 429 with Retry-After."""
     max_request_mb: float = Field(16.0, gt=0)
-    """Largest request body in MiB."""
+    """Maximum request body in MiB."""
     tls_cert: Path | None = None
     """Certificate chain (PEM) to serve https with."""
     tls_key: Path | None = None
     """Private key (PEM) of `tls_cert`."""
 
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine can reach the address."""
-        return is_loopback(self.host)
-
     @model_validator(mode="after")
     def _guarded(self) -> "ServingConfig":
         token = self.token.get_secret_value() if self.token else None
-        if token is None and not self.is_local:
-            raise ValueError(f"host={self.host} can be reached from other machines, so requests must carry a token: "
+        if token is None and not is_loopback(self.host):
+            raise ValueError(f"host={self.host} can be reached from other machines, so a token is required: "
                              "give --token-file or set RLHF_RAY_REWARD_TOKEN, or listen on 127.0.0.1")
         if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
             raise ValueError(f"the token must be at least {SHORTEST_TOKEN} printable ASCII characters (make one with "
                              "`openssl rand -hex 32`)")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together; give both or none")
+            raise ValueError("tls_cert and tls_key must be set together; give both or none")
         return self

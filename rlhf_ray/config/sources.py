@@ -1,7 +1,6 @@
-"""Where values come from: a YAML file, the environment, the command line; and how the three become one.
+"""Reads configuration values from a YAML file, the environment and the command line, and merges them.
 
-Owns reading and merging, and remembers for each value where it stood, so that errors can point there. Whether the
-values are right is pydantic's to say.
+The origin of each value is kept, so that errors can name it. Values are validated by pydantic, not here.
 """
 
 from collections.abc import Iterator
@@ -18,16 +17,16 @@ from rlhf_ray.errors import ConfigError
 
 Path_ = tuple[str, ...]
 MOST_NODES = 100_000
-"""Keys and values of a configuration file; real ones have some hundreds."""
+"""Maximum keys and values of a configuration file; real ones have a few hundred."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Values from one source, nested as the sections are, and where each of them stood."""
+    """Values from one source, nested like the sections, and the origin of each."""
 
     values: dict[str, Any]
     origins: dict[Path_, str] = field(default_factory=dict)
-    """Path of keys -> place, such as "ppo.yaml:12", "--run.steps" or "RLHF_RAY_RUN__STEPS"."""
+    """Path of keys -> origin, such as "ppo.yaml:12", "--run.steps" or "RLHF_RAY_RUN__STEPS"."""
 
 
 def read_yaml(path: Path) -> Layer:
@@ -49,15 +48,16 @@ def read_yaml(path: Path) -> Layer:
     except yaml.YAMLError as e:
         raise ConfigError(_yaml_problem(path, e)) from None
     except RecursionError:
-        raise ConfigError(f"{path}: sections inside sections, too deep to read or without an end") from None
+        raise ConfigError(f"{path}: sections are nested too deeply, or contain themselves; flatten them") from None
     except (ValueError, TypeError) as e:  # a date with no such day, a number of thousands of digits
-        raise ConfigError(f"{path}: a value cannot be read: {e}; put texts in quotes") from None
+        raise ConfigError(f"{path}: a value cannot be read: {e}; put text in quotes") from None
     if values is None:
         return Layer({})
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; a configuration maps sections to keys (run: ...)")
+        raise ConfigError(f"{path} contains a {type(values).__name__}; a configuration is a mapping of sections "
+                          "(run: ...)")
     if strange := [key for key in values if not isinstance(key, str)]:
-        raise ConfigError(f"{path}: the key {strange[0]!r} is not a name; sections are names such as run")
+        raise ConfigError(f"{path}: the key {strange[0]!r} is not text; use names of sections such as run")
     origins: dict[Path_, str] = {}
     for keys, line in _lines(node, ()):
         if keys in origins and keys[-1] != "<<":
@@ -70,7 +70,7 @@ def read_environment(cls: type[BaseSettings]) -> Layer:
     """The values of RLHF_RAY_SECTION__KEY variables that belong to `cls`.
 
     Raises:
-        ConfigError: a whole section was given in a variable and is not JSON.
+        ConfigError: a variable contains a whole section that is not JSON.
     """
     try:
         values = EnvSettingsSource(cls)()
@@ -82,12 +82,12 @@ def read_environment(cls: type[BaseSettings]) -> Layer:
 
 
 def read_overrides(overrides: list[str]) -> Layer:
-    """The values of `--section.key=value` or `--section.key value` arguments; the last one of a key wins.
+    """The values of `--section.key=value` or `--section.key value` arguments; the last value of a key counts.
 
-    Values are text that the field's type reads. `[a, b]` and `{k: v}` are read as YAML; `null` or nothing is empty.
+    Values are text, converted by the field's type. `[a, b]` and `{k: v}` are read as YAML; `null` or nothing is empty.
 
     Raises:
-        ConfigError: an argument is not of that form.
+        ConfigError: an argument has another form.
     """
     values: dict[str, Any] = {}
     origins: dict[Path_, str] = {}
@@ -99,17 +99,18 @@ def read_overrides(overrides: list[str]) -> Layer:
         for part in keys[:-1]:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"--{key} sets a key inside {part}, to which another argument gave a plain value")
+                raise ConfigError(f"--{key} sets a key inside {part}, but another argument sets {part} to a value; "
+                                  "keep one")
         section[keys[-1]] = _parsed(text, f"--{key}")
         origins[keys] = f"--{key}"
     return Layer(values, origins)
 
 
 def merge(cls: type[BaseModel], layers: list[Layer]) -> dict[str, Any]:
-    """All layers as one nested dict; later layers win, key by key.
+    """Merge layers into one nested dict; later layers take precedence, key by key.
 
-    Where a field may be one of two sections (`SFTConfig.model`: a path, or an architecture), a later layer that
-    names a key of one of them alone has chosen it, and earlier keys that belong to the other alone are dropped.
+    If a field may be one of two sections (`SFTConfig.model`: a path, or an architecture), a later layer with a key that
+    only one of them has selects it, and earlier keys that only the other one has are dropped.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -140,13 +141,13 @@ def _merge_value(members: tuple[type[BaseModel], ...], low: Any, high: Any) -> A
     if len(members) == 1:
         return _merge(members[0], low, high)
     chosen = section_tagged(members, low | high)
-    if chosen and high.get("type", low.get("type")) != low.get("type"):  # another type: keys of the former one go
+    if chosen and high.get("type", low.get("type")) != low.get("type"):  # the type changed
         low = {key: value for key, value in low.items() if key in chosen.model_fields}
     return _merge(chosen, low, high)
 
 
 def _without_rivals(members: tuple[type[BaseModel], ...], low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
-    """`low` without the keys that no section chosen by `high` knows."""
+    """`low` without the keys that no section selected by `high` has."""
     if len(members) < 2:
         return low
     chosen = [m for m in members if all(key in m.model_fields for key in high)]
@@ -171,8 +172,8 @@ def _pairs(overrides: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _parsed(value: Any, origin: str) -> Any:
-    """A value given as text: lists, mappings and "quoted texts" as YAML, `null` and nothing as empty, all else as it
-    stands."""
+    """A value given as text: lists, mappings and "quoted text" are read as YAML, `null` and nothing as empty; other
+    text is unchanged."""
     if isinstance(value, dict):
         return {key: _parsed(v, origin) for key, v in value.items()}
     if not isinstance(value, str):
@@ -184,8 +185,8 @@ def _parsed(value: Any, origin: str) -> Any:
     try:
         return yaml.safe_load(value)
     except (yaml.YAMLError, RecursionError, ValueError, TypeError):
-        raise ConfigError(f"{origin}: {value!r} is not the list, mapping or text in quotes it begins as; check its "
-                          "brackets or quotes") from None
+        raise ConfigError(f"{origin}: {value!r} begins like a list, a mapping or quoted text, but is not valid YAML; "
+                          "check its brackets or quotes") from None
 
 
 def _leaves(values: dict[str, Any], prefix: Path_) -> Iterator[Path_]:
@@ -205,11 +206,11 @@ def _lines(node: yaml.Node | None, prefix: Path_) -> Iterator[tuple[Path_, int]]
 
 
 def _check_size(node: yaml.Node | None) -> None:
-    """Refuse a document whose aliases say more than a person would write: each `*name` counts as all it stands for.
+    """Refuse a document that is too large after its aliases are expanded.
 
     Raises:
-        YAMLError: it is larger than `MOST_NODES`.
-        RecursionError: it holds itself.
+        YAMLError: it has more than `MOST_NODES` values.
+        RecursionError: it contains itself.
     """
     left = MOST_NODES
 
@@ -217,7 +218,7 @@ def _check_size(node: yaml.Node | None) -> None:
         nonlocal left
         left -= 1
         if left < 0:
-            raise yaml.YAMLError(f"its aliases (*name) stand for more than {MOST_NODES} values")
+            raise yaml.YAMLError(f"its aliases (*name) expand to more than {MOST_NODES} values")
         if isinstance(node, yaml.CollectionNode):
             for child in node.value:
                 for part in child if isinstance(child, tuple) else (child,):

@@ -1,4 +1,4 @@
-"""The loop: batches, the replay buffer, checkpoints, evaluation, what is written where."""
+"""The training loop: batches, replay buffer, checkpoints, evaluation and logging."""
 
 import re
 from typing import Any, Literal, Self
@@ -10,47 +10,50 @@ from rlhf_ray.config.section import Section
 
 
 class CoordinatorConfig(Section):
-    """How experience flows."""
+    """Batch size, staleness and concurrency of the loop."""
 
     prompts_per_step: int = Field(128, ge=1)
     """Prompts of one update."""
     samples_per_prompt: int = Field(1, ge=1)
     """Responses per prompt."""
     max_staleness: int = Field(0, ge=0)
-    """η: no token older than η versions is trained on; 0 is synchronous PPO, more overlaps rollouts and updates."""
+    """η: no token older than η versions is trained on. 0 is synchronous PPO; higher values overlap rollouts and
+    updates."""
     concurrency: int | None = Field(None, ge=1)
-    """Most samples with the generators at a time; when empty, twice what they decode side by side
-    (generator.max_sequences), and two chunks each at least."""
+    """Maximum number of samples in flight at the generators; if empty, twice as many as they decode in parallel
+    (generator.max_sequences), and at least two chunks each."""
 
 
 class BufferConfig(Section):
     """The replay buffer: references to experience in Ray's object store."""
 
     capacity_samples: int | None = Field(None, ge=1)
-    """Most samples held or reserved; (max_staleness + 1) steps' worth when empty."""
+    """Maximum number of samples held or reserved; if empty, those of max_staleness + 1 steps."""
     capacity_mb: int | None = Field(None, ge=1)
-    """Most MiB of experience held; when empty, half a local cluster's object store, no bound on a joined one."""
+    """Maximum MiB of experience held; if empty, half of a local cluster's object store, and no bound on a joined
+    one."""
     lease_timeout_s: float = Field(3600.0, gt=0)
-    """A lease not acknowledged within this time comes back."""
+    """A lease that is not acknowledged within this time expires, and its experience can be leased again."""
 
 
 class CheckpointConfig(Section):
-    """When to save, and how many to keep."""
+    """When to save checkpoints, and how many to keep."""
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0 saves only at the end."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     best_metric: str | None = None
-    """Held-out metric (reward, gold, loss, accuracy, ...) by which the best step is told: its checkpoint is kept
-    beside the newest, its model exported to best/; off when empty."""
+    """Held-out metric (reward, gold, loss, accuracy, ...) that selects the best step: its checkpoint is kept in
+    addition to the newest, and its model exported to best/. Off if empty."""
     best_mode: Literal["max", "min"] | None = None
-    """Which way `best_metric` is better; when empty, min for losses, perplexity and KL, max for all others."""
+    """Whether a lower or a higher `best_metric` is better; if empty, min for losses, perplexity and KL, max for
+    others."""
 
     @model_validator(mode="before")
     @classmethod
     def _settle_best(cls, given: Any) -> Any:
-        """Settle the direction, so that the saved configuration names it."""
+        """Fill in best_mode, so that the saved configuration contains it."""
         metric = given.get("best_metric") if isinstance(given, dict) else None
         if not isinstance(metric, str):
             return given
@@ -61,70 +64,71 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _mode_of_what(self) -> Self:
         if self.best_mode and not self.best_metric:
-            raise ValueError(f"best_mode={self.best_mode} without best_metric; name the metric, e.g. reward")
+            raise ValueError(f"best_mode={self.best_mode} without best_metric; set best_metric, for example to reward")
         return self
 
 
 class EarlyStopConfig(Section):
-    """Ending a run that went wrong: its KL blew up, or its reward collapsed, for several steps in a row."""
+    """Ends a run whose KL is too high, or whose reward collapsed, for several consecutive steps."""
 
     kl_above: float | None = Field(None, gt=0)
-    """Stop when the mean sequence KL from the reference (`kl/sequence`, in nats) is above this; off when empty."""
+    """Stop when the mean sequence KL from the reference (`kl/sequence`, in nats) is above this; off if empty."""
     reward_below_start: float | None = Field(None, ge=0)
     """Stop when the mean reward (`reward/mean`) is more than this below its mean over the run's first `patience`
-    steps; off when empty."""
+    steps; off if empty."""
     patience: int = Field(5, ge=1)
-    """Steps in a row that must be over a limit."""
+    """Number of consecutive steps beyond a limit that end the run."""
 
 
 class EvaluationConfig(Section):
-    """Measuring the policy on prompts it never trained on, with the same seeds every time."""
+    """Evaluates the policy on held-out prompts, with the same seeds every time."""
 
     prompts: str | None = None
-    """jsonl, parquet or csv file, or a Hub data set name; the rows of `prompts.held_out` when empty."""
+    """jsonl, parquet or csv file, or a Hub data set name; the rows of `prompts.held_out` if empty."""
     split: str = "train"
-    """Split of a Hub data set; name one that training does not read."""
+    """Split of a Hub data set; use one that training does not read."""
     column: str = "prompt"
     """Column that holds the prompt."""
     limit: int | None = Field(512, ge=1)
-    """Use the first rows only."""
+    """Use only the first rows."""
     every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 evaluates before the first step and after the last only."""
+    """Steps between evaluations; 0 evaluates only before the first step and after the last."""
     seed: int = Field(12345, ge=0, lt=2**31)
     """Seed of the evaluation's sampling."""
     sampling: SamplingConfig | None = None
-    """How held-out responses are drawn, greedy and truncated distributions allowed. Fields that are not given are as in
-    training (generator.sampling), all of them when this is empty."""
+    """How held-out responses are sampled; greedy and truncated distributions are allowed. Fields that are not set are
+    taken from training (generator.sampling)."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Responses to each held-out prompt; pass@k of verifiable rewards is told for k = 1, 2, 4, ... up to this."""
+    """Responses per held-out prompt; pass@k of verifiable rewards is reported for k = 1, 2, 4, ... up to this."""
     solved_at: float | None = None
-    """Score from which on a response counts as solved by a function or service, for their pass@k; verifiable rewards
-    need none, they count what scores `right`."""
+    """Minimum score at which a response counts as solved, for pass@k of function and HTTP rewards. Verifiable rewards
+    use their `right` score."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
         if self.samples_per_prompt > 1 and self.sampling and self.sampling.temperature == 0:
-            raise ValueError(f"samples_per_prompt={self.samples_per_prompt} with sampling.temperature=0 draws the same "
-                             "response each time; use one sample, or a positive temperature")
+            raise ValueError(f"samples_per_prompt={self.samples_per_prompt} with sampling.temperature=0 samples the "
+                             "same response each time; use one sample, or a positive temperature")
         return self
 
 
 class LoggingConfig(Section):
-    """Where numbers and texts go, beside metrics.jsonl which is always written."""
+    """Destinations of metrics and texts, in addition to metrics.jsonl, which is always written."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to tensorboard/."""
     ray_metrics: bool = True
-    """Export gauges to Ray's Prometheus endpoint: every row's numbers, and who is busy every two seconds."""
+    """Export gauges to Ray's Prometheus endpoint: the metrics of every step, and every two seconds which roles are
+    busy."""
     task_events: bool = False
-    """Let Ray keep a record of every call, for its dashboard's task view and `ray timeline`."""
+    """Let Ray record every call, for its dashboard's task view and `ray timeline`."""
     wandb_project: str | None = None
-    """Weights & Biases project; off when empty."""
+    """Weights & Biases project; off if empty."""
     mlflow_experiment: str | None = None
-    """MLflow experiment, at MLFLOW_TRACKING_URI or in a file of the run's directory; off when empty."""
+    """MLflow experiment, at MLFLOW_TRACKING_URI or in a file in the run's directory; off if empty."""
     samples_per_step: int = Field(4, ge=0)
-    """Rollouts saved as text per step, in samples/."""
+    """Number of rollouts per step saved as text in samples/."""
     profile_step: int | None = Field(None, ge=1)
-    """Step to profile, as `rlhf-ray profile` does for a run that is going on; off when empty."""
+    """Step to profile, as `rlhf-ray profile` does for a running run; off if empty."""
     judge: Literal["vader"] | None = None
-    """Independent judge that scores responses beside the reward model (the "gold" score); never trained on."""
+    """Independent judge that also scores responses (the "gold" score), and is never trained on."""

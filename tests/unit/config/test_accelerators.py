@@ -19,13 +19,13 @@ MANY = ["--pools.default.gpus=1", "--pools.default.bundles=2", "--generator.work
     [
         (["--weights.transport=nccl"], ["weights.transport=nccl", "generator.gpus=0", "object_store"]),
         (["--weights.transport=ipc"], ["weights.transport=ipc", "policy.gpus=0", "object_store"]),
-        ([*SHARED, "--weights.transport=nccl"], ["NCCL refuses two on one", "set weights.transport to ipc"]),
+        ([*SHARED, "--weights.transport=nccl"], ["NCCL refuses two processes on one", "set weights.transport to ipc"]),
         ([*APART, "--weights.transport=ipc"], ["within one GPU", "generator.pool=default, 1 x 1 gpus"]),
         ([*MANY, "--generator.gpus=0.5", "--policy.gpus=0.5", "--weights.transport=ipc"],
          ["a pool of one bundle with one GPU"]),
-        ([*APART, "--weights.transport=nccl", "--generator.engine=in_process"], ["engine: async"]),
+        ([*APART, "--weights.transport=nccl", "--generator.engine=in_process"], ["engine=async"]),
         ([*APART, "--generator.pipeline_parallel=2"], ["pipeline_parallel=2", "2 whole gpus", "not 1"]),
-        (["--generator.pipeline_parallel=2", "--generator.engine=in_process"], ["engine: async"]),
+        (["--generator.pipeline_parallel=2", "--generator.engine=in_process"], ["engine=async"]),
         (["--generator.pipeline_parallel=2"], ["pipeline_parallel=2 needs GPUs", "set gpus to 2"]),
         (["--generator.sleep_level=1"], ["sleep_level=1", "generator.gpus=0"]),
         (["--generator.sleep_level=3"], ["sleep_level", "at most 2"]),
@@ -34,7 +34,7 @@ MANY = ["--pools.default.gpus=1", "--pools.default.bundles=2", "--generator.work
         ([*SHARED, "--policy.offload_between_phases=true", "--coordinator.max_staleness=2"],
          ["policy.offload_between_phases=true", "max_staleness=2"]),
         (["--critic.offload_between_phases=true"], ["offload_between_phases", "gpus=0"]),
-        ([*APART, "--policy.offload_between_phases=true", "--policy.offload_optimizer=true"], ["choose one of them"]),
+        ([*APART, "--policy.offload_between_phases=true", "--policy.offload_optimizer=true"], ["set only one of them"]),
     ],
 )
 def test_refused_with_field_and_fix(write, overrides, words):

@@ -46,10 +46,10 @@ def test_what_is_saved_loads_to_the_same(write, tmp_path):
     ({"a": {"type": "function"}}, "rewards.a.function: is required (`module:name`, or `file.py:name`)"),
     ({"a": {"type": "number", "tolerance": -1}}, "rewards.a.tolerance=-1: must be at least 0"),
     ({"a": {"type": "number", "tolerence": 1}}, "rewards.a.tolerence: unknown key; did you mean tolerance?"),
-    ({"a": {"type": "regex", "pattern": "("}}, "rewards.a: pattern='(' is no regular expression: missing )"),
+    ({"a": {"type": "regex", "pattern": "("}}, "rewards.a: pattern='(' is not a regular expression: missing )"),
     ({"a": {"type": "model", "path": "r", "trust_remote_code": True}}, "rewards.a: trust_remote_code=true runs"),
-    ({"a b": {"type": "model", "path": "r"}}, "rewards: 'a b' is no name for a component"),
-    ({"a/b": {"type": "model", "path": "r"}}, "rewards: 'a/b' is no name for a component"),
+    ({"a b": {"type": "model", "path": "r"}}, "rewards: 'a b' is not a valid name of a component"),
+    ({"a/b": {"type": "model", "path": "r"}}, "rewards: 'a/b' is not a valid name of a component"),
     ({}, "rewards"),
 ])
 def test_what_is_wrong_is_told_with_its_place(write, rewards, line):
@@ -62,7 +62,7 @@ def test_what_is_wrong_is_told_with_its_place(write, rewards, line):
     ({"a": {"type": "number"}}, "none"), ({n: {"type": "model", "path": n} for n in "ab"}, "2"),
 ])
 def test_a_critic_starts_from_the_one_reward_model_there_is(write, rewards, has):
-    with pytest.raises(ConfigError, match=rf"critic\.init=reward starts .* rewards has {has} of them; use critic"):
+    with pytest.raises(ConfigError, match=rf"critic\.init=reward starts .* rewards has {has}; use critic"):
         load(PPOConfig, write("ppo", rewards=rewards), ["--critic.init=reward"])
     load(PPOConfig, write("ppo", rewards=rewards), ["--critic.init=policy"])
     load(PPOConfig, write("ppo", rewards=rewards), ["--critic.init=reward", "--algorithm.estimator=reinforce"])

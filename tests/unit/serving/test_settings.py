@@ -77,7 +77,7 @@ def test_the_file_wins_over_the_environment_and_nothing_shows_it(serve, tmp_path
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--port=70000"], "--port: "), (["--max-queue=0"], "--max-queue: "), (["--dtype=float8"], "--dtype: "),
-    (["--tls-cert=c.pem"], "tls_cert and tls_key go together")])
+    (["--tls-cert=c.pem"], "tls_cert and tls_key must be set together")])
 def test_options_out_of_range(serve, arguments, words, capsys):
     code, served = serve(*arguments)
     assert code == 2 and not served and words in capsys.readouterr().err

@@ -34,10 +34,10 @@ class TestURLs:
 
     @pytest.mark.parametrize(("url", "words"), [
         ("http://scorer.example", "is plain http"), ("http://10.0.0.7:8008", "is plain http"),
-        ("ftp://scorer.example", "is no http or https URL"), ("scorer:8008", "is no http or https URL"),
-        ("https://", "is no http or https URL"), ("https://scorer:99999", "is no URL"),
-        (f"https://me:{CANARY}@scorer", "holds a user name or password"), ("https://scorer/?a=1", "has a query"),
-        ("https://a scorer", "holds white space"), ("https://scorer\t.example", "holds white space"),
+        ("ftp://scorer.example", "is not an http or https URL"), ("scorer:8008", "is not an http or https URL"),
+        ("https://", "is not an http or https URL"), ("https://scorer:99999", "is not a URL"),
+        (f"https://me:{CANARY}@scorer", "contains a user name"), ("https://scorer/?a=1", "has a query"),
+        ("https://a scorer", "contains white space"), ("https://scorer\t.example", "contains white space"),
     ])
     def test_refused(self, url, words):
         with pytest.raises(ValidationError, match=words) as caught:
@@ -48,7 +48,7 @@ class TestURLs:
         assert reward("http://scorer.lan:8008", allow_hosts=["Scorer.lan"])
 
     def test_an_address_twice(self):
-        with pytest.raises(ValidationError, match="stands there twice"):
+        with pytest.raises(ValidationError, match="is given twice"):
             HTTPReward.model_validate({"type": "http", "urls": ["https://a", "https://a"]})
 
 
