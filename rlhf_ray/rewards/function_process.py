@@ -30,11 +30,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve the socket until it closes. The first frame says which function and what it may be given."""
+    """Serve the socket of that number until it closes, or until the process `parent` dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         return
-    with socket.socket(fileno=descriptor) as channel, asyncio.Runner() as runner:
+    serve(socket.socket(fileno=descriptor))
+
+
+def serve(socket_to_caller: socket.socket) -> None:
+    """Load the function that the first frame names, and call it for each later frame, until the socket closes."""
+    with socket_to_caller as channel, asyncio.Runner() as runner:
         order = receive(channel)
         if order is None:
             return

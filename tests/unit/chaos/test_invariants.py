@@ -9,8 +9,7 @@ from chaos.invariants import unexpected_quarantine
 from chaos.outcomes import outcomes
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
-from tests.unit.replay.ledgers import begin
-from tests.unit.replay.test_audit import FACTS
+from tests.unit.replay.ledgers import FACTS, begin
 
 
 @pytest.fixture

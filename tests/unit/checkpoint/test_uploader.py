@@ -12,17 +12,7 @@ from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
 from rlhf_ray.errors import CheckpointError, ConfigError, UploadError
-from tests.checkpoints import new_checkpoint
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run's directory, as far as copies care."""
-    directory = tmp_path / "run"
-    directory.mkdir()
-    (directory / "metrics.jsonl").write_text("{}\n")
-    (directory / "ledger.sqlite").write_bytes(b"half a transaction")
-    return directory
+from tests.unit.checkpoint.uploads import save, wait_until
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -31,28 +21,6 @@ def url(request, tmp_path):
         return f"file://{tmp_path}/there"
     fsspec.filesystem("memory").store.clear()
     return "memory://bucket/there"
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    monkeypatch.setattr(module, "AGAIN_S", 0.05)
-    monkeypatch.setattr(module, "LAST_TRIES_S", (0.0, 0.05))
-    monkeypatch.setattr(module, "PATIENT_S", 0.1)
-
-
-def save(run, step, keep=2):
-    with new_checkpoint(CheckpointStore(run / "checkpoints", keep), step) as place:
-        (place / "policy").mkdir()
-        (place / "policy/rank_0.bin").write_bytes(bytes([step % 256]) * 100_000)
-        (place / "coordinator.json").write_text(str(step))
-
-
-def wait_until(what):
-    until = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_checkpoint_is_there_while_the_run_goes_on_and_the_rest_when_it_has_ended(run, url, quick):

@@ -5,9 +5,7 @@ import pytest
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
 from rlhf_ray.errors import ConfigError, UploadError
-from tests.unit.checkpoint.test_uploader import quick, run, save, wait_until
-
-__all__ = ["quick", "run"]
+from tests.unit.checkpoint.uploads import save, wait_until
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")

@@ -3,15 +3,14 @@
 import asyncio
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.cluster.calls import GRACE_S, Call, Fence, Timing, traffic
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.calls import GRACE_S, Call, Timing, traffic
 from rlhf_ray.errors import RewardError, WorkerError
+from tests.unit.cluster.local_groups import local_group
 
 
 def call(result, timing, timeout_s=5.0, age_s=0.0):
@@ -69,16 +68,14 @@ def test_a_call_past_its_deadline_names_worker_method_and_setting():
     ("start", None, "(cluster.call_timeout_s)"), ("finish_weights", 0.02, "(cluster.heartbeat_timeout_s)"),
     ("stop", 0.02, ""),
 ])
-def test_a_deadline_of_its_own_is_not_told_by_the_name_of_another_s(method, timeout_s, field):
+def test_a_deadline_of_its_own_is_not_told_by_the_name_of_another_s(method, timeout_s, field, monkeypatch):
     """A group whose one worker answers nothing."""
 
     async def run():
-        group, silent = WorkerGroup.__new__(WorkerGroup), asyncio.get_running_loop().create_future
-        group.role, group.call_timeout_s, group._former = "reward_scorer", 0.02, {}
-        worker = SimpleNamespace(remote=lambda *_: [silent(), silent()])
-        group._workers = {0: SimpleNamespace(fence=Fence(), timed_call=lambda _: worker)}
-        asked = group.call(0, method, timeout_s=timeout_s)
-        await replace(asked, started=asked.started - 10).done()
+        silent = asyncio.get_running_loop().create_future
+        group = local_group(monkeypatch, lambda *_: [silent(), silent()])
+        late = group.call(0, method, timeout_s=timeout_s)
+        await replace(late, started=late.started - 10).done()
 
     with pytest.raises(WorkerError) as told:
         asyncio.run(run())

@@ -1,14 +1,13 @@
 """What a worker process is given, and how a role's class becomes remote, before any Ray is started."""
 
 import asyncio
-from types import SimpleNamespace
 
 import ray
 
 from rlhf_ray.cluster.actor_class import KEEP_MEMORY, CallSpec, actor_class, is_async, worker_environment
-from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
+from tests.unit.cluster.local_groups import local_group
 
 
 class Plain:
@@ -65,12 +64,14 @@ def test_arguments_arrive_in_their_order_whether_by_value_or_by_reference():
         assert found == [values[arg] if isinstance(arg, ray.ObjectRef) else arg for arg in args]
 
 
-def test_the_rank_of_one_that_was_removed_is_never_given_again():
-    group = WorkerGroup.__new__(WorkerGroup)
-    group._workers, group._former = {0: "first"}, {1: "removed"}
-    group._placement, group._pools = PlacementConfig(), SimpleNamespace(has_room=lambda _: True)
-    group._spawned = lambda rank, incarnation: (rank, incarnation)
-    assert asyncio.run(group.add(1.0)) == 2 and group.ranks == [0, 2] and group._workers[2] == (2, 1)
+def test_the_rank_of_one_that_was_removed_is_never_given_again(monkeypatch):
+    group = local_group(monkeypatch, workers=2)
+
+    async def replace_the_last():
+        await group.remove(1, "one too many")
+        return await group.add(1.0)
+
+    assert asyncio.run(replace_the_last()) == 2 and group.ranks == [0, 2] and group.incarnation(2) == 1
 
 
 def test_coroutines_and_plain_methods_of_one_role_both_answer():

@@ -4,6 +4,9 @@ from collections import Counter
 
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 
+FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3,), seed=0, shuffle=True,
+                    weights=(1.0,))
+
 
 def begin(ledger, keys, version=0):
     """Admit new samples and lease them; the position moves on by their prompts, source by source."""

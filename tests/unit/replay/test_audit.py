@@ -12,11 +12,8 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, sources
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.replay.ledgers import begin
+from tests.unit.replay.ledgers import FACTS, begin
 from tests.unit.replay.simulated_run import SimulatedRun
-
-FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3,), seed=0, shuffle=True,
-                    weights=(1.0,))
 
 
 def finished(path, steps=3):

@@ -11,7 +11,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import NoWeightsPlan, WeightsError
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from tests.unit.weights.test_receiver import TENSORS, buckets_of, make_receiver
+from tests.unit.weights.receivers import TENSORS, buckets_of, make_receiver
 
 
 def test_a_late_bucket_of_a_publication_that_broke_off_does_not_disturb_the_next_one_of_the_same_version():

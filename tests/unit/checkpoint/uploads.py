@@ -1,0 +1,20 @@
+"""Checkpoints to copy, and waiting for copies."""
+
+import time
+
+from rlhf_ray.checkpoint.store import CheckpointStore
+from tests.checkpoints import new_checkpoint
+
+
+def save(run, step, keep=2):
+    with new_checkpoint(CheckpointStore(run / "checkpoints", keep), step) as place:
+        (place / "policy").mkdir()
+        (place / "policy/rank_0.bin").write_bytes(bytes([step % 256]) * 100_000)
+        (place / "coordinator.json").write_text(str(step))
+
+
+def wait_until(what):
+    until = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.01)

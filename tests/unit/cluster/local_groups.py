@@ -1,0 +1,19 @@
+"""A worker group whose actors are no processes, for what a group does without Ray."""
+
+from types import SimpleNamespace
+
+from rlhf_ray.cluster import group
+from rlhf_ray.cluster.pools import Seat
+from rlhf_ray.config.run import PlacementConfig
+
+
+def local_group(monkeypatch, remote=lambda *_: [], workers=1, role="reward_scorer", call_timeout_s=0.02):
+    """A `WorkerGroup` of a pool that has room for all; `remote(spec, *references)` answers each call with its results
+    and its timing."""
+    timed_call = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
+    actor = SimpleNamespace(remote=lambda **_: SimpleNamespace(timed_call=timed_call))
+    monkeypatch.setattr(group, "actor_class", lambda cls: SimpleNamespace(options=lambda **_: actor))
+    monkeypatch.setattr(group, "ray", SimpleNamespace(kill=lambda _: None, ObjectRef=group.ray.ObjectRef))
+    pools = SimpleNamespace(has_room=lambda _: True, leave=lambda *_: None,
+                            seat=lambda _, rank, __: Seat(*[object()] * len(Seat._fields)))
+    return group.WorkerGroup(role, object, PlacementConfig(workers=workers), pools, lambda rank: {}, {}, call_timeout_s)
