@@ -7,7 +7,6 @@ import time
 import fsspec
 import pytest
 
-from rlhf_ray.checkpoint import uploader as module
 from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
