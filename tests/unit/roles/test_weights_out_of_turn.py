@@ -23,7 +23,7 @@ def test_a_late_bucket_of_a_publication_that_broke_off_does_not_disturb_the_next
         await generator.begin_weights(1, 5, len(before))
         await generator.load_weights(before[0], 1)
         await generator.begin_weights(2, 5, len(after))
-        with pytest.raises(WeightsError, match="generator/0 refuses bucket 1 of publication 1: the latest .* is 2"):
+        with pytest.raises(WeightsError, match="generator/0 refuses bucket 1 of publication 1: the latest is 2"):
             await generator.load_weights(before[1], 1)
         for bucket in after:
             await generator.load_weights(bucket, 2)
