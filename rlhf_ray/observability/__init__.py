@@ -1,1 +1,1 @@
-"""What a run shows of itself: its directory, metrics and their sinks, busy time, progress, and the report."""
+"""What a run reports about itself: its directory, metrics and sinks, time per role, progress, and the report."""

@@ -1,4 +1,4 @@
-"""Tasks that run in the background of a stage (health checks, requests, the status). One that fails is reported and
+"""Tasks that run in the background of a stage (health checks, requests, the status). A task that fails is reported and
 started again."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 
 from rlhf_ray.errors import BackgroundTaskError, first_line
 
-AGAIN_S = (1.0, 2.0, 5.0, 15.0, 60.0)
+RETRY_PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 """Seconds until a failed task starts again, by the number of failures in a row."""
 STEADY_S = 60.0
-"""A task that has run for so long before it fails starts a new row of failures."""
+"""A task that ran for this long before it failed starts a new count of failures."""
 
 OnFailure = Callable[[str, Exception, float], None]
 """Called for each failure with the task's name, the error, and the seconds until the task starts again."""
@@ -25,7 +25,7 @@ def log_failure(name: str, error: Exception, again_s: float) -> None:
 
 
 def describe_failure(name: str, error: Exception, again_s: float) -> str:
-    """A failure in words."""
+    """A failure as a sentence."""
     return f"{name} failed ({type(error).__name__}: {first_line(error)}); it starts again in {again_s:g} s"
 
 
@@ -39,11 +39,11 @@ async def background_task(
         name: of the task, for messages.
         work: makes the coroutine; it runs until it is cancelled, or returns when it is done.
         on_failure: called for each failure.
-        essential: the stage must not go on without it: the block ends when it fails once more in a row than `AGAIN_S`
-            has pauses.
+        essential: the stage must not continue without it: the block ends when the task fails once more in a row than
+            `RETRY_PAUSES_S` has pauses.
 
     Raises:
-        BackgroundTaskError: an essential task failed for good.
+        BackgroundTaskError: an essential task failed too often.
     """
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     fatal: list[Exception] = []
@@ -57,11 +57,11 @@ async def background_task(
                 return
             except Exception as error:
                 failures = failures + 1 if loop.time() - began < STEADY_S else 1
-                if essential and failures > len(AGAIN_S) and main is not None:
+                if essential and failures > len(RETRY_PAUSES_S) and main is not None:
                     fatal.append(error)
                     main.cancel()
                     return
-                again_s = AGAIN_S[min(failures, len(AGAIN_S)) - 1]
+                again_s = RETRY_PAUSES_S[min(failures, len(RETRY_PAUSES_S)) - 1]
                 _report(on_failure, name, error, again_s)
             await asyncio.sleep(again_s)
 
@@ -72,9 +72,9 @@ async def background_task(
         if fatal and main is not None:
             main.uncancel()
             raise BackgroundTaskError(
-                f"{name} failed {len(AGAIN_S) + 1} times in a row, and the run must not go on without it: "
-                f"{type(fatal[0]).__name__}: {first_line(fatal[0])}. Go on from the last checkpoint with "
-                "--resume") from fatal[0]
+                f"{name} failed {len(RETRY_PAUSES_S) + 1} times in a row, and the run must not continue without it: "
+                f"{type(fatal[0]).__name__}: {first_line(fatal[0])}. Continue from the last checkpoint "
+                "with --resume") from fatal[0]
         raise
     finally:
         task.cancel()

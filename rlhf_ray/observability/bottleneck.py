@@ -1,7 +1,7 @@
-"""Why does it wait? For every role, which other roles it waited for, so that shares add up to all of its time.
+"""Where time goes: which role limits the run, what the other roles wait for, and which setting to change first.
 
 Experience travels in a circle: generators, frozen scorers, forward passes of the learners, assembler, updates, and with
-new weights back to the generators. A worker that has nothing to do waits for the nearest busy role upstream of it.
+new weights back to the generators. An idle worker is said to wait for the nearest busy role upstream of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rlhf_ray.observability.spans import Span, Timeline, timeline
 
 BUSY = "busy"
 COORDINATOR = "coordinator"
-"""What a worker waits for while nobody works."""
+"""What workers wait for while no role works."""
 CIRCLE = (
     ("generator",), ("reference_scorer", "reward_scorer"), ("assembler",), ("policy_learner", "critic_learner"),
 )
-"""Roles by station, downstream. Stations that a run lacks are passed over."""
+"""Roles by stage of the circle, downstream. Stages that a run lacks are skipped."""
 
 
 def waiting_shares(
@@ -30,19 +30,19 @@ def waiting_shares(
     """What the workers of each role did between `start` and `end`, as shares of their time.
 
     Args:
-        spans: work of the roles in `workers`; others are ignored, parts outside the window too.
+        spans: work of the roles in `workers`; other roles are ignored, and parts outside the window too.
         workers: number of workers by role, at least one each.
 
     Returns:
-        For each role: its share under "busy", and under each other role's name the share it waited for that one. Its
-        own name stands for waiting while other workers of the role work, "coordinator" for time in which nobody does.
-        Each role's shares sum to 1; those of 0 are left out.
+        For each role: its share under "busy", and under each other role's name the share it waited for that role. Its
+        own name stands for waiting while other workers of the role work, "coordinator" for time in which no role works.
+        Each role's shares sum to 1; shares of 0 are left out.
 
     Raises:
         ValueError: the window is empty.
     """
     if end <= start:
-        raise ValueError(f"no time to sum up: window {start:.6f}..{end:.6f}")
+        raise ValueError(f"the window has no time in it: {start:.6f}..{end:.6f}")
     line, shares = timeline(spans, start, end, workers), {}
     for role, count in workers.items():
         working = np.minimum(line.busy[role], count)
@@ -70,8 +70,8 @@ def bottleneck(shares: Mapping[str, Mapping[str, float]]) -> str | None:
 
 
 def _causes(role: str, line: Timeline) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """What an idle worker of `role` waits for, and [S] in which stretches: the nearest busy role upstream, of several
-    the one with most busy workers; its own role last, and the coordinator while nobody works."""
+    """What an idle worker of `role` waits for, and [S] in which intervals: the nearest busy role upstream, of several
+    the one with most busy workers; then its own role, and the coordinator while no role works."""
     left = np.ones(len(line.seconds), np.bool_)
     for station in _upstream(role):
         present = [r for r in station if r in line.busy]
@@ -84,7 +84,8 @@ def _causes(role: str, line: Timeline) -> Iterator[tuple[str, NDArray[np.bool_]]
 
 
 def _upstream(role: str) -> Sequence[Sequence[str]]:
-    """Stations from the one before `role`'s backwards around the circle, other roles of its station, then itself."""
+    """Roles grouped by stage, from the one before `role`'s backwards around the circle; then the other roles of its
+    stage, then itself."""
     at = next((i for i, station in enumerate(CIRCLE) if role in station), 0)
     others = [r for r in CIRCLE[at] if r != role]
     return [*(CIRCLE[at - back] for back in range(1, len(CIRCLE))), others, [role]]
@@ -93,9 +94,9 @@ def _upstream(role: str) -> Sequence[Sequence[str]]:
 Shares = Mapping[str, Mapping[str, float]]
 
 NOTICEABLE = 0.15
-"""Share of time below which a change would hardly be felt."""
+"""A share of time below which a change would hardly matter."""
 DISTURBED = ("faults/lost_workers", "faults/seconds_down")
-"""Metrics of a step that say that not all workers were there."""
+"""Metrics of a step in which some workers were missing."""
 LEARNERS = ("policy_learner", "critic_learner")
 MORE = {
     "generator": "more generators (generator.workers), each on a core or GPU of its own",
@@ -105,11 +106,11 @@ MORE = {
     "policy_learner": "more policy ranks (policy.workers), or fewer passes over each batch (algorithm.epochs)",
     "critic_learner": "more critic ranks (critic.workers), or fewer passes over each batch (algorithm.epochs)",
 }
-"""What makes a role faster."""
+"""How to make a role faster."""
 
 
 class Diagnosis(NamedTuple):
-    """Why a run is no faster, in two sentences."""
+    """Why a run is not faster, in two sentences."""
 
     limit: str
     """Which role is the bottleneck."""
@@ -118,8 +119,8 @@ class Diagnosis(NamedTuple):
 
 
 def diagnosis(steps: Sequence[Mapping[str, Any]], max_staleness: int) -> Diagnosis:
-    """From the metrics of some steps (`share/...`, `time/...`), but for those in which workers were missing, unless
-    they were in all of them: waiting for a lost worker is nothing that other settings change."""
+    """Diagnose some steps by their metrics (`share/...`, `time/...`). Steps in which workers were missing are ignored,
+    unless workers were missing in all of them: no setting changes the wait for a lost worker."""
     steps = [row for row in steps if not any(row.get(name) for name in DISTURBED)] or steps
     shares = mean_shares(steps)
     role = bottleneck(shares)
@@ -131,12 +132,12 @@ def diagnosis(steps: Sequence[Mapping[str, Any]], max_staleness: int) -> Diagnos
 
 
 def recommend(shares: Shares, max_staleness: int, publish_share: float = 0.0) -> str:
-    """A sentence that says what to change first, or that nothing stands out.
+    """A sentence about what to change first, or that nothing stands out.
 
     Args:
-        shares: of each role's time, as `waiting.waiting_shares` gives them.
+        shares: of each role's time, as returned by `waiting_shares`.
         max_staleness: the run's η.
-        publish_share: of the wall time, spent publishing weights.
+        publish_share: of the wall time, spent on publishing weights.
     """
     limit = bottleneck(shares)
     if limit is None:
@@ -144,10 +145,10 @@ def recommend(shares: Shares, max_staleness: int, publish_share: float = 0.0) ->
     if publish_share > NOTICEABLE:
         return (f"publishing weights takes {publish_share:.0%} of the time: more learning per version "
                 "(coordinator.prompts_per_step), or adapters (policy.lora), whose untouched layers are not sent")
-    nobody = min(share.get(COORDINATOR, 0.0) for share in shares.values())
-    if nobody > NOTICEABLE:
-        return (f"for {nobody:.0%} of the time no role works: larger chunks (generator.chunk) or larger steps "
-                "(coordinator.prompts_per_step) lessen the cost of handing over")
+    overhead = min(share.get(COORDINATOR, 0.0) for share in shares.values())
+    if overhead > NOTICEABLE:
+        return (f"for {overhead:.0%} of the time no role works: larger chunks (generator.chunk) or larger steps "
+                "(coordinator.prompts_per_step) lessen the coordinator overhead")
     learning = max((shares[r].get(BUSY, 0.0) for r in LEARNERS if r in shares), default=0.0)
     generating = shares.get("generator", {}).get(BUSY, 0.0)
     if not max_staleness and min(learning, generating) > NOTICEABLE:
@@ -159,7 +160,7 @@ def recommend(shares: Shares, max_staleness: int, publish_share: float = 0.0) ->
     if max_staleness and min(learning, generating) < busiest - NOTICEABLE and busiest < 1 - NOTICEABLE:
         return (f"neither side is always busy (generators {generating:.0%}, learners {learning:.0%} of the time): "
                 f"coordinator.max_staleness={max_staleness + 1} lets rollouts of uneven length even out, if training "
-                "bears older samples")
+                "tolerates older samples")
     waiting = max((share.get(limit, 0.0) for role, share in shares.items() if role != limit), default=0.0)
     if waiting < NOTICEABLE:
         return "nothing stands out: the roles are in balance"
@@ -168,7 +169,8 @@ def recommend(shares: Shares, max_staleness: int, publish_share: float = 0.0) ->
 
 
 def _to_spare(limit: str, learning: float, generating: float) -> str:
-    """Where the means for it could come from: the other side, when it is idle for more than half of its time."""
+    """Which other workers could be fewer: those of the other side, when they are idle for more than half of the
+    time."""
     side, busy, field = (("generators", generating, "generator.workers") if limit in LEARNERS else
                          ("learners", learning, "policy.workers, critic.workers"))
     if limit not in (*LEARNERS, "generator") or busy > 0.5:

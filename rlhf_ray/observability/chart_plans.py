@@ -1,4 +1,4 @@
-"""What the report plots, in which order, and what a healthy run looks like in each plot."""
+"""The report's charts and their order, and what a healthy run looks like in each."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PHASES = {
     "critic_update": "critic",
     "publish": "weights",
 }
-"""Kinds of work in a step (`time/<phase>`) by colour: one hue a role, paler for its forward passes."""
+"""Colours of the kinds of work in a step (`time/<phase>`): one hue per role, paler for its forward passes."""
 
 COMPONENT_COLOURS = ("reward", "generator", "weights", "reference", "critic", "policy")
-"""Lines of a reward's components, over and over."""
+"""Colours of a reward's components, used in turn."""
 
 
 class ChartPlan(NamedTuple):
@@ -48,7 +48,7 @@ class ChartPlan(NamedTuple):
     names: tuple[str, ...] = ()
     """Names of the lines in the legend."""
     smooth: bool = True
-    """Long lines get a running mean; off for what is set and not measured."""
+    """Long lines get a running mean; off for values that are set and not measured."""
 
 
 CHARTS = (
@@ -183,7 +183,7 @@ CHARTS = (
 
 
 def reward_components(names: Sequence[str]) -> tuple[ChartPlan, ChartPlan]:
-    """The components of a reward that has several, and how often they could not be judged in the ordinary way."""
+    """The components of a reward that has several, and how often each could not be judged normally."""
     colours = tuple(itertools.islice(itertools.cycle(COMPONENT_COLOURS), len(names)))
     return (
         ChartPlan(

@@ -1,4 +1,4 @@
-"""Two models' answers to the same prompts, judged by one scorer: what a person is told on a terminal and in a file."""
+"""Two models' answers to the same prompts, judged by one scorer: the data, the printed verdict, and the HTML page."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class Pair:
     scores: tuple[float, float]
     tokens: tuple[int, int]
     outcome: Outcome
-    """Of B."""
+    """For B."""
 
     @property
     def margin(self) -> float:
-        """How much higher B is scored."""
+        """B's score minus A's."""
         return self.scores[1] - self.scores[0]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All pairs and who won."""
+    """All pairs and the win rate."""
 
     names: tuple[str, str]
-    """Models as they were named."""
+    """Models as named on the command line."""
     scorer: str
     prompts: int
     pairs: Sequence[Pair]
     rate: WinRate
     """Of B against A."""
     facts: Mapping[str, str]
-    """How the answers came about, in words."""
+    """How the answers were made, in words."""
 
     def means(self, column: str) -> tuple[float, float]:
         """Mean of a pair's numbers ("scores" or "tokens") over all pairs, for A and for B."""
@@ -55,14 +55,14 @@ class Comparison:
         return first, second
 
     def margin(self) -> tuple[float, float, float]:
-        """Mean margin and its 95 % interval by the normal approximation, pairs taken as independent."""
+        """Mean margin and its 95 % interval by the normal approximation, with pairs assumed independent."""
         margins = [pair.margin for pair in self.pairs]
         reach = Z95 * stdev(margins) / len(margins) ** 0.5 if len(margins) > 1 else float("nan")
         mean = fmean(margins)
         return mean, mean - reach, mean + reach
 
     def verdict(self) -> str:
-        """Who won, in one sentence; a side only wins where the interval leaves out one half."""
+        """Which side wins, in one sentence; a side wins only if the interval excludes one half."""
         rate = f"{self.rate.rate:.1%} (95 % interval {self.rate.low:.1%} to {self.rate.high:.1%})"
         if self.rate.low > 0.5:
             return f"B wins, with a win rate of {rate}"
@@ -71,7 +71,7 @@ class Comparison:
         return f"neither is shown to be better: B has a win rate of {rate}"
 
     def summary(self) -> dict[str, Any]:
-        """The outcome in plain numbers, and every pair."""
+        """The result in plain numbers, and every pair."""
         (mean, low, high), scores, tokens = self.margin(), self.means("scores"), self.means("tokens")
         rate = self.rate
         return {
@@ -85,7 +85,7 @@ class Comparison:
 
 
 def print_comparison(comparison: Comparison, stream: TextIO | None = None) -> None:
-    """Means of both sides, wins, ties and losses, and the verdict."""
+    """Print both models, means of both sides, wins, ties and losses, and the verdict."""
     stream = stream or sys.stdout
     rate, sides = comparison.rate, zip(SIDES, comparison.names, strict=True)
     stream.writelines(f"{side}: {name}\n" for side, name in sides)
@@ -129,7 +129,7 @@ def _tiles(c: Comparison) -> list[html.Tile]:
 
 
 def _notes(c: Comparison) -> list[str]:
-    """What a reader should doubt."""
+    """Reasons for doubt."""
     a, b = c.means("tokens")
     if min(a, b) > 0 and max(a, b) / min(a, b) > 1.5:
         longer = "A" if a > b else "B"
@@ -179,7 +179,7 @@ def _chart(title: str, healthy: str, data: list[dict[str, Any]], axes: tuple[str
 
 
 def _texts(pairs: Sequence[Pair]) -> str:
-    """Controls, and a card for each pair; assets/comparison.js sorts and filters them."""
+    """Controls, and a card for each pair; assets/comparison.js sorts and filters the cards."""
     counts = {outcome: sum(pair.outcome == outcome for pair in pairs) for outcome in WORDS}
     buttons = f'<button data-show="all" aria-pressed="true">All {len(pairs)}</button>' + "".join(
         f'<button data-show="{o}" aria-pressed="false">{escape(words)} {counts[o]}</button>'

@@ -1,4 +1,4 @@
-"""What went wrong in a run and was put right: told to the person, counted for the metrics, kept in faults.jsonl."""
+"""Lost workers and failed background tasks: shown to the user, counted for the metrics, recorded in faults.jsonl."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rlhf_ray.observability.background_task import describe_failure
 from rlhf_ray.observability.owner_record import Term
 
 STARTED_AGAIN = "RLHF_RAY_STARTED_AGAIN"
-"""Variable of the environment that tells a run that it takes the place of one that died: its end, as JSON."""
+"""Environment variable of a run that was restarted after its process died: how that process ended, as JSON."""
 
 
 class FaultLog:
-    """One line a lost worker, written when it is back, or will not come back. A resumed run appends.
+    """One line per lost worker, written when it is back, or will not come back. A resumed run appends.
 
     Args:
-        path: file of JSON lines; nothing is written without one.
-        warn: tells a person of a loss.
-        note: tells a person that it is made good.
-        term: of the owner of the run's directory, where the file is.
-        thread: writes the file; without one it is written at once.
+        path: file of JSON lines; nothing is written without it.
+        warn: shows the user a loss.
+        note: shows the user a recovery.
+        term: ownership term of the run's directory, where the file is.
+        thread: writes the file; without it the file is written at once.
     """
 
     def __init__(self, path: Path | None = None, warn: Callable[[str], None] | None = None,
@@ -41,12 +41,12 @@ class FaultLog:
         """Workers lost since the log was opened."""
 
     def lost(self, text: str) -> None:
-        """A worker is lost."""
+        """Report a lost worker."""
         self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
         self._warn(text)
 
     def rebuilt(self, error: WorkerError, seconds: float) -> None:
-        """A learner was lost, and all of them were built again, which took so long."""
+        """Record that a learner was lost, and that all learners were restarted, which took `seconds`."""
         lost = error if isinstance(error, WorkerLost) else None
         self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
         self.write({
@@ -58,11 +58,11 @@ class FaultLog:
         }, seconds_down=seconds)
 
     def back(self, text: str) -> None:
-        """It is back."""
+        """Report a worker that is back."""
         self._note(text)
 
     def failed(self, name: str, error: Exception, again_s: float) -> None:
-        """A background task failed, and will start again; see `background.background_task`."""
+        """Record a background task that failed and will start again; see `background_task.background_task`."""
         self._warn(describe_failure(name, error, again_s))
         self.write({
             "role": "coordinator", "rank": None, "incarnation": None, "pid": os.getpid(), "kind": "failed",
@@ -71,8 +71,8 @@ class FaultLog:
         })
 
     def write(self, event: Mapping[str, Any], seconds_down: float = 0.0) -> None:
-        """Keep an event, with the time of day (seconds since 1970) at which it was over. A file that cannot be written
-        is told of and ends nothing: what the event is about was made good.
+        """Record an event, with the time of day (seconds since 1970) of its end. A file that cannot be written only
+        causes a warning, since the fault itself was recovered from.
 
         Raises:
             SupersededError: another driver owns the run's directory now.
@@ -98,27 +98,29 @@ class FaultLog:
         return round(time.time() - ago_s, 3)
 
     def count_again(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of metrics were dropped, since their steps are made again: what they counted belongs to the next row."""
+        """Add the counts of metric rows that were dropped because their steps are made again; the next row reports
+        them."""
         for row in rows:
             self._lost += int(row.get("faults/lost_workers") or 0)
             self._redispatched += int(row.get("faults/redispatched") or 0)
             self._seconds_down += row.get("faults/seconds_down") or 0.0
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call: workers lost, seconds that those now back were down, and work made again."""
-        found = {"faults/lost_workers": float(self._lost), "faults/seconds_down": self._seconds_down,
+        """Metrics since the last call: workers lost, seconds during which workers now back were down, and work made
+        again."""
+        metrics = {"faults/lost_workers": float(self._lost), "faults/seconds_down": self._seconds_down,
                  "faults/redispatched": float(self._redispatched)}
         self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
-        return found
+        return metrics
 
 
 def note_restart(path: Path, step: int, term: Term | None = None) -> None:
-    """Keep in a run's faults.jsonl that it died and was started again, now that it goes on after `step`; nothing where
-    this process does not take the place of another one. Once a process."""
-    told = os.environ.pop(STARTED_AGAIN, None)
-    if told is None:
+    """Record in faults.jsonl that the run's process died and was started again, and continues after `step`. Does
+    nothing in other processes, and only once in a process."""
+    text = os.environ.pop(STARTED_AGAIN, None)
+    if text is None:
         return
-    loss = json.loads(told)
+    loss = json.loads(text)
     FaultLog(path, term=term).write({
         "role": "run", "rank": None, "incarnation": None, "method": None, "call_age_s": None, "detection_s": None,
         **loss, "recovery_s": round(time.time() - loss["lost_at"], 3), "redispatched": 0,
@@ -127,8 +129,7 @@ def note_restart(path: Path, step: int, term: Term | None = None) -> None:
 
 
 def read_faults(path: Path) -> list[dict[str, Any]]:
-    """Events of a run, oldest first; none where there is no file. A last line that a crash left half-written is passed
-    over.
+    """Events of a run, oldest first; empty without the file. A last line that a crash left unfinished is skipped.
 
     Raises:
         DataError: another line is not an event.
@@ -150,14 +151,14 @@ def read_faults(path: Path) -> list[dict[str, Any]]:
 
 
 def in_one_line(events: Sequence[Mapping[str, Any]]) -> str:
-    """Who was lost, for people: `generator/0 (died 2 times), policy/1 (hung)`; nothing when nobody was."""
+    """The lost workers: `generator/0 (died 2 times), policy/1 (hung)`; empty when none was lost."""
     times = Counter((_name(event), event.get("kind", "lost"), event.get("recovery_s") is None) for event in events)
     return ", ".join(f"{who} ({kind}{f' {n} times' if n > 1 else ''}{', not back' if gone else ''})"
                      for (who, kind, gone), n in times.items())
 
 
 def _name(event: Mapping[str, Any]) -> str:
-    """As `generator/0`; a learner's rank is not always known."""
+    """As `generator/0`; the rank of a learner is not always known."""
     return event["role"] if event.get("rank") is None else f"{event['role']}/{event['rank']}"
 
 

@@ -1,4 +1,4 @@
-"""What each metric means: a title, a unit, and which way is better. The report and the Ray gauges both read it."""
+"""Each metric's title and unit, and which direction is better; used by the report and the Ray gauges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """One metric in words."""
+    """A metric's description."""
 
     title: str
     unit: str = ""
@@ -99,7 +99,7 @@ _PREFIXES = {
 
 
 def describe(name: str) -> Metric:
-    """The metric in words; one that is not listed is described by its own name."""
+    """A metric's description; one that is not listed is described by its name."""
     if name in METRICS:
         return METRICS[name]
     for prefix, (what, unit) in _PREFIXES.items():
@@ -116,7 +116,7 @@ def readable(name: str) -> str:
 
 
 def better(name: str) -> Literal["higher", "lower"] | None:
-    """Which way this metric improves; None when neither way is good in itself (length, KL, entropy)."""
+    """The direction in which this metric improves; None when neither is better (length, KL, entropy)."""
     if name.startswith(("reward/failures/", "reward/failed_tries/", "reward/quarantined")):
         return "lower"
     if "pass@" in name:

@@ -1,6 +1,6 @@
-"""A run's numbers: one JSON row a step in metrics.jsonl, the same to every sink.
+"""A run's numbers: one JSON row per step in metrics.jsonl, and the same numbers to every sink.
 
-metrics.jsonl is the record that the report and a resumed run read; the sinks are views of it.
+The report and a resumed run read metrics.jsonl; the sinks only show it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sinks import open_sinks
 
 NOTHING = -1
-"""The step after which the rows of a run that begins anew are dropped: all. (Step 0 may have an evaluation.)"""
+"""The step after which the rows of a run that starts over are dropped: all rows. (Step 0 may have an evaluation.)"""
 
 
 class MetricsWriter:
@@ -32,19 +32,19 @@ class MetricsWriter:
     ) -> None:
         """Open the run's metrics; `resume_at=k` first drops the rows of steps after k, which will be made again.
 
-        Without `resume_at` rows that are there already stay (a stage that opens its metrics a second time).
+        Without `resume_at` existing rows stay (a stage that opens its metrics a second time).
 
         Args:
-            term: of the owner of the run's directory.
+            term: ownership term of the run's directory.
 
         Raises:
-            ConfigError: a sink is asked for whose package is missing.
+            ConfigError: the package of a configured sink is missing.
             DataError: metrics.jsonl is damaged elsewhere than in its last line.
         """
         run = RunDirectory(run_dir)
         run.path.mkdir(parents=True, exist_ok=True)
         self._term = term
-        self.dropped = _mend(run.metrics, resume_at, term)
+        self.dropped = _truncate(run.metrics, resume_at, term)
         """Rows that were dropped."""
         self._sinks = open_sinks(run, logging, resume_at)
         self._path = run.metrics
@@ -53,16 +53,16 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one row and give it to the sinks. The row is on disk when this returns.
 
-        A value that is not finite is written as null. Several rows may speak of one step.
+        A value that is not finite is written as null. Several rows may have the same step.
 
         Raises:
-            ValueError: a metric is called `step` or `time`, or its value is no number.
+            ValueError: a metric is called `step` or `time`, or its value is not a number.
             SupersededError: another driver owns the run's directory now.
         """
         numbers = {name: _number(name, value) for name, value in values.items()}
         row = {"step": int(step), "time": round(time.time(), 3), **numbers}
         if self._term is not None:
-            self._term.check()  # a row that comes late all the same is lost with the file that a successor has replaced
+            self._term.check()  # a row written just too late is lost: a successor replaces the file
         self._file.write(json_lines([row]))
         self._file.flush()
         fsync_descriptor(self._file.fileno(), self._path)
@@ -80,7 +80,7 @@ class MetricsWriter:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl in the order written; [] without the file. Null stands for "not a finite number".
 
-    A last line that a crash left half-written is passed over.
+    A last line that a crash left unfinished is skipped.
 
     Raises:
         DataError: another line is not a JSON object with a step.
@@ -99,9 +99,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _mend(path: Path, last_step: int | None, term: Term | None) -> list[dict[str, Any]]:
-    """Rewrite the file without a torn last line, to which the next row would stick, and without rows of later steps,
-    which are returned."""
+def _truncate(path: Path, last_step: int | None, term: Term | None) -> list[dict[str, Any]]:
+    """Rewrite the file without an unfinished last line, to which the next row would be appended, and without rows of
+    later steps, which are returned."""
     if not path.exists():
         return []
     rows = read_metrics(path.parent)
@@ -111,7 +111,7 @@ def _mend(path: Path, last_step: int | None, term: Term | None) -> list[dict[str
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """A row, or None for a line that is empty, torn or something else. NaN written by another tool is read as null."""
+    """A row, or None for a line that is empty, unfinished or not a row. NaN written by another tool is read as null."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
     except ValueError:  # covers bytes that are not UTF-8 too

@@ -1,5 +1,5 @@
-"""Standard output and error of a run: printing neither ends nor blocks it, whether a pipe is closed or not read, the
-disk is full, or standard output was closed from the start.
+"""Standard output and error of a run that neither end nor block it when a pipe is closed or not read, the disk is full,
+or standard output was closed from the start.
 
 A thread writes to the file descriptor directly: Python's own buffers have locks, which a write that hangs would hold
 until the process ends. Output that cannot be written is dropped and counted.
@@ -19,13 +19,13 @@ from contextlib import suppress
 from typing import TextIO
 
 MAX_PENDING_BYTES = 2**20
-"""Most bytes that wait to be written; further output is dropped."""
+"""Largest amount of output that waits to be written; further output is dropped."""
 DRAIN_S = 2.0
 """How long `drain` waits without any progress."""
 
 
 class NonBlockingStream(io.TextIOBase):
-    """Replaces a text stream. No method raises but `fileno`; none blocks but `drain`, which has a deadline."""
+    """Replaces a text stream. No method raises except `fileno`; none blocks except `drain`, which has a deadline."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """`stream` as Python gives it: None where the descriptor was closed from the start."""
@@ -40,14 +40,14 @@ class NonBlockingStream(io.TextIOBase):
             with suppress(Exception):  # a closed stream
                 self._terminal = stream.isatty()
                 stream.flush()
-            with suppress(Exception):  # no file: text kept in memory
+            with suppress(Exception):  # not a file: text kept in memory
                 self._descriptor = os.dup(stream.fileno())
         if self._descriptor >= 0:
             threading.Thread(target=self._work, daemon=True, name=f"output {self._name}").start()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """As of the stream."""
+        """That of the stream."""
         return self._encoding
 
     @property
@@ -60,7 +60,7 @@ class NonBlockingStream(io.TextIOBase):
         return self._terminal
 
     def writable(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     def fileno(self) -> int:
@@ -74,7 +74,7 @@ class NonBlockingStream(io.TextIOBase):
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
-        """Have text written. It never raises, and returns at once."""
+        """Queue text for writing. Never raises, and returns at once."""
         if self._descriptor < 0:
             self._write_through(text)
             return len(text)
@@ -91,10 +91,10 @@ class NonBlockingStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: the thread writes without being asked."""
+        """Does nothing: the thread writes as soon as it can."""
 
     def drain(self) -> None:
-        """Wait until all is written, or nothing has been taken for `DRAIN_S`."""
+        """Wait until everything is written, or nothing was written for `DRAIN_S`."""
         if self._descriptor < 0:
             return
         began = time.monotonic()
@@ -106,7 +106,7 @@ class NonBlockingStream(io.TextIOBase):
                 self._change.wait(left_s)
 
     def release(self) -> None:
-        """`drain`, then let the thread end: nothing more will be written."""
+        """`drain`, then end the thread; nothing can be written afterwards."""
         self.drain()
         with self._change:
             self._gone = True
@@ -134,7 +134,7 @@ class NonBlockingStream(io.TextIOBase):
                 if not written:
                     self._dropped += max(1, data.count(b"\n"))
                 elif self._dropped:
-                    notice = f"[{self._dropped} lines of output were not shown: nothing took them]\n".encode()
+                    notice = f"[{self._dropped} lines of output were dropped: nothing read them]\n".encode()
                     self._parts.append(notice)
                     self._waiting, self._dropped = self._waiting + len(notice), 0
                 self._change.notify_all()
@@ -144,23 +144,23 @@ class NonBlockingStream(io.TextIOBase):
         while data:
             try:
                 data = data[os.write(self._descriptor, data):]
-            except BlockingIOError:  # somebody made the pipe non-blocking
+            except BlockingIOError:  # another process made the pipe non-blocking
                 select.select((), (self._descriptor,), ())
             except OSError as error:
-                if error.errno in (errno.EPIPE, errno.EBADF, errno.EIO):  # nobody will read here again
+                if error.errno in (errno.EPIPE, errno.EBADF, errno.EIO):  # the reader is gone
                     self._gone = True
                 return False
         return True
 
 
 def non_blocking(stream: TextIO | None) -> TextIO:
-    """A `NonBlockingStream` over `stream`, or `stream` itself where it is one."""
+    """A `NonBlockingStream` over `stream`, or `stream` itself if it is one."""
     return stream if isinstance(stream, NonBlockingStream) else NonBlockingStream(stream)  # type: ignore[return-value]
 
 
 def use_non_blocking_output() -> None:
     """Replace `sys.stdout` and `sys.stderr` by non-blocking streams, for the rest of the process."""
-    for number in (0, 1, 2):  # a file that the run opens must not become its standard output
+    for number in (0, 1, 2):  # a file that the run opens later must not become its standard output
         try:
             os.fstat(number)
         except OSError:
@@ -169,7 +169,7 @@ def use_non_blocking_output() -> None:
 
 
 def drain_output() -> None:
-    """Before the process ends: wait for what was printed."""
+    """Wait until the output is written, before the process ends."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, NonBlockingStream):
             stream.drain()

@@ -1,20 +1,23 @@
-"""One driver writes a run's directory, on whatever machine it and others run.
+"""The record of who writes a run's directory: one driver at a time, on whatever machine it runs.
 
-A driver owns a directory for a *term*. It claims the term by creating `owner/term_N.json` exclusively, which is
-atomic on network file systems too (`flock` is local to the host on some); N is one more than the highest there is. It
-removes earlier records, and a thread renews its own every few seconds. Whether the driver of a record lives:
+A driver owns a directory for a *term*. It claims the term by creating `owner/term_N.json` exclusively, which is atomic
+on network file systems too (`flock` is local to the host on some); N is one more than the highest number present. It
+removes earlier records, and a thread renews its own every few seconds. Whether the driver of a record is alive:
 
-- It ran on this machine, in this boot: its process is looked up. If it is dead, it is succeeded at once; if it is
-  alive, the claim is refused.
-- It runs elsewhere: its record is watched. If it is renewed, the claim is refused; if it stays unchanged for a minute
-  by the watcher's own clock, it is succeeded. Clocks of two machines are never compared.
+- If it ran on this machine, in this boot, its process is looked up. A dead driver is succeeded at once; a live one
+  makes the claim fail.
+- If it runs elsewhere, its record is watched. A renewed record makes the claim fail; a record that stays unchanged for
+  a minute by the watcher's own clock is succeeded. Clocks of two machines are never compared.
 
-A driver that was cut off may be alive and come back. So it writes under temporary names that hold its term, and
+A driver that was cut off may be alive and come back. So it writes under temporary names that contain its term, and
 checks the term just before each rename (`Term.renaming`). A successor creates its record, removes the earlier ones,
-then removes what earlier terms were writing, and only then reads the directory. A late rename therefore happens
-before the successor reads, or finds nothing to rename. A file that grows, such as metrics.jsonl, is replaced by the
-successor: late bytes go to the old one. Other writes (a line of faults.jsonl or quarantine.jsonl) are checked just
-before; a driver that is stopped in the microseconds between and goes on after its succession still writes that line.
+then removes unfinished files of earlier terms, and only then reads the directory. A late rename therefore happens
+before the successor reads, or finds no file to rename. A file that grows, such as metrics.jsonl, is replaced by the
+successor: late bytes go to the old file. Other writes (a line of faults.jsonl or quarantine.jsonl) are checked just
+before; a driver that is stopped in the microseconds in between and continues after its succession still writes that
+line.
+
+`ownership` claims and renews the record.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ FOLDER = "owner"
 GONE = (errno.ENOENT, errno.ESTALE)
 """Errors of a file that another machine has removed."""
 RECORD_BYTES = 1024
-"""All records have one length, so that one is renewed in place by one write."""
+"""All records have the same length, so that one write renews a record in place."""
 _NAME = re.compile(r"term_(\d+)\.json")
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
 _DEAD = ("Z", "X")
@@ -46,16 +49,16 @@ _DEAD = ("Z", "X")
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process and the place where its number means something."""
+    """A process, with the machine, boot and namespace in which its pid is valid."""
 
     host: str
     boot: str
-    """Random id of the boot of its machine; empty where the system has none. Containers have that of their machine."""
+    """Random id of the machine's boot; empty on systems without one. Containers have the id of their machine."""
     pid_namespace: int
-    """Inode of the namespace of its number: containers of one machine number their processes apart."""
+    """Inode of the pid namespace: containers on one machine number their processes separately."""
     pid: int
     started: int
-    """Clock ticks from boot to its start: another process that has its number later started later."""
+    """Clock ticks from boot to its start: a later process with the same pid has a later start."""
 
     @classmethod
     def own(cls) -> Self:
@@ -67,8 +70,8 @@ class ProcessIdentity:
         return cls(socket.gethostname(), boot, namespace, os.getpid(), (_state(os.getpid()) or ("", 0))[1])
 
     def lives(self, seen_by: ProcessIdentity) -> bool | None:
-        """Whether the process lives, stopped ones included; None where `seen_by`, who asks, cannot tell: on another
-        machine or boot, or in another namespace of process numbers."""
+        """Whether the process is alive, also when it is stopped; None when `seen_by`, the observer, cannot tell: from
+        another machine or boot, or from another pid namespace."""
         here = (seen_by.host, seen_by.boot, seen_by.pid_namespace)
         if not self.boot or (self.host, self.boot, self.pid_namespace) != here:
             return None
@@ -76,7 +79,7 @@ class ProcessIdentity:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # somebody else's, and there
+        except PermissionError:  # another user's process, and alive
             pass
         state = _state(self.pid)
         return state is None or (state[0] not in _DEAD and state[1] == self.started)
@@ -88,7 +91,7 @@ class ProcessIdentity:
 def _state(pid: int) -> tuple[str, int] | None:
     """State and start of a process, from /proc/PID/stat; None where that is hidden or missing."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may contain anything
     except OSError:
         return None
     return fields[0], int(fields[19])
@@ -96,22 +99,22 @@ def _state(pid: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class Record:
-    """What stands in the file of a term."""
+    """Contents of a term's file."""
 
     term: int
     process: ProcessIdentity
     since: float
-    """When the term began, in seconds since 1970 by its host's clock; for people."""
+    """Start of the term, in seconds since 1970 by its host's clock; shown to users."""
     renewed: float
-    """When it was renewed last, by the same clock; for people."""
+    """The last renewal, by the same clock; shown to users."""
     beat: int = 0
-    """How often it was renewed."""
+    """Number of renewals."""
     ended: bool = False
-    """Whether its driver has left the directory in good order."""
+    """Whether its driver has left the directory normally."""
     went_on_from: int | None = None
-    """Step of the checkpoint that the driver went on from; -1 where it began anew; None until that is known."""
+    """Step of the checkpoint that the driver continued from; -1 when it started over; None until that is known."""
     before: tuple[int, int] | None = None
-    """Term and `went_on_from` of the last driver before that had chosen; None without one."""
+    """Term and `went_on_from` of the last earlier driver that had chosen; None without one."""
 
     def encoded(self) -> bytes:
         """The bytes of the file."""
@@ -119,24 +122,25 @@ class Record:
 
     @classmethod
     def read(cls, raw: bytes) -> Self | None:
-        """A file's record; None where its driver is about to write it, or died before it had."""
+        """A file's record; None when its driver has not written it yet, or died before."""
         try:
-            found = json.loads(raw)
-            before = tuple(found.pop("before") or ()) or None
-            return cls(process=ProcessIdentity(**found.pop("process")), before=before, **found)
+            fields = json.loads(raw)
+            before = tuple(fields.pop("before") or ()) or None
+            return cls(process=ProcessIdentity(**fields.pop("process")), before=before, **fields)
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
     @property
     def chosen(self) -> tuple[int, int] | None:
-        """Term and `went_on_from` of the last driver that knew it, this one or one before; None without one."""
+        """Term and `went_on_from` of the last driver that had chosen, this one or an earlier one; None without one."""
         return self.before if self.went_on_from is None else (self.term, self.went_on_from)
 
     def disowns(self, term: int, step: int, cleaning: bool = False) -> bool:
-        """Whether a checkpoint does not belong to the run: a driver put it there after it had been superseded.
+        """Whether a checkpoint does not belong to the run: its driver wrote it after it had been superseded.
 
         Args:
-            cleaning: while this driver has not chosen where to go on from, judge by what the one before it chose.
+            cleaning: while this driver has not chosen the checkpoint to continue from, judge by the choice of the one
+                before.
         """
         number, went_on_from = self.term, self.went_on_from
         if cleaning and self.chosen:
@@ -146,26 +150,26 @@ class Record:
 
 @dataclass(frozen=True)
 class Term:
-    """The right to write into a run's directory, for as long as nobody has taken it over. Plain data: workers get it
-    with what they are to write."""
+    """The right to write into a run's directory, until another driver takes it over. Plain data: workers receive it
+    with the paths that they write."""
 
     directory: Path
-    """The run's, absolute: all nodes know it by this name."""
+    """The run's, absolute: all nodes use this path."""
     number: int
 
     @property
     def path(self) -> Path:
-        """The record's."""
+        """Path of the record."""
         return self.directory / FOLDER / f"term_{self.number}.json"
 
     @property
     def mark(self) -> str:
-        """What temporary names hold."""
+        """The term's part of temporary names."""
         return f"t{self.number}"
 
     def check(self) -> None:
-        """Ask the file system whether the term goes on. (Opening the record, which a successor removes, asks the server
-        of a network file system, too, where a look at a name may be answered from memory.)
+        """Ask the file system whether the term still holds. (Opening the record, which a successor removes, also asks
+        the server of a network file system, where looking up a name may be answered from a cache.)
 
         Raises:
             SupersededError: it does not.
@@ -182,8 +186,8 @@ class Term:
 
     @contextmanager
     def renaming(self) -> Iterator[None]:
-        """For a rename inside the directory: checks the term before it, and again when it fails, since a successor
-        removes what is to be renamed.
+        """For a rename inside the directory: check the term before, and again if it fails, since a successor removes
+        unfinished files.
 
         Raises:
             SupersededError: the term is over.
@@ -196,19 +200,19 @@ class Term:
             raise
 
     def superseded(self) -> SupersededError:
-        """The error that says so."""
+        """The error to raise."""
         newer = read_owner(self.directory)
         if newer is None or newer.term <= self.number:
             return SupersededError(
                 f"{self.path} is gone: another driver took over run.dir={str(self.directory)!r} from this one (term "
-                f"{self.number}), or somebody removed the file. This driver ends, and writes nothing more there")
+                f"{self.number}), or the file was removed. This driver ends, and writes nothing more there")
         return SupersededError(
             f"run.dir={str(self.directory)!r} was taken over by {newer.process} (term {newer.term}) while this driver "
             f"(term {self.number}) gave no sign of life there. This driver ends, and writes nothing more into it; do "
-            "not start it again, the other one goes on with the run")
+            "not start it again: the other one continues the run")
 
     def record(self) -> Record | None:
-        """What stands in the record now."""
+        """The record's present contents."""
         try:
             return Record.read(self.path.read_bytes())
         except OSError:
@@ -216,17 +220,17 @@ class Term:
 
 
 def renaming(term: Term | None) -> AbstractContextManager[None]:
-    """`Term.renaming`; nothing for who writes where no run is."""
+    """`Term.renaming`; does nothing for files outside of a run."""
     return nullcontext() if term is None else term.renaming()
 
 
 def read_owner(directory: Path) -> Record | None:
-    """The record of who owns a run's directory, or owned it last; None where there is none."""
+    """The record of the present or last owner of a run's directory; None without one."""
     try:
-        found = newest_record(directory / FOLDER)
+        newest = newest_record(directory / FOLDER)
     except OSError:
         return None
-    return Record.read(found[1]) if found else None
+    return Record.read(newest[1]) if newest else None
 
 
 def newest_record(folder: Path) -> tuple[int, bytes] | None:
@@ -235,7 +239,7 @@ def newest_record(folder: Path) -> tuple[int, bytes] | None:
         try:
             return max(numbers), (folder / f"term_{max(numbers)}.json").read_bytes()
         except OSError as error:
-            if error.errno not in GONE:  # it was succeeded this moment
+            if error.errno not in GONE:  # it was succeeded just now
                 raise
     return None
 
@@ -248,5 +252,5 @@ def term_numbers(folder: Path) -> list[int]:
 
 
 def day_and_time(seconds: float) -> str:
-    """Seconds since 1970 for people, by this machine's clock and zone."""
+    """Seconds since 1970 as date and time, by this machine's clock and time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

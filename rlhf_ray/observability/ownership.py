@@ -1,5 +1,4 @@
-"""The owner's side of a term: a thread renews the record, whatever the event loop does, and notices when another driver
-has taken over."""
+"""How a driver claims a run's directory (see `owner_record`), renews its record in a thread, and notices a takeover."""
 
 from __future__ import annotations
 
@@ -27,28 +26,28 @@ from rlhf_ray.observability.owner_record import (
 )
 
 BEAT_S = 5.0
-"""Between two renewals of a record."""
+"""Interval between renewals of a record."""
 SILENT_S = 60.0
-"""A record of another machine that is unchanged for so long is taken over."""
+"""A record of another machine that is unchanged for this long is taken over."""
 LOOK_S = 1.0
-"""Between two looks at it."""
+"""Interval between looks at it."""
 LEAVING_S = 10.0
-"""For the record to be closed at the end: a disk that hangs holds nobody up longer."""
+"""Longest wait for the record to be closed at the end, in case the disk hangs."""
 
 
 def claim(
     directory: Path, process: ProcessIdentity, say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
 ) -> Term:
-    """Take a directory for the next term. Of several who try at once, one gets it.
+    """Take a directory for the next term. Of several simultaneous claims, one succeeds.
 
     Args:
-        process: who takes it.
-        say: receives a message about what is waited for.
+        process: the claimant.
+        say: called with a message about the wait.
         clock, sleep: of who takes it, in seconds.
 
     Raises:
-        ConfigError: somebody else owns it, and lives.
+        ConfigError: the directory has a live owner.
     """
     folder = directory.absolute() / FOLDER
     folder.mkdir(exist_ok=True)
@@ -109,7 +108,7 @@ def _is_over(
     until, announced = clock() + SILENT_S, False
     while (asked := clock()) < until:
         sleep(LOOK_S)
-        moved()  # this wait has an end of its own
+        moved()  # this wait has its own deadline
         now = newest_record(folder)
         renewed = Record.read(now[1]) if now else None
         if now is None or now[0] != found[0] or record is None or (renewed and renewed.ended):
@@ -117,10 +116,10 @@ def _is_over(
                 return False
         elif now != found:
             raise _owned(directory, renewed or record)
-        if not announced:  # a claim under way is over by now
-            say(f"run.dir={str(directory)!r} is {who}; waiting up to {SILENT_S:g} s for a sign of life of it")
+        if not announced:  # a simultaneous claim has ended by now
+            say(f"run.dir={str(directory)!r} is {who}; waiting up to {SILENT_S:g} s to see whether it is alive")
             announced = True
-        if clock() - asked > LOOK_S + BEAT_S:  # the disk, or this process, stood still: so may the owner's
+        if clock() - asked > LOOK_S + BEAT_S:  # the disk, or this process, stood still: the owner may have, too
             until = clock() + SILENT_S
     return True
 
@@ -135,28 +134,28 @@ class Ownership:
     """One driver's term over a run's directory, from the claim to the end."""
 
     def __init__(self, term: Term, warn: Callable[[str], None] | None = None) -> None:
-        """`warn` is told when the record cannot be renewed; by default it is logged."""
+        """`warn` receives a message when the record cannot be renewed; by default it is logged."""
         record = term.record()
         if record is None:
             raise term.superseded()
         self.term, self._record, self._warn = term, record, warn or logging.getLogger(__name__).warning
         self.lost: SupersededError | None = None
-        """What the driver ends with, once another one has taken over."""
+        """The error that ends the driver, once another one has taken over."""
         self._on_lost: Callable[[], None] = lambda: None
         self._lock, self._over, self._failing = threading.Lock(), threading.Event(), False
 
     def when_lost(self, callback: Callable[[], None]) -> None:
-        """Have the thread that renews the record call this when the term is over; at once where it is."""
+        """Set the callback of a takeover; it runs in the renewing thread, or at once if the term is already lost."""
         self._on_lost = callback
         if self.lost:
             callback()
 
     def go_on_from(self, step: int | None) -> None:
-        """Note the checkpoint that the run goes on from (None: it begins anew): later ones of other terms do not belong
-        to it.
+        """Record the checkpoint that the run continues from (None: it starts over): later checkpoints of other terms do
+        not belong to it.
 
         Raises:
-            SupersededError: the term is over.
+            SupersededError: the term is lost.
         """
         self.term.check()
         with self._lock:
@@ -164,7 +163,7 @@ class Ownership:
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Renew the record meanwhile, and leave the directory to whoever comes next at the end."""
+        """Renew the record during the enclosed work, and mark it as ended afterwards."""
         thread = threading.Thread(target=self._keep_renewing, daemon=True, name="owner record")
         thread.start()
         try:
@@ -174,7 +173,7 @@ class Ownership:
             thread.join(LEAVING_S)
 
     def renew(self, ended: bool = False) -> None:
-        """Raise the record's counter, or mark it as ended. A failure to write it is warned of once, and the next call
+        """Increase the record's counter, or mark it as ended. A failure to write is reported once, and the next call
         tries again."""
         try:
             self.term.check()
@@ -184,7 +183,7 @@ class Ownership:
         except SupersededError as error:
             self._lose(error)
         except OSError as error:
-            if error.errno in GONE:  # gone since it was asked for
+            if error.errno in GONE:  # removed since the check
                 self._lose(self.term.superseded())
             elif not self._failing:
                 self._failing = True
@@ -195,7 +194,7 @@ class Ownership:
         while not self._over.wait(BEAT_S) and self.lost is None:
             try:
                 self.renew()
-            except Exception as bug:  # whatever it is, the record has to be renewed again
+            except Exception as bug:  # the next renewal must still happen
                 self._warn(f"{self.term.path} was not renewed: {type(bug).__name__}: {bug}")
         if self.lost is None:
             self.renew(ended=True)
@@ -206,7 +205,7 @@ class Ownership:
             self._on_lost()
 
     def _write(self, flush: bool = False, **changes: Any) -> None:
-        """Overwrite the record in place. It is not made anew where a successor has removed it."""
+        """Overwrite the record in place; it is not created again where a successor has removed it."""
         record: Record = replace(self._record, renewed=time.time(), **changes)
         handle = os.open(self.term.path, os.O_WRONLY)
         try:

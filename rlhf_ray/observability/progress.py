@@ -1,6 +1,7 @@
-"""What a person sees while a stage runs: a live bar in a terminal, plain lines anywhere else.
+"""Progress shown while a stage runs: a live bar in a terminal, plain lines anywhere else; and the same bar for a run
+elsewhere, from its printed lines.
 
-The stage reports its steps; nothing here is read back by the run.
+The stage reports its steps; the run never reads anything back.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ LABELS = {
     "learning_rate": "lr",
 }
 RECENT_STEPS = 20
-"""Steps whose pace tells the time left."""
+"""Number of steps whose pace gives the time left."""
 
 
 class StageProgress:
     """One stage's progress, from `with` to the end of its block. A run of several stages opens one after another.
 
     Args:
-        name: shown at the front of every line.
+        name: shown at the start of every line.
         total: steps of the whole stage.
         start: steps done before (a resumed run); the pace is measured from here.
         stream: where to write; standard output when empty.
@@ -52,7 +53,7 @@ class StageProgress:
         self._every_s = every_s
         self._began = time.monotonic()
         self._warned: set[str] = set()
-        # Starting up is no part of the pace: it is measured from the first finished step on.
+        # The pace does not include the start: it is measured from the first finished step.
         self._pace: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS + 1)
         self._numbers: dict[str, float] = {}
         self._printed_at: float | None = None
@@ -84,9 +85,10 @@ class StageProgress:
             self._stream.release() if self._own else self._stream.drain()
 
     def update(self, step: int, **numbers: float) -> None:
-        """`step` steps of the stage are done; show `numbers` (reward, kl, loss, samples_per_second, ...) beside it."""
+        """Report that `step` steps are done; `numbers` (reward, kl, loss, samples_per_second, ...) are shown with
+        it."""
         now = time.monotonic()
-        if step < self.step:  # back at a checkpoint
+        if step < self.step:  # returned to a checkpoint
             self._pace.clear()
         if step != self.step:
             self._pace.append((now, step))
@@ -98,15 +100,15 @@ class StageProgress:
             self._printed_at, self._printed_step = now, step
 
     def note(self, text: str) -> None:
-        """A line worth keeping, above the bar."""
+        """Print a line above the bar."""
         self._say(text, style="")
 
     def warn(self, text: str) -> None:
-        """A line that a person should look at."""
+        """Print a warning above the bar."""
         self._say(f"warning: {text}", style="bold yellow")
 
     def warn_once(self, text: str) -> None:
-        """`warn`, unless the stage has said the same before: steps that are made again repeat what is to be said."""
+        """`warn`, unless the stage has printed the same warning: steps that are made again would repeat it."""
         if text not in self._warned:
             self._warned.add(text)
             self.warn(text)
@@ -149,7 +151,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 42 s, 3 min 20 s, 2 h 05 min."""
+    """Seconds as text: 42 s, 3 min 20 s, 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -159,7 +161,7 @@ def duration(seconds: float) -> str:
 
 
 def live_progress(stream: TextIO) -> Progress:
-    """A bar that a narrow terminal cuts at the numbers, never at the step or the time left."""
+    """A bar whose numbers are cut in a narrow terminal, never the step or the time left."""
     numbers = Column(no_wrap=True, overflow="ellipsis")
     columns = (
         TextColumn("{task.description}", style="bold", markup=False),
@@ -173,19 +175,19 @@ def live_progress(stream: TextIO) -> Progress:
 
 STEP = re.compile(
     r"(?P<name>[\w /-]+): step (?P<step>\d+)/(?P<total>\d+)(?P<numbers>.*?)(?P<left>(?:  \S+( \S+)* left)?)")
-"""A line of `StageProgress` where its output is no terminal: its parts have two spaces between them."""
+"""A progress line of `StageProgress` in plain output; its parts are separated by two spaces."""
 
 
 def newest_step(text: str) -> str | None:
-    """The last line of progress in what a run printed; None without one."""
+    """The last progress line in a run's output; None without one."""
     return next((line for line in reversed(text.splitlines()) if STEP.fullmatch(line)), None)
 
 
 class FollowedProgress:
-    """Shows what comes in as it comes, in pieces of any size; on a terminal lines of progress become a bar.
+    """Shows output as it comes, in pieces of any size; on a terminal, progress lines become a bar.
 
     Args:
-        stream: where to; standard output when empty.
+        stream: where to write; standard output when empty.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -204,32 +206,32 @@ class FollowedProgress:
         self._close()
 
     def feed(self, text: str) -> None:
-        """Show `text`; half a line waits for its other half."""
+        """Show `text`; an incomplete line waits for its rest."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
             self._line(line)
 
     def _line(self, line: str) -> None:
-        found = STEP.fullmatch(line)
+        match = STEP.fullmatch(line)
         if not is_terminal(self._stream):
             self._stream.write(line + "\n")
             self._stream.flush()
-        elif found:
-            self._step(found)
+        elif match:
+            self._step(match)
         elif self._live is not None:
             self._live.console.print(Text(line), soft_wrap=True)
         else:
             self._stream.write(line + "\n")
 
-    def _step(self, found: re.Match[str]) -> None:
+    def _step(self, match: re.Match[str]) -> None:
         if self._live is None:
             self._live = live_progress(self._stream)
             self._live.start()
-        name, total = found["name"], int(found["total"])
+        name, total = match["name"], int(match["total"])
         if name not in self._tasks:
             self._tasks[name] = self._live.add_task(name, total=total, left="", numbers="")
-        self._live.update(self._tasks[name], total=total, completed=int(found["step"]),
-                          numbers=found["numbers"].strip(), left=found["left"].strip())
+        self._live.update(self._tasks[name], total=total, completed=int(match["step"]),
+                          numbers=match["numbers"].strip(), left=match["left"].strip())
 
     def _close(self) -> None:
         if self._live is not None:

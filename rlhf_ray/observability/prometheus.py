@@ -1,7 +1,8 @@
-"""What a metric is called in Prometheus: a name, labels, and a sentence of help with the unit.
+"""Metrics on Ray's Prometheus endpoint, such as `ray_rlhf_reward_mean{run="..."}`: their names, labels and help texts,
+and the gauges that are set while this process is connected to Ray.
 
-A row's metrics carry roles and components in their names (`share/generator/busy`); a query wants these as labels. What
-changes between two rows as well, the live metrics, is listed here with its labels.
+Metrics of a row have roles and components in their names (`share/generator/busy`), which queries need as labels. Live
+metrics, which change between rows too, are listed here with their labels.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from rlhf_ray.observability.metric_catalogue import METRICS, Metric, describe
 
 
 class Series(NamedTuple):
-    """One time series, or all of a name where the labels say nothing."""
+    """One time series, or all series of a name when the labels are empty."""
 
     name: str
-    """As Ray exports it, but for `ray_` in front."""
+    """As Ray exports it, without the leading `ray_`."""
     labels: dict[str, str]
 
 
 class Family(NamedTuple):
-    """Metrics of a row that are one name in Prometheus, told apart by labels."""
+    """Metrics of a row that share one name in Prometheus and differ in labels."""
 
     prefix: str
     labels: tuple[str, ...]
     help: Metric
     called: str = ""
-    """In Prometheus, where the prefix would be another metric's name."""
+    """The name in Prometheus, when the prefix is another metric's name."""
 
     @property
     def name(self) -> str:
-        """In Prometheus."""
+        """The name in Prometheus."""
         return gauge_name(self.called or self.prefix.rstrip("/@"))
 
 
@@ -53,11 +54,11 @@ FAMILIES = (
     Family("eval/pass@", ("k",), Metric("Held-out prompts solved by one of k samples", "share of prompts")),
 )
 ALONE = ("time/step",)
-"""Metrics with a family's prefix that are not like the others."""
+"""Metrics that have a family's prefix and do not belong to it."""
 
 
 class Live(NamedTuple):
-    """A metric that is written every few seconds, whether a step ends or not."""
+    """A metric that is written every few seconds, independent of steps."""
 
     labels: tuple[str, ...]
     help: Metric
@@ -91,12 +92,12 @@ def series_of(metric: str) -> Series:
 
 
 def labels_of(series: Series) -> tuple[str, ...]:
-    """The names of its labels, the run's first."""
+    """Label names of the series, `run` first."""
     return ("run", *series.labels)
 
 
 def help_of(metric: str) -> str:
-    """What the series of a metric is, with its unit, in the characters that Ray's metrics take."""
+    """The help text of a metric with its unit, in the characters that Ray's metrics accept."""
     if metric in LIVE:
         found = LIVE[metric].help
     else:
@@ -106,12 +107,12 @@ def help_of(metric: str) -> str:
 
 
 def gauge_name(metric: str) -> str:
-    """A name Prometheus accepts: `reward/mean` becomes `rlhf_reward_mean`."""
+    """A name that Prometheus accepts: `reward/mean` becomes `rlhf_reward_mean`."""
     return "rlhf_" + re.sub(r"[^a-zA-Z0-9_]+", "_", metric)
 
 
 def exported() -> dict[str, tuple[str, ...]]:
-    """Every name that is known beforehand, as Prometheus sees it, with its labels but for the run's."""
+    """Every name that is known beforehand, as Prometheus sees it, with its labels except `run`."""
     known = {gauge_name(name): live.labels for name, live in LIVE.items()}
     known |= {series_of(name).name: tuple(series_of(name).labels) for name in METRICS}
     known |= {family.name: family.labels for family in FAMILIES}
@@ -129,20 +130,20 @@ def _member(family: Family, rest: str) -> Series:
 
 
 REPEAT_S = 5.0
-"""Ray forgets a gauge that was not set again before its second report, 20 s after the last."""
+"""Ray forgets a gauge that is not set again before its second report, 20 s after the last."""
 
 
 class LiveValue(NamedTuple):
     """The present value of one of the live metrics."""
 
     metric: str
-    """One of `series.LIVE`."""
+    """One of `LIVE`."""
     value: float
     labels: dict[str, str]
 
 
 class Gauges:
-    """The gauges of one run, made when they are first set."""
+    """The gauges of one run, created when they are first set."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -162,7 +163,7 @@ class Gauges:
         self.repeat_row()
 
     def repeat_row(self) -> None:
-        """Set all metrics of rows again, as they were."""
+        """Set all metrics of rows again with their last values."""
         if joined():
             for metric, value in self._row.items():
                 self._set(series_of(metric), help_of(metric), value)
@@ -200,12 +201,12 @@ class RaySink:
         while not self._over.wait(REPEAT_S):
             try:
                 self._gauges.repeat_row()
-            except Exception as error:  # the endpoint lacks these numbers; metrics.jsonl has them
+            except Exception as error:  # the endpoint lacks these numbers, but metrics.jsonl has them
                 if failed != (failed := first_line(error)):
                     log.getLogger(__name__).warning("gauges of the run cannot be repeated: %s", failed)
 
 
 def joined() -> bool:
-    """Whether this process is joined to Ray. One that never was need not load it to find that out."""
+    """Whether this process is connected to Ray, without importing Ray to find out."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())

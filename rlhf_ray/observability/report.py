@@ -1,4 +1,4 @@
-"""One self-contained HTML page from a run's directory: what the run was, what it changed, and how it went."""
+"""One self-contained HTML page from a run's directory: the run's settings, its results, and its course."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhf_ray.observability.tables import changes, workers_text
 
 KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning",
          "process_reward": "Process reward model"}
-"""Stage by the first part of the metrics it writes."""
+"""Stage by the prefix of its metrics."""
 
 FACTS = {
     "Model": ("model", "path"),
@@ -40,7 +40,7 @@ FACTS = {
     "Generators": ("generator", "workers"),
     "Seed": ("run", "seed"),
 }
-"""Lines at the top of the page, by their place in the configuration."""
+"""Lines at the top of the page, by their field in the configuration."""
 
 TILES = {
     "reward/mean": "Reward",
@@ -59,20 +59,20 @@ MAX_TILES = 5
 
 @dataclass(frozen=True)
 class ReportContext:
-    """What the run's files do not say. Empty fields are filled from the files."""
+    """What the run's files do not contain. Empty fields are filled from the files."""
 
     title: str = ""
     description: str = ""
     """A sentence or two under the title."""
     notes: tuple[str, ...] = ()
-    """Remarks worth a line of their own (a warning, a limitation)."""
+    """Remarks that get a line of their own (a warning, a limitation)."""
 
 
 def write_report(run_dir: Path, context: ReportContext | None = None, term: Term | None = None) -> Path:
-    """Write report.html from what there is of config.yaml, metrics.jsonl, samples/, evaluation.json, summary.json.
+    """Write report.html from those of config.yaml, metrics.jsonl, samples/, evaluation.json, summary.json that exist.
 
     Args:
-        term: of the owner of the run's directory; others, who only look, may write a report as well.
+        term: ownership term of the run's directory; other processes may write a report without one.
 
     Raises:
         DataError: the directory holds neither metrics nor a configuration, or one of the files is damaged.
@@ -80,7 +80,8 @@ def write_report(run_dir: Path, context: ReportContext | None = None, term: Term
     run, context = RunDirectory(run_dir), context or ReportContext()
     rows = read_metrics(run.path)
     if not rows and not run.config.exists():
-        raise DataError(f"{run.path} holds no run: neither {run.metrics.name} nor {run.config.name} is there")
+        raise DataError(f"{run.path} holds no run: it has neither {run.metrics.name} nor {run.config.name}; name a "
+                        "stage's run.dir")
     config_text = run.config.read_text() if run.config.exists() else ""
     config = _parsed(run.config, yaml.safe_load, yaml.YAMLError)
     evaluation = _parsed(run.evaluation, json.loads, ValueError)
@@ -107,32 +108,32 @@ def write_report(run_dir: Path, context: ReportContext | None = None, term: Term
 
 
 def _endings(summary: Mapping[str, Any]) -> list[str]:
-    """What a reader must know of how the run ended, and which of its steps was the best."""
-    said = [f"Stopped early: {summary['stopped_early']}."] if "stopped_early" in summary else []
+    """How the run ended, and which step was the best."""
+    sentences = [f"Stopped early: {summary['stopped_early']}."] if "stopped_early" in summary else []
     if left_out := (summary.get("ledger") or {}).get("quarantined"):
-        said.append(f"{left_out} samples were left out, for no score could be given to them or to another sample of "
-                    "their prompt: quarantine.jsonl names them.")
+        sentences.append(f"{left_out} samples were left out, because no score was found for them or for another "
+                         "sample of their prompt: quarantine.jsonl lists them.")
     if "best_step" in summary:
         step, value = summary["best_step"], f"{summary['best_metric']} {summary['best_value']:.4g}"
-        said.append(f"Best held-out {value} at step {step}; that model is in best/." if step else
+        sentences.append(f"Best held-out {value} at step {step}; that model is in best/." if step else
                     f"Best held-out {value} before the first step; no step improved on it.")
-    return said
+    return sentences
 
 
 def _losses(run: RunDirectory) -> list[str]:
-    """Workers that were lost on the way, and the whole run, where it was started again by itself."""
+    """Workers that were lost, and the whole run, if it was restarted automatically."""
     lost = in_one_line(read_faults(run.faults))
-    return [f"Lost on the way: {lost}. faults.jsonl tells of each."] if lost else []
+    return [f"Lost on the way: {lost}. faults.jsonl lists them."] if lost else []
 
 
 def _speed(rows: Rows, config: Mapping[str, Any]) -> list[str]:
-    """Which role was the bottleneck, and what would make the run faster."""
+    """Which role was the bottleneck, and how to make the run faster."""
     steps = [row for row in rows if any(name.startswith("share/") for name in row)]
     loop = config.get("coordinator")
     if not steps:
         return []
-    said = diagnosis(steps, loop.get("max_staleness", 0) if isinstance(loop, Mapping) else 0)
-    return [f"{said.limit[:1].upper()}{said.limit[1:]}. {said.advice[:1].upper()}{said.advice[1:]}."]
+    cause = diagnosis(steps, loop.get("max_staleness", 0) if isinstance(loop, Mapping) else 0)
+    return [f"{cause.limit[:1].upper()}{cause.limit[1:]}. {cause.advice[:1].upper()}{cause.advice[1:]}."]
 
 
 def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
@@ -142,14 +143,14 @@ def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
     try:
         value = parse(path.read_text())
     except damage as error:
-        raise DataError(f"{path} cannot be read: {error}. Mend or remove it, then make the report again") from error
+        raise DataError(f"{path} cannot be read: {error}. Fix or remove it, then make the report again") from error
     if not isinstance(value, Mapping):
         raise DataError(f"{path} holds {type(value).__name__} where a mapping was expected; fix or remove it")
     return dict(value)
 
 
 def _numbers(side: Any) -> dict[str, float]:
-    """One side of an evaluation without what is not a number."""
+    """One side of an evaluation, numbers only."""
     return {name: value for name, value in (side or {}).items() if isinstance(value, (int, float))}
 
 
@@ -159,8 +160,8 @@ def _kind(rows: Rows, config: Mapping[str, Any]) -> str:
 
 
 def _lead(rows: Rows, summary: Mapping[str, Any]) -> str:
-    """How long the run was: steps, and the time between its first and last rows; of a stage without steps, what it
-    made."""
+    """The length of the run: steps, and the time between its first and last rows; for a stage without steps, its
+    results."""
     if not rows:
         return in_a_sentence(summary) if summary else "No step has been finished yet."
     steps = max(row["step"] for row in rows)
@@ -169,7 +170,7 @@ def _lead(rows: Rows, summary: Mapping[str, Any]) -> str:
 
 
 def in_a_sentence(summary: Mapping[str, Any]) -> str:
-    """What a stage without steps says that it did: "Finished in 1 min 43 s: pairs 5177, left out 823."."""
+    """The summary of a stage without steps: "Finished in 1 min 43 s: pairs 5177, left out 823."."""
     counts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in summary.items() if isinstance(value, int))
     return f"Finished in {duration(summary.get('seconds', 0))}{f': {counts}' if counts else ''}."
 
@@ -187,7 +188,7 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tiles(rows: Rows) -> list[html.Tile]:
-    """The first metrics of TILES that the run has: its last step against its first; throughput as a mean."""
+    """The first metrics of TILES that the run has: the last step against the first; throughput as a mean."""
     found = [(name, label, series(rows, name)[1]) for name, label in TILES.items()]
     tiles = []
     for name, label, values in [f for f in found if f[2]][:MAX_TILES]:
@@ -203,7 +204,7 @@ def _short(value: float) -> str:
 
 
 def _rollouts(samples: Path, per_step: int = 3) -> list[dict[str, Any]]:
-    """Rows of the first, the middle and the last step that saved any."""
+    """Rows of the first, the middle and the last step that saved rollouts."""
     parts = sample_parts(samples)
     if not parts:
         return []

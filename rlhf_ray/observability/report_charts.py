@@ -18,7 +18,7 @@ from rlhf_ray.observability.metric_catalogue import describe, readable
 Rows = Sequence[dict[str, Any]]
 
 MAX_POINTS = 600
-"""Points of one line; longer runs show means of neighbouring steps."""
+"""Points of one line; longer runs are plotted as means of neighbouring steps."""
 MAX_BARS = 48
 SMOOTH_FROM = 40
 """Lines with at least this many points also get a running mean."""
@@ -31,10 +31,10 @@ class Chart:
 
     title: str
     healthy: str
-    """A sentence that says what a healthy run looks like here."""
+    """A sentence about what a healthy run looks like in this chart."""
     section: str
     latest: str
-    """The newest value, for the card's corner; empty for charts of several lines."""
+    """The newest value, shown in the card's corner; empty for charts with several lines."""
     data: list[dict[str, Any]]
     layout: dict[str, Any] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ def charts_of(rows: Rows) -> list[Chart]:
 
 
 def _beside(plan: ChartPlan, rows: Rows) -> list[Chart | None]:
-    """What stands after a planned chart: the components after the reward, where there are several."""
+    """Charts that follow a planned chart: the components after the reward, where there are several."""
     if plan.metrics != ("reward/mean",):
         return []
     names = list(dict.fromkeys(
@@ -106,7 +106,7 @@ def _latest(plan: ChartPlan, lines: dict[str, Any]) -> str:
 def _traces(
     title: str, steps: list[int], values: list[float], colour: str, smooth: bool = True
 ) -> list[dict[str, Any]]:
-    """A line; for long series a faint line of the steps under a strong one of their running mean."""
+    """A line; for long series a faint line of the steps under a strong line of their running mean."""
     x, y = thin(steps, MAX_POINTS), thin(values, MAX_POINTS)
     line = {"type": "scatter", "mode": "lines" if len(x) > 12 else "lines+markers", "x": x, "y": y, "name": title}
     if len(x) < SMOOTH_FROM or not smooth:
@@ -117,7 +117,8 @@ def _traces(
 
 
 def _held_out_charts(rows: Rows) -> list[Chart]:
-    """Held-out metrics that no plan names: whatever the evaluation measured, from three evaluations on.
+    """Charts of held-out metrics without a plan, from three evaluations on. Two points are a change and not a curve;
+    the table of before and after shows them.
 
     Two points are a change, not a curve; the table of before and after shows them.
     """
@@ -165,7 +166,7 @@ def _time_chart(rows: Rows) -> Chart | None:
 
 
 def _waiting_chart(rows: Rows) -> Chart | None:
-    """A bar per role: its time, by what it did and whom it waited for."""
+    """A bar per role: its time, by what it did and which role it waited for."""
     shares = mean_shares(rows)
     if not shares:
         return None

@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 
 
 def page(title: str, body: Iterable[str], charts: Sequence[Chart], extra: str = "") -> str:
-    """The whole document. `extra` names a style and a script among the assets that this kind of page has besides."""
+    """The whole document. `extra` names an additional style and script among the assets."""
     assets = files("rlhf_ray.observability") / "assets"
     more_style = (assets / f"{extra}.css").read_text() if extra else ""
     head = (
@@ -63,7 +63,7 @@ def figures_json(charts: Iterable[Chart]) -> str:
 
 
 def header(kind: str, title: str, lead: str, facts: Mapping[str, str], notes: Iterable[str]) -> str:
-    """What the run was."""
+    """Title, description and facts of the run."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     return (
         f'<header><div class="eyebrow">{escape(kind)}</div><h1>{escape(title)}</h1>'
@@ -75,7 +75,7 @@ def header(kind: str, title: str, lead: str, facts: Mapping[str, str], notes: It
 
 
 def tiles(items: Iterable[Tile]) -> str:
-    """The numbers that matter most, side by side."""
+    """The most important numbers, side by side."""
     cells = "".join(
         f'<div class="tile card"><div class="label">{escape(t.label)}</div><div class="value">{escape(t.value)}</div>'
         f'<div class="was">{escape(t.was)}</div></div>'
@@ -85,7 +85,7 @@ def tiles(items: Iterable[Tile]) -> str:
 
 
 def verdict(rows: Sequence[Change]) -> str:
-    """Before and after the run, with the change coloured and in words."""
+    """A table of before and after the run, with the change coloured and in words."""
     if not rows:
         return ""
     lines = "".join(
@@ -104,7 +104,7 @@ def verdict(rows: Sequence[Change]) -> str:
 
 
 def texts(items: Iterable[Mapping[str, Any]]) -> str:
-    """Responses to the same prompt from before and after, beside each other."""
+    """Responses to the same prompts before and after, side by side."""
     cards = "".join(
         f'<div class="text card"><div class="prompt words"><b>Prompt</b>{_words(item, "prompt")}</div>'
         f'<div class="sides"><div class="side words"><b>Before</b>{_words(item, "before")}</div>'
@@ -131,7 +131,7 @@ def curves(charts: Sequence[Chart]) -> str:
 
 
 def rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A few training rollouts, folded away."""
+    """A few training rollouts, collapsed."""
     if not rows:
         return ""
     gold = any(row.get("gold") is not None for row in rows)
@@ -148,12 +148,12 @@ def rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def folded(title: str, inside: str) -> str:
-    """A part that opens on a click. `inside` is HTML."""
+    """A part that a click opens. `inside` is HTML."""
     return f'<details class="card"><summary>{escape(title)}</summary>{inside}</details>'
 
 
 def folded_text(title: str, text: str) -> str:
-    """Preformatted text that opens on a click; nothing for no text."""
+    """Preformatted text that a click opens; empty for no text."""
     return folded(title, f"<pre>{escape(text)}</pre>") if text else ""
 
 
@@ -169,7 +169,7 @@ def _words(item: Mapping[str, Any], key: str) -> str:
 def _pill(row: Change) -> str:
     if row.difference is None:
         return ""
-    # A percentage of something negative, or of next to nothing, tells nobody anything.
+    # A percentage of a negative or very small number has no meaning.
     share = row.difference / row.before if row.before and row.before > 0 else math.inf
     relative = f'<span class="share"> ({share:+.0%})</span>' if -1 <= share < 10 else ""
     arrow = "▲" if row.difference > 0 else "▼" if row.difference < 0 else "="

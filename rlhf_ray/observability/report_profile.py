@@ -1,4 +1,4 @@
-"""The report's part on profiles: who worked when in a profiled step, what each worker computed, where traces lie."""
+"""The report's part on profiles: when each worker worked in a profiled step, what it computed, and its traces."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def _worker(name: str, worker: Mapping[str, Any], where: str) -> str:
 
 
 LEFT, WIDTH, ROW = 150, 760, 22
-"""Of the picture: room for names, and for the time; height of a worker's row."""
+"""Of the picture, in pixels: width for names, width for the time, height of a worker's row."""
 
 
 def picture(lanes: Sequence[Lane], seconds: float) -> str:
-    """The lanes as an SVG that stands alone: a row a worker, a bar a call; empty without lanes."""
+    """The lanes as a self-contained SVG: a row per worker, a bar per call; empty without lanes."""
     workers = _in_order(lanes)
     if not workers or seconds <= 0:
         return ""
@@ -89,7 +89,7 @@ def picture(lanes: Sequence[Lane], seconds: float) -> str:
 
 
 def _in_order(lanes: Sequence[Lane]) -> list[str]:
-    """The workers: roles as they begin to work, ranks of a role together."""
+    """The workers: roles in the order in which they begin to work, ranks of a role together."""
     roles = list(dict.fromkeys(lane[0].split("/")[0] for lane in lanes))
     return sorted({lane[0] for lane in lanes},
                   key=lambda worker: (roles.index(worker.split("/")[0]), int(worker.split("/")[1])))

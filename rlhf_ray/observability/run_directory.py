@@ -1,6 +1,6 @@
-"""The one directory a run writes: the names in it, the refusal to overwrite a run, and writes that are whole or absent.
+"""The directory that a run writes: the names in it, and the refusal to overwrite another run.
 
-What the files contain belongs to those who write them (metrics, checkpoints, report).
+The contents of the files belong to the modules that write them (metrics, checkpoints, report).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rlhf_ray.observability.ownership import Ownership, claim
 
 MIB = 2**20
 UNFINISHED = re.compile(r"\..+\.(json|jsonl|parquet|html|yaml|safetensors)\.(?:t(\d+)-)?[a-z0-9_]{8}")
-"""A file of a run that `write_atomically` has not put into its place yet; with the term of who writes it."""
+"""A file of a run that `write_atomically` has not renamed yet; with the writer's term."""
 
 
 class RunDirectory:
-    """Names of everything a run writes below one path. Naming touches nothing; `create` does."""
+    """Names of everything a run writes below one path. Only `create` touches the disk."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.ownership: Ownership | None = None
-        """Of this process, once it is `owned`; None where it only reads."""
+        """This process's ownership while it is `owned`; None in a process that only reads."""
         self.files = RunFiles()
-        """The threads that write the run's files; none is there until there is something to write."""
+        """The threads that write the run's files; each starts at the first write."""
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.sqlite"
@@ -61,10 +61,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, resume: bool = False, need_mb: int = 64) -> RunDirectory:
-        """Make the directory, or take an existing one, and see that it can be written.
+        """Make the directory, or take an existing one, and check that it can be written.
 
-        A directory that holds only a config.yaml is no run yet: its run failed before anything worth keeping.
-        Resuming where there is no run begins one, so that a scheduler may always pass --resume.
+        A directory that contains only a config.yaml is not a run yet: its run failed before its first checkpoint.
+        Resuming without a run starts one, so that a scheduler may always pass --resume.
 
         Raises:
             ConfigError: it holds a run and `resume` is False; it cannot be written; less than `need_mb` MiB are free.
@@ -81,12 +81,12 @@ class RunDirectory:
 
     @contextmanager
     def owned(self) -> Iterator[Ownership]:
-        """Own the directory meanwhile: other drivers are kept out, on whatever machine, and what this object writes is
-        refused once another one has taken over. Files that earlier owners had begun to write are removed. Read nothing
-        of the run before.
+        """Own the directory during the enclosed work: other drivers are refused, on any machine, and writes of this
+        object are refused once another driver has taken over. Unfinished files of earlier owners are removed. Read
+        nothing of the run before.
 
         Raises:
-            ConfigError: another driver owns it, and lives; or its record cannot be read or written.
+            ConfigError: another live driver owns it, or its record cannot be read or written.
         """
         try:
             term = claim(self.path, ProcessIdentity.own(), logging.getLogger(__name__).warning)
@@ -104,21 +104,21 @@ class RunDirectory:
 
     @property
     def term(self) -> Term | None:
-        """The term in which this process owns the directory; None where it only reads."""
+        """The term in which this process owns the directory; None in a process that only reads."""
         return self.ownership.term if self.ownership else None
 
     def traces(self) -> list[str]:
-        """Names of what an earlier run left here and a new one would overwrite."""
+        """Names of files of an earlier run that a new run would overwrite."""
         files = [f for f in (self.metrics, self.summary) if f.is_file() and f.stat().st_size]
         folders = (self.samples, self.checkpoints, self.model, self.model_ema, self.adapter, self.best)
         return [f.name for f in files] + [d.name + "/" for d in folders if d.is_dir() and any(d.iterdir())]
 
     def finished_stage(self) -> str | None:
-        """The stage that summary.json says came to its end here; None without a summary."""
+        """The stage whose summary.json is here; None without a summary."""
         return json.loads(self.summary.read_text()).get("stage") if self.summary.is_file() else None
 
     def finished_well(self) -> bool:
-        """Whether a summary says that the stage came to its last step, and did not end itself before."""
+        """Whether a summary says that the stage reached its last step."""
         return self.summary.is_file() and "stopped_early" not in json.loads(self.summary.read_text())
 
     def write_json(self, name: str, value: Any) -> Path:
@@ -142,10 +142,10 @@ class SampleWriter:
     COLUMNS = ("step", "prompt", "response", "score", "kl", "gold")
 
     def __init__(self, directory: Path, resume_at: int | None = None, term: Term | None = None) -> None:
-        """On resume at step k the parts of later steps are dropped: those steps will be made again.
+        """On resume at step k the parts of later steps are removed: those steps will be made again.
 
         Args:
-            term: of the owner of the run's directory.
+            term: ownership term of the run's directory.
         """
         self.directory, self._term = directory, term
         directory.mkdir(parents=True, exist_ok=True)
@@ -155,8 +155,8 @@ class SampleWriter:
                     part.unlink()
 
     def write(self, step: int, samples: Sequence[dict[str, Any]]) -> Path | None:
-        """Write one step's rows. Keys are COLUMNS, missing ones null, and any of numbers beside them (the components of
-        the score, `reward/NAME`). None for no rows."""
+        """Write one step's rows. Keys are COLUMNS, null when missing, and any numeric ones besides (the components of
+        the score, `reward/NAME`). None when there are no rows."""
         if not samples:
             return None
         import pyarrow as pa

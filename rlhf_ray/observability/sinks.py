@@ -1,6 +1,6 @@
-"""Where a step's numbers go beside metrics.jsonl: TensorBoard, trackers, Ray's Prometheus endpoint.
+"""Where a step's numbers are shown besides metrics.jsonl: TensorBoard, trackers, Ray's Prometheus endpoint.
 
-Each package is imported when its sink is opened, never before. Values given to a sink are finite.
+Each package is imported when its sink is opened. Values given to a sink are finite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.trackers import Delivery, Mlflow, Wandb
 
 TRACKERS = {"wandb_project": "wandb", "mlflow_experiment": "mlflow"}
-"""Packages of those that are asked for by a field of `logging`."""
+"""Package of each tracker, by the field of `logging` that enables it."""
 
 
 class Sink(Protocol):
@@ -27,11 +27,11 @@ class Sink(Protocol):
         """Show finite `values` by metric name."""
 
     def close(self) -> None:
-        """Deliver what is still held back."""
+        """Deliver what is still buffered."""
 
 
 def require_trackers(logging: LoggingConfig) -> None:
-    """Refuse a tracker whose package is missing, before anything is started.
+    """Refuse a tracker whose package is missing, before anything starts.
 
     Raises:
         ConfigError: naming the field and the package.
@@ -44,7 +44,7 @@ def require_trackers(logging: LoggingConfig) -> None:
 
 
 def open_sinks(run: RunDirectory, logging: LoggingConfig, resume_at: int | None) -> list[Sink]:
-    """The sinks that the configuration asks for. A run that goes on does not wait for its trackers.
+    """The configured sinks. A resumed run does not wait for its trackers.
 
     Raises:
         ConfigError: a tracker's package is missing, or a new run's tracker cannot be opened.

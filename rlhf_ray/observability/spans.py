@@ -1,7 +1,7 @@
-"""Who was busy when: spans of work by role and worker, and what a window of time looked like.
+"""When each worker was busy: spans of work by role and worker, and their sums over a window of time.
 
 Times are seconds of the coordinator's monotonic clock (`time.monotonic`). Processes of one Linux host share that clock;
-hosts do not. A call's own report from another host is placed by when its answer came (`add_returned`).
+hosts do not. A call on another host is placed by the time at which its answer arrived (`add_returned`).
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ class Span(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A call that somebody waits for."""
+    """A call whose answer is awaited."""
 
     role: str
     worker: int
     phase: str
     since: float
-    """When it was called, in seconds of the monotonic clock."""
+    """Time of the call, in seconds of the monotonic clock."""
 
 
 class StepClock:
-    """Collects spans and sums them up, window by window. Windows are asked for in order of time."""
+    """Collects spans and sums them up, window by window. Windows are queried in order of time."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
-        """The clock that all spans are in."""
+        """The clock of all spans."""
         self._spans: list[Span] = []
         self.under_way: set[Task] = set()
-        """Calls that are not over."""
+        """Calls in progress."""
         self.first_end: dict[str, float] = {}
-        """When the first work of each role was over."""
+        """End of the first work of each role."""
 
     def add(self, role: str, start: float, end: float, worker: int = 0) -> None:
-        """Record work that is over.
+        """Record finished work.
 
         Raises:
             ValueError: it ends before it starts.
@@ -58,13 +58,13 @@ class StepClock:
         self.first_end.setdefault(role, end)
 
     def add_returned(self, role: str, seconds: float, worker: int = 0) -> None:
-        """Record a call of `seconds` (the worker's own measure) whose answer came just now, from any host."""
+        """Record a call of `seconds` (measured by the worker) whose answer arrived just now, from any host."""
         end = self.now()
         self.add(role, end - max(seconds, 0.0), end, worker)
 
     @contextmanager
     def waiting_for(self, task: Task) -> Iterator[None]:
-        """Know of a call while its answer is awaited."""
+        """Register a call while its answer is awaited."""
         self.under_way.add(task)
         try:
             yield
@@ -72,15 +72,15 @@ class StepClock:
             self.under_way.discard(task)
 
     def work(self, start: float, end: float) -> list[Span]:
-        """Spans that reach into the window, calls under way included, from when they were made to `end`.
+        """Spans that reach into the window; calls in progress count from their start to `end`.
 
-        Spans of windows that were summed up before are not there any more.
+        Spans of windows that were summed up before are no longer available.
         """
         inside = [s for s in self._spans if s.end > start and s.start < end]
         return inside + [Span(t.role, t.worker, t.since, end) for t in self.under_way if t.since < end]
 
     def summary(self, start: float, end: float, workers: Mapping[str, int]) -> dict[str, float]:
-        """What happened between `start` and `end`. `workers` gives the number of workers of each role.
+        """Busy and idle time between `start` and `end`. `workers` gives the number of workers of each role.
 
         Overlapping spans of one worker count once; spans are cut at the window. Spans that ended before `start` are
         forgotten.
@@ -105,16 +105,16 @@ class StepClock:
 
 
 class Timeline(NamedTuple):
-    """A window of time cut into stretches in which nobody begins and nobody ends."""
+    """A window of time cut into intervals in which no work begins or ends."""
 
     seconds: NDArray[np.float64]
-    """[S] lengths of the stretches; they sum to the window."""
+    """[S] lengths of the intervals; they sum to the window."""
     busy: dict[str, NDArray[np.int64]]
-    """Role -> [S] how many of its workers are busy."""
+    """Role -> [S] number of its busy workers."""
 
 
 def timeline(spans: Iterable[Span], start: float, end: float, roles: Iterable[str]) -> Timeline:
-    """Who is busy when between `start` and `end`.
+    """The number of busy workers of each role between `start` and `end`.
 
     Overlapping spans of one worker count once; spans are cut at the window, those of other roles left out.
     """
@@ -141,8 +141,8 @@ Lane = Sequence[Any]
 
 
 def chrome_trace(lanes: Sequence[Lane]) -> dict[str, Any]:
-    """The lanes in the Trace Event Format of Chromium's tracing tool: a process a role, a thread a worker, times in
-    microseconds."""
+    """The lanes in the Trace Event Format of Chromium's tracing tool (also read by Perfetto): a process per role, a
+    thread per worker, times in microseconds."""
     workers = sorted({lane[0] for lane in lanes})
     roles = sorted({worker.split("/")[0] for worker in workers})
     events: list[dict[str, Any]] = [

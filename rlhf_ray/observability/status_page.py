@@ -1,4 +1,4 @@
-"""A run at a glance: how far it is, what each role did and waited for, who holds what, and what to change first."""
+"""The status of a run in a terminal: its progress, what each role does and waits for, and what to change first."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.tables import workers_table
 
 RECENT_STEPS = 20
-"""Steps that shares of time are means over."""
-GONE = "is gone without a word (--resume goes on with the run)"
+"""Number of steps over which shares of time are averaged."""
+GONE = "is gone (--resume continues the run)"
 SMALLEST = 0.005
 """Shares below this are not shown."""
 
 
 def status_page(path: Path) -> RenderableType:
-    """What rich prints for the run in `path`.
+    """The run in `path` as a rich renderable.
 
     Raises:
-        DataError: there is no run, or its files are damaged.
+        DataError: the directory holds no run, or its files are damaged.
     """
     run = RunDirectory(path)
     rows = read_metrics(path)
@@ -43,18 +43,18 @@ def status_page(path: Path) -> RenderableType:
     if not rows and not live and summary:
         return Text(f"{path}: {in_a_sentence(summary)}")
     if not rows and not live:
-        raise DataError(f"{path} holds no run that has begun: neither {run.metrics.name} nor {run.status.name} is "
-                        "there; name the directory that a stage writes (its run.dir)")
+        raise DataError(f"{path} holds no started run: it has neither {run.metrics.name} nor {run.status.name}; "
+                        "name the directory that a stage writes (its run.dir)")
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)
     parts: list[RenderableType] = [Text(_headline(run, live, rows, summary)), Text(_pace(steps, live))]
     if lost := in_one_line(read_faults(run.faults)):
-        parts.append(Text(f"lost on the way: {lost} (faults.jsonl)"))
+        parts.append(Text(f"lost workers: {lost} (faults.jsonl)"))
     if shares:
-        said = diagnosis(steps, live.get("max_staleness", 0))
-        parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(said.limit), Text(said.advice)]
+        cause = diagnosis(steps, live.get("max_staleness", 0))
+        parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(cause.limit), Text(cause.advice)]
     if live and not live.get("ended"):
-        parts += [Text(""), _held(live), Text(""), workers_table(live.get("workers", ()))]
+        parts += [Text(""), _work_table(live), Text(""), workers_table(live.get("workers", ()))]
     return Group(*parts)
 
 
@@ -64,11 +64,11 @@ def _live(run: RunDirectory) -> dict[str, Any]:
     try:
         return dict(json.loads(run.status.read_text()))
     except ValueError as error:
-        raise DataError(f"{run.status} cannot be read: {error}; remove it, a running stage writes it anew") from error
+        raise DataError(f"{run.status} cannot be read: {error}; remove it; a running stage writes it again") from error
 
 
 def _summary(run: RunDirectory) -> dict[str, Any]:
-    """What a stage that came to its end wrote; {} before."""
+    """Contents of summary.json; {} before the stage has ended."""
     try:
         return dict(json.loads(run.summary.read_text())) if run.summary.is_file() else {}
     except ValueError as error:
@@ -95,7 +95,7 @@ def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping
     if ended:
         return f"{where}, {ended}"
     if silent > SILENT_S:
-        return f"{where}; no news for {duration(silent)}: {process} hangs or is gone (--resume goes on with the run)"
+        return f"{where}; no news for {duration(silent)}: {process} hangs or is gone (--resume continues the run)"
     if gone:
         return f"{where}; {process} {GONE}"
     return f"{where}, running ({process}" + (f" since {day_and_time(owner.since)})" if owner else ")")
@@ -140,8 +140,8 @@ def _cause(role: str, cause: str) -> str:
     return "coordinator overhead" if cause == COORDINATOR else readable(cause).lower()
 
 
-def _held(live: Mapping[str, Any]) -> Table:
-    """What is under way, oldest first."""
+def _work_table(live: Mapping[str, Any]) -> Table:
+    """Work in progress, oldest first."""
     buffer = live["buffer"]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("under way")

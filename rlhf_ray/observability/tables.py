@@ -1,4 +1,4 @@
-"""What a person sees at the end of a run: numbers before and after, and texts beside each other."""
+"""Tables for terminals and logs: numbers before and after a run, texts side by side, and where each worker runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_ray.observability.metric_catalogue import better
 from rlhf_ray.observability.progress import is_terminal
 
 PLAIN_WIDTH = 100
-"""Characters in a line of plain output, which has no terminal to measure."""
+"""Characters per line of plain output."""
 
 
 class Change(NamedTuple):
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """"better", "worse", or "" where neither way is good in itself, or nothing changed."""
+        """"better", "worse", or "" when the metric has no better direction, or did not change."""
         direction, difference = better(self.metric), self.difference
         if direction is None or not difference:
             return ""
@@ -51,7 +51,7 @@ def before_after_table(
     rows: Iterable[Change | tuple[str, float | None, float | None]], plain: bool = False,
     sides: tuple[str, str] = ("before", "after"),
 ) -> Table:
-    """A table of metric, before, after, change; without lines and colours when `plain`."""
+    """A table of metric, before, after, change; without borders and colours when `plain`."""
     table = _table(plain, "metric")
     for heading in (*sides, "change"):
         table.add_column(heading, justify="right")
@@ -67,26 +67,26 @@ def print_before_after(
     rows: Iterable[Change | tuple[str, float | None, float | None]], stream: TextIO | None = None,
     sides: tuple[str, str] = ("before", "after"),
 ) -> None:
-    """Print what changed from before to after, or from one of two `sides` to the other: coloured in a terminal, aligned
+    """Print the change from before to after, or from one of two `sides` to the other: coloured in a terminal, aligned
     plain text elsewhere."""
     stream = stream or sys.stdout
     _print(before_after_table(rows, not is_terminal(stream), sides), stream)
 
 
 def print_texts(texts: Sequence[Mapping[str, str]], stream: TextIO | None = None) -> None:
-    """Print texts with keys prompt, before, after beside each other."""
+    """Print texts with keys prompt, before, after side by side."""
     stream = stream or sys.stdout
     table = _table(not is_terminal(stream), "prompt", lines=True)
     table.add_column("before", ratio=2, overflow="fold")
     table.add_column("after", ratio=2, overflow="fold")
     for text in texts:
-        # Text, not str: model output may hold what rich would take for markup or control codes.
+        # Text, not str: model output may contain markup or control codes of rich.
         table.add_row(*(Text(visible(text.get(key, ""))) for key in ("prompt", "before", "after")))
     _print(table, stream)
 
 
 def number(value: float | None) -> str:
-    """Four significant digits; a dash for what was not measured."""
+    """Four significant digits; a dash for None."""
     return "–" if value is None else f"{value:.4g}"
 
 
@@ -108,7 +108,7 @@ def _print(table: Table, stream: TextIO) -> None:
     if is_terminal(stream):
         Console(file=stream).print(table)
         return
-    # Rich ends plain rows with padding; a log has no use for it.
+    # Rich pads plain rows at the end, which is useless in a log.
     console = Console(file=stream, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
     with console.capture() as captured:
         console.print(table)
@@ -120,7 +120,7 @@ WORKER_COLUMNS = ("node", "pool", "workers (process, GPUs)")
 
 
 def workers_table(workers: Iterable[Mapping[str, Any]]) -> Table:
-    """A line for each pool on each node."""
+    """The workers in status.json: a line per pool and node with their processes and GPUs."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in WORKER_COLUMNS:
         table.add_column(column)
@@ -130,7 +130,7 @@ def workers_table(workers: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def workers_text(status: Path) -> str:
-    """The same as plain text, from a run's status.json; empty where it tells of no workers."""
+    """The same as plain text, from a run's status.json; empty when it lists no workers."""
     try:
         rows = list(_worker_rows(json.loads(status.read_text()).get("workers", ())))
     except (OSError, ValueError):
@@ -139,10 +139,10 @@ def workers_text(status: Path) -> str:
 
 
 def _worker_rows(workers: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
     for worker in workers:
         gpus = f", GPU {'+'.join(worker['gpus'])}" if worker["gpus"] else ""
-        found[f"{worker['host']} ({worker['node'][:8]})", worker["pool"]].append(
+        by_place[f"{worker['host']} ({worker['node'][:8]})", worker["pool"]].append(
             f"{worker['worker']} ({worker['pid']}{gpus})")
-    for (node, pool), here in sorted(found.items()):
+    for (node, pool), here in sorted(by_place.items()):
         yield node, pool, ", ".join(here)

@@ -1,5 +1,8 @@
-"""Experiment trackers beside metrics.jsonl: Weights & Biases and MLflow, each by configuration, each able to do without
-a server. `delivery.py` calls them in a thread, and their packages are imported there."""
+"""Experiment trackers beside metrics.jsonl: Weights & Biases and MLflow, each usable without a server.
+
+Rows are delivered in a thread per tracker, so that a slow or missing server never delays the run. Packages are imported
+in that thread. A row that is never delivered is still in metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from rlhf_ray.files.fsync import moved
 from rlhf_ray.observability.run_directory import RunDirectory
 
 MLFLOW_RUN = "mlflow_run.txt"
-"""In the run's directory: MLflow's id of the run, which a resumed run goes on with."""
+"""File in the run's directory with MLflow's id of the run, which a resumed run continues."""
 WANDB_ANSWERS_S, WANDB_SENDS_S = 30.0, 20.0
-"""How long W&B's client waits for its server to open a run (another ten seconds go to the login), and to take its last
-numbers: within the deadlines of `delivery.py`."""
+"""Longest waits of W&B's client for its server to open a run (another ten seconds go to the login), and to take its
+last numbers: within the deadlines of `Delivery`."""
 
 
 class Wandb:
@@ -32,8 +35,8 @@ class Wandb:
     fix = "WANDB_MODE=offline records in the run's directory; logging.wandb_project leaves it out when empty"
 
     def __init__(self, run_dir: Path, project: str, resume_at: int | None = None) -> None:
-        # A resumed run is a new W&B run in the group of the first: rewinding one in place needs a server that may be
-        # out of reach.
+        # A resumed run is a new W&B run in the group of the first: rewinding a run in place needs a server, which may
+        # be unreachable.
         self._arguments: dict[str, Any] = {"project": project, "name": run_dir.name, "group": run_dir.name,
                                            "dir": str(run_dir)}
         if resume_at is not None:
@@ -68,11 +71,11 @@ class Mlflow:
         self._run = ""
 
     def open(self) -> None:
-        """Go on in the MLflow run of a resumed run, or make one, with the configuration as parameters. Steps that are
-        made again stand in MLflow twice, the later value last."""
+        """Continue the MLflow run of a resumed run, or create one, with the configuration as parameters. Steps that are
+        made again appear in MLflow twice, the later value last."""
         from mlflow import MlflowClient
 
-        log.getLogger("urllib3.connectionpool").setLevel(log.ERROR)  # each of its many tries, to no server
+        log.getLogger("urllib3.connectionpool").setLevel(log.ERROR)  # it logs each attempt to reach a server
         self._client: Any = MlflowClient(tracking_uri=self.where)
         mark = self._directory.path / MLFLOW_RUN
         if self._resumed and mark.is_file():
@@ -95,7 +98,7 @@ class Mlflow:
         self._client.set_terminated(self._run)
 
     def _place(self) -> str:
-        """The id of the experiment, which is made where there is none."""
+        """The id of the experiment, which is created if it does not exist."""
         if known := self._client.get_experiment_by_name(self._experiment):
             return str(known.experiment_id)
         own = None if os.environ.get("MLFLOW_TRACKING_URI") else str(self._directory.path.resolve())
@@ -103,7 +106,7 @@ class Mlflow:
 
 
 def parameters(config: Path) -> list[tuple[str, str]]:
-    """The resolved configuration as flat names and values, none longer than trackers take; [] without the file."""
+    """The resolved configuration as flat names and values, no longer than trackers accept; [] without the file."""
     flat: list[tuple[str, str]] = []
 
     def walk(prefix: str, value: Any) -> None:
@@ -123,54 +126,56 @@ def mlflow_name(metric: str) -> str:
 
 
 OPENING_S = 60.0
-"""For the tracker of a new run to be there; W&B, which goes offline by itself, needs most of it for that."""
+"""Longest wait for the tracker of a new run to open; W&B needs most of it before it falls back to offline mode."""
 LATE_S = 60.0
-"""Of silence in one call, until that is said."""
+"""Silence in one call after which a warning is logged."""
 CLOSING_S = 30.0
-"""For what still waits at the end of a run: less than the notice that a spot machine gets."""
+"""Longest wait for queued rows at the end of a run: less than the notice of a spot machine."""
 MOST_ROWS = 1000
-"""That wait; some twenty megabytes."""
+"""Largest number of queued rows; some twenty megabytes."""
 
 
 class Tracker(Protocol):
-    """A place that keeps numbers of many runs. One thread calls it; each call may raise anything, or never return."""
+    """A service that keeps numbers of many runs. One thread calls it; each call may raise any error, or never
+    return."""
 
     title: str
-    """Its name, for a person."""
+    """Name shown to the user."""
     where: str
-    """Its server's address, or what else is asked."""
+    """Its server's address, or another description of its target."""
     fix: str
-    """What to do where it cannot be opened."""
+    """What to do when it cannot be opened."""
 
     def open(self) -> None:
-        """Find or make its record of the run."""
+        """Find or create its record of the run."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add one step's finite numbers."""
 
     def close(self) -> None:
-        """Deliver what it holds back itself, and say that the run is over."""
+        """Deliver what it buffers itself, and mark the run as ended."""
 
 
 class Delivery:
-    """A sink that hands every row to a tracker's thread and never waits but in `close`, for a bounded time.
+    """A sink that hands every row to a tracker's thread, and waits only in `close`, for a bounded time.
 
-    What goes wrong is said when it goes wrong first, and at the end how many rows the tracker lacks.
+    The first problem is logged when it occurs, and at the end the number of rows that the tracker lacks.
     """
 
     def __init__(self, tracker: Tracker, must_open: bool) -> None:
         """
         Args:
-            must_open: wait until the tracker is open, and refuse to begin without it; else rows wait for that.
+            must_open: wait until the tracker is open, and fail if it cannot be opened; otherwise rows are queued until
+                it is open.
 
         Raises:
-            ConfigError: it must be open, and cannot be, or does not answer in time.
+            ConfigError: it must be open, and cannot be opened, or does not answer in time.
         """
         self._tracker = tracker
         self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self._written = self._arrived = 0
         self._asked_at: float | None = None
-        """Since when the call under way is waited for; None between two calls."""
+        """Start of the call in progress; None between calls."""
         self._failure: Exception | None = None
         """Why it could not be opened."""
         self._open, self._given_up, self._warned = threading.Event(), False, False
@@ -180,7 +185,7 @@ class Delivery:
             self._require_open()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand a row over."""
+        """Queue a row."""
         self._written += 1
         asked_at = self._asked_at
         if self._rows.qsize() >= MOST_ROWS:
@@ -192,7 +197,7 @@ class Delivery:
             self._warn(f"has not answered for {LATE_S:g} s ({self._tracker.where})")
 
     def close(self) -> None:
-        """Give the tracker its time to take what waits, then go without it."""
+        """Let the tracker take the queued rows within its time."""
         self._rows.put(None)
         late, self._given_up = not _in_time(self._ended, CLOSING_S), True
         missing = self._written - self._arrived
@@ -235,14 +240,14 @@ class Delivery:
         self._asked_at = time.monotonic()
         try:
             call(*arguments)
-        except Exception as error:  # whatever the library of this tracker raises
+        except Exception as error:  # the tracker's library may raise anything
             return error
         finally:
             self._asked_at = None
         return None
 
     def _warn(self, trouble: str) -> None:
-        """Say the first trouble, and no other; nothing when nobody waits any more."""
+        """Log the first problem only; nothing once the tracker was given up."""
         if not self._warned and not self._given_up:
             self._warned = True
             self._say(f"{self._tracker.title} {trouble}. The run goes on; its numbers are in metrics.jsonl")
@@ -252,7 +257,8 @@ class Delivery:
 
 
 def _in_time(over: Callable[[float], bool], limit_s: float) -> bool:
-    """Wait for something, piece by piece: a wait that has an end is no standstill of the file thread that it is in."""
+    """Wait for something, piece by piece: a wait with a deadline is no standstill of the file thread that it runs
+    in."""
     end = time.monotonic() + limit_s
     while (left_s := end - time.monotonic()) > 0:
         if over(min(left_s, 1.0)):

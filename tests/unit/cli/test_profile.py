@@ -56,10 +56,10 @@ def test_it_prints_the_busiest_operators_and_makes_the_report_anew(run):
 
 
 def test_without_a_run_that_goes_on_it_refuses(tmp_path):
-    with pytest.raises(ConfigError, match="no run is going on"):
+    with pytest.raises(ConfigError, match="no run is in progress"):
         CliRunner().invoke(app, ["profile", str(tmp_path)], catch_exceptions=False)
     with pytest.raises(DataError, match="there is no run directory"):
         CliRunner().invoke(app, ["profile", str(tmp_path / "nowhere")], catch_exceptions=False)
-    with pytest.raises(ConfigError, match="is over"):
+    with pytest.raises(ConfigError, match="has ended"):
         (tmp_path / "status.json").write_text(json.dumps({"time": 0, "ended": "finished"}))
         CliRunner().invoke(app, ["profile", str(tmp_path)], catch_exceptions=False)

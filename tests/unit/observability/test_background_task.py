@@ -13,7 +13,7 @@ from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import BackgroundTaskError
 from rlhf_ray.observability import control
-from rlhf_ray.observability.background_task import AGAIN_S, background_task
+from rlhf_ray.observability.background_task import RETRY_PAUSES_S, background_task
 from rlhf_ray.observability.control import answering
 from rlhf_ray.observability.faults import FaultLog, read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -43,7 +43,7 @@ def test_a_task_that_fails_is_told_of_and_begins_again():
 
     told = run_in_virtual_time(run())
     assert [(name, str(error), again) for name, error, again in told] == [
-        ("the look", "division by zero", AGAIN_S[0]), ("the look", "division by zero", AGAIN_S[1])]
+        ("the look", "division by zero", RETRY_PAUSES_S[0]), ("the look", "division by zero", RETRY_PAUSES_S[1])]
 
 
 def test_a_harmless_task_that_always_fails_ends_nothing_and_is_tried_ever_more_seldom():
@@ -144,7 +144,7 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
 
     status = Once(lambda: None)
     questions = Once(lambda directory: [])
-    monkeypatch.setattr(control, "_taken", lambda d: questions(d) if started else [])
+    monkeypatch.setattr(control, "_take_requests", lambda d: questions(d) if started else [])
     started = []
     drains = Once(dict)
     monkeypatch.setattr(node_drain, "own_node", lambda: "here")

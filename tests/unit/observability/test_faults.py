@@ -41,7 +41,7 @@ def test_status_and_report_name_who_was_lost(faults):
     console = Console(width=140, color_system=None)
     with console.capture() as captured:
         console.print(status_page(faults.parent))
-    assert f"lost on the way: {TOLD} (faults.jsonl)" in captured.get()
+    assert f"lost workers: {TOLD} (faults.jsonl)" in captured.get()
     assert f"Lost on the way: {TOLD}." in write_report(faults.parent).read_text()
 
 

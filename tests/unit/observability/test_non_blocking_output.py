@@ -74,7 +74,7 @@ def test_a_reader_that_reads_nothing_holds_up_nothing_and_is_told_what_it_missed
         output.write(line)
     assert output.dropped == 2048
     missed = output.dropped
-    assert f"[{missed} lines of output were not shown: nothing took them]" in taken(reader, b"nothing took them")
+    assert f"[{missed} lines of output were dropped: nothing read them]" in taken(reader, b"nothing read them")
     output.write("again\n")
     assert "again" in taken(reader, b"again") and output.dropped == 0
 

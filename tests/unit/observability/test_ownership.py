@@ -89,7 +89,7 @@ def test_a_silent_owner_of_elsewhere_is_succeeded_after_its_time(tmp_path):
     watch = Watch()
     assert watch.claim(tmp_path, host("b")).number == 2 and SILENT_S <= watch.now <= SILENT_S + 2
     (line,) = watch.said
-    assert "owned by process 4711 on a, seen last at 20" in line and "waiting up to 60 s for a sign of life" in line
+    assert "owned by process 4711 on a, seen last at 20" in line and "waiting up to 60 s to see whether" in line
 
 
 def test_an_owner_of_elsewhere_that_gives_a_sign_of_life_is_respected(tmp_path):

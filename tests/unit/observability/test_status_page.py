@@ -82,8 +82,8 @@ def test_a_run_that_was_killed_on_this_machine_is_told_at_once(shown):
     child = subprocess.Popen(["true"])
     child.wait()
     gone = replace(here, pid=child.pid)
-    assert f"step 4; {gone} is gone without a word" in shown(rows=[{"step": 4, "time": 1.0}], owner=gone)
-    assert f"{gone} is gone without a word (--resume" in shown(live, owner=gone)
+    assert f"step 4; {gone} is gone (--resume" in shown(rows=[{"step": 4, "time": 1.0}], owner=gone)
+    assert f"{gone} is gone (--resume" in shown(live, owner=gone)
     assert f"running ({here} since" in shown(live, owner=here)
 
 
@@ -108,7 +108,7 @@ def test_a_finished_stage_without_steps_says_what_it_made(shown, tmp_path):
 
 
 def test_a_directory_without_a_run_is_refused(shown, tmp_path):
-    with pytest.raises(DataError, match="holds no run that has begun"):
+    with pytest.raises(DataError, match="holds no started run"):
         shown()
     (tmp_path / "status.json").write_text("{")
     with pytest.raises(DataError, match="status.json cannot be read"):
