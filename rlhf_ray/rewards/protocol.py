@@ -113,8 +113,8 @@ def _request(
 
 
 def rollout_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, rows: int) -> tuple[list[str], list[str]]:
-    """Prompts and responses of the first `rows` rows, or of all there are, special tokens left out; a row without
-    response is all prompt."""
+    """Prompts and responses of the first `rows` rows (or of all, if there are fewer), without special tokens; a row
+    without a response is all prompt."""
     prompts, responses = [], []
     for i in range(min(rows, len(rollout))):
         tokens, mask = rollout.row(i, "tokens"), rollout.row(i, "response_mask")
@@ -125,7 +125,7 @@ def rollout_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, rows: in
 
 
 def finished(rollout: Rollout) -> np.ndarray:
-    """[N] bool: which responses ended by themselves."""
+    """[N] bool: which responses ended with a stop token."""
     return np.array([reason == "stop" for reason in rollout.finish_reasons])
 
 

@@ -12,7 +12,7 @@ from rlhf_ray.models.packed_model import PackedActorCritic
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, in_line, inference_plan, score_columns, share_of
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, inference_plan, score_columns, share_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.ppo_update import training_batch
 
@@ -32,7 +32,7 @@ class ActorCriticLearner(PolicyLearner):
 
     def logprobs_and_values(self, *rollouts: Rollout) -> tuple[TokenScores, TokenScores]:
         """The results of `PolicyLearner.logprobs` and `CriticLearner.values` from one forward pass."""
-        rollout = in_line(rollouts)
+        rollout = concatenated(rollouts)
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
 
         def forward(micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of a record as tensors for one forward pass, and a whole record scored token by token."""
+"""Micro-batches: rows of a record as tensors for one forward pass, scores of a whole record, averages of statistics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from rlhf_ray.records import Batch, Ragged, Rollout, TokenScores, offsets_of, ro
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a record, packed."""
+    """Some rows of a record, packed for a forward pass."""
 
     record: Rollout | Batch
-    """Exactly the micro-batch's rows."""
+    """The micro-batch's rows only."""
     device: torch.device | str
 
     @cached_property
@@ -30,7 +30,7 @@ class MicroBatch:
 
     @cached_property
     def packing(self) -> Packing:
-        """Where the rows lie."""
+        """Lengths and positions of the rows."""
         return Packing.of(self.record.lengths, self.device)
 
     @cached_property
@@ -40,13 +40,13 @@ class MicroBatch:
 
     @cached_property
     def responses(self) -> Packing:
-        """The rows' response tokens alone, as a packing of their own: lays `[n]` numbers out as `[N, L]` grids."""
+        """A packing of the response tokens alone, which converts `[n]` numbers to `[N, L]` grids."""
         counts = np.add.reduceat(self.record.response_mask.astype(np.int64), self.record.offsets[:-1])
         return Packing.of(counts, self.device)
 
     @cached_property
     def mask(self) -> Tensor:
-        """[N, L] True where the response grid holds a token."""
+        """[N, L] True at tokens of the response grid."""
         return self.responses.to_grid(torch.ones_like(self.predicted, dtype=torch.bool), False)
 
     def grid(self, column: str) -> Tensor:
@@ -65,11 +65,11 @@ def score_tokens(
     device: torch.device | str,
     forward: Callable[[MicroBatch], Tensor],
 ) -> TokenScores:
-    """Numbers for the response tokens of the rows in `plan`, zero on all other tokens.
+    """Scores of the response tokens of the rows in `plan`, zero for all other tokens.
 
     Args:
-        plan: micro-batches as row numbers; a row in none of them keeps zeros.
-        forward: gives `[n]` numbers at a micro-batch's response tokens.
+        plan: micro-batches as row numbers; rows that are in none keep zeros.
+        forward: returns `[n]` numbers at a micro-batch's response tokens.
     """
     return score_columns(rollout, plan, device, lambda micro: (forward(micro),), 1)[0]
 
@@ -81,7 +81,7 @@ def score_columns(
     forward: Callable[[MicroBatch], Sequence[Tensor]],
     columns: int,
 ) -> list[TokenScores]:
-    """As `score_tokens`, for a forward pass that gives several columns of numbers."""
+    """As `score_tokens`, for a forward pass that returns several columns of numbers."""
     values = np.zeros((columns, len(rollout.tokens)), dtype=np.float32)
     for rows in plan:
         micro = MicroBatch(rollout.select(rows), device)
@@ -96,8 +96,9 @@ def inference_plan(
 ) -> list[np.ndarray]:
     """This rank's share of a record's rows as micro-batches for a forward pass.
 
-    Ranks take contiguous rows, so their answers concatenate. In lockstep (ZeRO-3 gathers parameters from all ranks in
-    every forward pass) all ranks get the same number of micro-batches; one that is short repeats its first.
+    Each rank gets contiguous rows, so the ranks' results can be concatenated. In lockstep (ZeRO-3 gathers parameters
+    from all ranks in every forward pass) all ranks get the same number of micro-batches; if one has fewer, it repeats
+    its first.
     """
     shares = np.array_split(np.arange(len(record)), world)
     plans = [[share[rows] for rows in micro_batches(record.lengths[share], budget)] if len(share) else []
@@ -110,7 +111,7 @@ def inference_plan(
 
 
 def share_of(scores: TokenScores, rank: int, world: int) -> TokenScores:
-    """The contiguous rows that `inference_plan` gave to `rank`."""
+    """The contiguous rows that `inference_plan` assigns to `rank`."""
     rows = np.array_split(np.arange(len(scores)), world)[rank]
     first, last = (rows[0], rows[-1] + 1) if len(rows) else (0, 0)
     offsets = scores.offsets
@@ -118,39 +119,39 @@ def share_of(scores: TokenScores, rank: int, world: int) -> TokenScores:
                        values=scores.values[offsets[first] : offsets[last]])
 
 
-def in_line(rollouts: Sequence[Rollout]) -> Rollout:
-    """All rows of some rollouts in one."""
+def concatenated(rollouts: Sequence[Rollout]) -> Rollout:
+    """All rows of some rollouts in one rollout."""
     return rollouts[0] if len(rollouts) == 1 else Rollout.concat(rollouts)
 
 
 def split_scores(scores: TokenScores, rollouts: Sequence[Rollout]) -> tuple[TokenScores, ...]:
-    """The scores of each rollout, from those of all their rows in a line."""
+    """The scores of each rollout, from those of their concatenated rows."""
     ends = np.cumsum([len(rollout.tokens) for rollout in rollouts])
     return tuple(TokenScores(offsets=np.asarray(rollout.offsets), values=values)
                  for rollout, values in zip(rollouts, np.split(scores.values, ends[:-1]), strict=True))
 
 
 class AverageMeter:
-    """Adds weighted numbers up; `means` divides once, over all ranks."""
+    """Weighted means of a loss's statistics over micro-batches, mini-batches and ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
     def add(self, weight: float, stats: dict[str, float]) -> None:
-        """Add means that stand for `weight` tokens (or rows); a weight of 0 only registers the names."""
+        """Add means over `weight` tokens (or rows); a weight of 0 only registers the names."""
         for name, value in stats.items():
             self._weights[name] = self._weights.get(name, 0.0) + weight
             self._sums[name] = self._sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
 
     def copy(self) -> Self:
-        """What was added so far, to go back to where what is added next turns out not to count."""
+        """A copy of the sums so far, to restore if a following step is not applied."""
         other = type(self)()
         other._sums, other._weights = dict(self._sums), dict(self._weights)
         return other
 
     def means(self) -> dict[str, float]:
-        """Weighted means over everything added on every rank; a collective call, names must agree between ranks."""
+        """Weighted means over everything added on every rank. A collective call; all ranks must have the same names."""
         names = sorted(self._sums)
         both = torch.tensor([[self._sums[n] for n in names], [self._weights[n] for n in names]], dtype=torch.float64)
         sums, weights = sum_over_ranks(both)

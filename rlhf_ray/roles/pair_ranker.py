@@ -1,4 +1,4 @@
-"""Ranks two responses to the same prompt by a judge: rows of preference data."""
+"""Builds preference data: ranks two responses to the same prompt by a judge."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rlhf_ray.rewards.protocol import finished, rollout_texts
 
 
 class PairRanker:
-    """Keeps no state between calls."""
+    """Ranks pairs of responses. Keeps no state between calls."""
 
     def __init__(self, model: ModelConfig, min_margin: float) -> None:
         self._model, self._min_margin = model, min_margin
@@ -20,8 +20,8 @@ class PairRanker:
         self._tokenizer = load_tokenizer(self._model)
 
     def rank(self, rollout: Rollout) -> list[dict[str, Any] | None]:
-        """A preference row for each two neighbouring rows of the rollout; None where the judge sees too little
-        difference."""
+        """A preference row for each pair of adjacent rows of the rollout; None if the judge's scores differ by less
+        than the minimum margin."""
         prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout))
         scores, ended = judge_scores(responses), finished(rollout)
         rows: list[dict[str, Any] | None] = []

@@ -1,4 +1,4 @@
-"""The policy under training: old log-probabilities, clipped policy updates, and its weights for the generators."""
+"""The learner of the policy: old log-probabilities, clipped policy updates, weight averages."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,7 @@ from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, in_line, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, inference_plan, score_tokens, share_of
 from rlhf_ray.roles.ppo_update import run_update, training_batch
 from rlhf_ray.roles.ptx import PretrainingMix
 
@@ -37,33 +37,33 @@ class PolicyLearner(Learner):
     def __init__(self, config: PolicyConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
                  algorithm: AlgorithmConfig, temperature: float, old_logprobs: OldLogprobs = "policy",
                  longest: int | None = None) -> None:
-        """`old_logprobs`: where those of an update come from, see `PPOConfig.old_logprobs`."""
+        """`old_logprobs`: the source of an update's old log-probabilities, see `PPOConfig.old_logprobs`."""
         super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.algorithm, self.temperature, self.old_logprobs = algorithm, temperature, old_logprobs
         self.kl_coef = 0.0
-        self._untouched = True
-        """Whether the weights are still those from before the present update."""
+        self._weights_unchanged = True
+        """Whether the weights are still those from before the current update."""
         self.average: WeightAverage | None = None
         self.ptx: PretrainingMix | None = None
 
     def start(self, address: str, timeout_s: float) -> dict[str, float]:
-        """As `Learner.start`; the average of the weights begins with the weights."""
-        told = super().start(address, timeout_s)
+        """As `Learner.start`; the average of the weights starts at the initial weights."""
+        numbers = super().start(address, timeout_s)
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
-        return told
+        return numbers
 
     def take_pretraining_text(self, config: PtxConfig, text: Sequences) -> None:
         """Mix these rows into every optimizer step from now on."""
         self.ptx = PretrainingMix(config, text, self.seed)
 
     def build(self) -> PackedLanguageModel:
-        """The language model, answering with log-probabilities at the sampling temperature."""
+        """The language model, which returns log-probabilities at the sampling temperature."""
         return PackedLanguageModel(load_causal_lm(self.model_config, self.mapped), self.temperature, self.chunks)
 
     def logprobs(self, *rollouts: Rollout) -> TokenScores:
-        """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under present weights."""
-        return self._scored(in_line(rollouts))
+        """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under current weights."""
+        return self._scored(concatenated(rollouts))
 
     def _scored(self, rollout: Rollout) -> TokenScores:
         plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
@@ -72,34 +72,34 @@ class PolicyLearner(Learner):
         return share_of(scores, self.rank, self.world)
 
     def reference_logprobs(self, *rollouts: Rollout) -> TokenScores:
-        """The same under the frozen base that the adapters stand beside: the model that the policy started from."""
+        """The same under the adapters' frozen base, which is the model that the policy started from."""
         with self.frozen_base():
-            return self._scored(in_line(rollouts))
+            return self._scored(concatenated(rollouts))
 
     def update(self, step: int, kl_coef: float, *experiences: Experience) -> UpdateStats:
-        """Clipped policy updates on one batch of experience; errors as in `updates.run_update`.
+        """Clipped policy updates on one batch of experience; errors as in `run_update`.
 
         Args:
-            kl_coef: present coefficient of the KL penalty, for a penalty in the loss.
+            kl_coef: current coefficient of the KL penalty, for a penalty in the loss.
         """
-        self.kl_coef, self._untouched = kl_coef, True
+        self.kl_coef, self._weights_unchanged = kl_coef, True
         batch = training_batch(experiences, self.algorithm.whiten_advantages)
         stats = run_update(self, batch, self.algorithm, step)
-        # Where no bonus needs the exact entropy, the sampled one is free: minus the mean log-probability.
+        # Without an entropy bonus, report the sampled entropy, which costs nothing: minus the mean log-probability.
         stats.metrics.setdefault("entropy", -float(batch.old_logprobs[batch.response_mask].mean()))
         return stats
 
     def optimize(self, mini_batch: Batch, meter: AverageMeter) -> StepResult:
-        """As `Learner.optimize`, with pretraining text if there is some; the average takes the new weights in."""
+        """As `Learner.optimize`, with pretraining text if configured; updates the average of the weights."""
         losses = self._shares(mini_batch, meter)
         result = self.engine.step(self.ptx.join(self, losses, meter) if self.ptx else losses)
-        self._untouched = self._untouched and not result.applied
+        self._weights_unchanged = self._weights_unchanged and not result.applied
         if self.average and result.applied:
             self.average.update()
         return result
 
     def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """PPO's clipped loss of some rows, with the KL penalty if it stands here and the entropy bonus if it weighs."""
+        """PPO's clipped loss of some rows, with the KL penalty and the entropy bonus if the loss includes them."""
         micro = MicroBatch(part, self.engine.device)
         return self.objective(micro, *self.engine.forward(
             micro.tokens, micro.packing, micro.predicted, self.algorithm.entropy_coef > 0))
@@ -107,9 +107,9 @@ class PolicyLearner(Learner):
     def objective(
         self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """That loss of `[n]` log-probabilities and entropies (None without a bonus) at the response tokens."""
+        """The loss from `[n]` log-probabilities and entropies (None without a bonus) at the response tokens."""
         a = self.algorithm
-        weighed: dict[str, Any] = {} if a.importance == "none" else {
+        importance: dict[str, Any] = {} if a.importance == "none" else {
             "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": a.importance_cap,
             "importance": a.importance, "importance_level": a.importance_level,
         }
@@ -117,9 +117,9 @@ class PolicyLearner(Learner):
         old = new.detach() if self.old_logprobs == "update" else micro.grid("old_logprobs")
         loss, stats = policy_loss(
             new, old, micro.grid("advantages"), micro.mask, a.clip_low, a.clip_high, a.dual_clip,
-            aggregate=a.aggregate, ratio=a.ratio, **weighed,
+            aggregate=a.aggregate, ratio=a.ratio, **importance,
         )
-        if self.old_logprobs != "policy" and self._untouched:
+        if self.old_logprobs != "policy" and self._weights_unchanged:
             stats["logprob_gap"] = masked_mean((new.detach() - micro.grid("behaviour_logprobs")).abs(), micro.mask)
         if a.kl_in_loss:
             kl = approx_kl(new, micro.grid("reference_logprobs"), a.kl.estimator)
@@ -128,33 +128,33 @@ class PolicyLearner(Learner):
         if entropy is not None:
             grid = micro.lay_out(entropy)
             stats["entropy"] = entropy_bonus(grid.detach(), micro.mask)
-            # A mean over the same as the policy loss: only then do micro-batches' shares add up to the whole.
+            # Aggregated as the policy loss is, so that micro-batches' contributions add up to the whole.
             loss = loss - a.entropy_coef * aggregate_mean(grid, micro.mask, a.aggregate)
         return loss, stats
 
     def count(self, part: Batch) -> float:
-        """Response tokens, or rows, as the loss is aggregated."""
+        """Number of response tokens or rows, depending on the loss's aggregation."""
         return float(denominator(MicroBatch(part, "cpu").mask, self.algorithm.aggregate))
 
     def measured(self, part: Batch) -> float:
-        """Response tokens, however the loss is aggregated."""
+        """Number of response tokens, for any aggregation of the loss."""
         return float(part.response_mask.sum())
 
     def export_average(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
-        """Write the average of the weights as `export` writes the weights; needs `policy.ema_decay`."""
+        """Write the average of the weights as `export` writes the weights; requires `policy.ema_decay`."""
         average = self.average
         if average is None:
-            raise ValueError("there is no average to export without policy.ema_decay")
+            raise ValueError("there is no average to export: set policy.ema_decay")
         self.export(directory, card, term, lambda names: average.gather(names, self.engine.gather))
 
     def copies(self) -> dict[str, Callable[[Path], object]]:
-        """With the average of the weights, and the place in the pretraining text."""
-        found = super().copies()
+        """As `Learner.copies`, plus the average of the weights and the position in the pretraining text."""
+        writers = super().copies()
         if self.average:
-            found[f"average_{self.rank}.pt"] = partial(torch.save, self.average.copy())
+            writers[f"average_{self.rank}.pt"] = partial(torch.save, self.average.copy())
         if self.ptx and self.rank == 0:
-            found["ptx_0.json"] = partial(_write_state, self.ptx.state_dict())
-        return found
+            writers["ptx_0.json"] = partial(_write_state, self.ptx.state_dict())
+        return writers
 
     def load_more(self, path: Path) -> None:
         """Errors as in `WeightAverage.load` and `PretrainingMix.load`."""

@@ -1,7 +1,7 @@
-"""From leased experience to optimizer steps: the batch of one update, its mini-batches, the passes over them.
+"""One PPO update: the batch from leased experience, its mini-batches, and the optimizer steps on them.
 
-Every rank sees the whole batch (the columns come out of the object store without a copy) and works out the same plan,
-so ranks agree on whitening and on the number of backward passes without talking.
+Every rank reads the whole batch (columns come from the object store without a copy) and computes the same plan, so
+ranks agree on whitening and on the number of backward passes without communication.
 """
 
 import math
@@ -21,7 +21,7 @@ from rlhf_ray.roles.micro_batch import AverageMeter
 
 
 def training_batch(experiences: Sequence[Experience], whiten: bool) -> Batch:
-    """All experience of one update in the order given, advantages whitened over all response tokens if asked."""
+    """All experience of one update in order; with `whiten`, advantages are whitened over all response tokens."""
     whole = Experience.concat(experiences)
     columns = {f.name: getattr(whole, f.name) for f in fields(Batch)}
     if whiten:
@@ -32,7 +32,7 @@ def training_batch(experiences: Sequence[Experience], whiten: bool) -> Batch:
 
 
 def mini_batches(rows: int, epochs: int, per_epoch: int, seed: int, step: int) -> Iterator[np.ndarray]:
-    """Row numbers of each mini-batch: every epoch visits all rows once, in its own order."""
+    """Row numbers of each mini-batch: every epoch visits all rows once, in an order of its own."""
     for epoch in range(epochs):
         order = np.random.default_rng([seed, step, epoch]).permutation(rows)
         yield from np.split(order, per_epoch)
@@ -41,18 +41,18 @@ def mini_batches(rows: int, epochs: int, per_epoch: int, seed: int, step: int) -
 def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step: int) -> UpdateStats:
     """Several epochs of mini-batch steps on one batch (Schulman et al. 2017, algorithm 1).
 
-    Steps that are not applied, see `TrainEngine.step`, are counted and leave no trace in the metrics. An update that is
-    asked for once more is not made again: what it did is told again.
+    Steps that are not applied, see `TrainEngine.step`, are counted and excluded from the metrics. A repeated call for
+    the last update returns its statistics without training again.
 
     Raises:
-        TrainingError: as `TrainEngine.count_update`, or the update does not follow the one before.
+        TrainingError: as `TrainEngine.count_update`, or `step` does not follow the last update.
     """
     if (last := learner.last_update) is not None:
         if step == last.step:
             return last
         if step != last.step + 1:
-            raise TrainingError(f"update {step} was asked for after update {last.step}: each batch is trained on once, "
-                                "one after the other. Go on with --resume from the last checkpoint")
+            raise TrainingError(f"update {step} was requested after update {last.step}: updates must be consecutive. "
+                                "Continue with --resume from the last checkpoint")
     began, meter = time.perf_counter(), AverageMeter()
     norms, skipped, rate = [], 0, 0.0
     for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, learner.seed, step):

@@ -1,7 +1,7 @@
 """Pretraining text in the policy's update (PPO-ptx; Ouyang et al. 2022, eq. 2): its rows, their order, their loss.
 
 The loss is the mean over all predicted tokens of an optimizer step's rows on all ranks, at temperature 1, and its
-gradient is added to the policy's. Every rank holds the text without a copy and works out the same rows.
+gradient is added to the policy's. Every rank reads the text without a copy and selects the same rows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,16 +25,16 @@ from rlhf_ray.roles.supervised_learner import predictable
 
 
 class PretrainingMix:
-    """The text as one rank of the policy sees it."""
+    """The pretraining text of one rank of the policy."""
 
     def __init__(self, config: PtxConfig, text: Sequences, seed: int) -> None:
         self.config, self._text = config, text
         self._cursor = PromptCursor(len(text), seed, shuffle=True)
 
     def join(self, learner: Learner, losses: Iterable[Tensor], meter: AverageMeter) -> Iterator[Tensor]:
-        """The losses of one optimizer step, and behind them the text's; `ptx_loss`, in nats per token, in the meter.
+        """The losses of one optimizer step followed by the text's; adds `ptx_loss`, in nats per token, to the meter.
 
-        With a coefficient of 0 the loss is measured and nothing is added.
+        With a coefficient of 0 the text's loss is only measured.
         """
         rows = self.next_rows()
         if self.config.coef == 0:
@@ -50,10 +50,10 @@ class PretrainingMix:
         return self._text.select([row for _, row in self._cursor.next(self.config.batch_size)])
 
     def shares(self, learner: Learner, rows: Sequences, meter: AverageMeter) -> Iterator[Tensor]:
-        """This rank's parts of the mean loss of the rows; over all ranks and micro-batches they sum to it."""
+        """This rank's parts of the mean loss of the rows; the sum over all ranks and micro-batches is the loss."""
         engine, whole = learner.engine, float(predictable(rows).sum())
         for numbers in rank_plan(rows.lengths, learner.world, learner.config.micro_batch_tokens)[learner.rank]:
-            # As in `Learner._shares`, a rank with nothing left helps with a row that does not count.
+            # As in `Learner._shares`, a rank without rows left takes part with a row of weight zero.
             part = rows.select(numbers if len(numbers) else [0])
             predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=engine.device)
             run = engine.forward if torch.is_grad_enabled() else engine.infer
@@ -64,16 +64,16 @@ class PretrainingMix:
             yield loss * (weight / whole)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the cursor stands."""
+        """State of the cursor."""
         return self._cursor.state_dict()
 
     def load(self, path: Path) -> None:
-        """Go on from there.
+        """Restore the cursor.
 
         Raises:
-            CheckpointError: nothing was saved, or of another text or seed.
+            CheckpointError: nothing was saved, or it belongs to another text or seed.
         """
         if not path.is_file():
-            raise CheckpointError(f"the checkpoint has no place in the pretraining text ({path.name}): the run that "
-                                  "saved it had no ptx. Leave the section out to go on, or begin a new run.")
+            raise CheckpointError(f"the checkpoint has no position in the pretraining text ({path.name}): it was saved "
+                                  "without ptx. Remove the section to resume, or start a new run.")
         self._cursor.load_state_dict(load_state(path))

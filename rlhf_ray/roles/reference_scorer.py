@@ -1,4 +1,4 @@
-"""The frozen reference: log-probabilities of rollouts under the model the policy started from."""
+"""The reference scorer: log-probabilities of rollouts under the frozen model that the policy started from."""
 
 import os
 import time
@@ -11,24 +11,27 @@ from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.records import Rollout, TokenScores, WorkerProfile
-from rlhf_ray.roles.micro_batch import in_line, inference_plan, score_tokens
+from rlhf_ray.roles.micro_batch import concatenated, inference_plan, score_tokens
 from rlhf_ray.roles.profiling import TorchProfile
 
 
 class ReferenceScorer:
-    """Pure function of a rollout: calling it again gives the same numbers."""
+    """A pure function of rollouts: repeated calls return the same numbers."""
 
     def __init__(self, model: ModelConfig, micro_batch_tokens: int, temperature: float,
                  longest: int | None = None) -> None:
-        """`longest`: most tokens of a row; those of a micro-batch when None."""
+        """`longest`: maximum tokens of a row; those of a micro-batch if None."""
         self._config = model
         self._budget, self._longest = micro_batch_tokens, longest or micro_batch_tokens
         self._temperature = temperature
         self._profile = TorchProfile()
 
     def start(self) -> dict[str, float]:
-        """Load the model; numbers about the start. Raises ModelError when there is none, or it is another one on
-        packed rows."""
+        """Load the model and compare its packed passes with transformers' own; returns pid, seconds and the comparison.
+
+        Raises:
+            ModelError: the model cannot be loaded, or packed passes do not compute it.
+        """
         began = time.perf_counter()
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model = PackedLanguageModel(load_causal_lm(self._config), self._temperature)
@@ -39,22 +42,22 @@ class ReferenceScorer:
 
     @torch.no_grad()
     def logprobs(self, *rollouts: Rollout) -> TokenScores:
-        """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere, of all the rollouts'
-        rows in a line: they share forward passes."""
-        whole = in_line(rollouts)
+        """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere. The rows of all
+        rollouts are concatenated and share forward passes."""
+        whole = concatenated(rollouts)
         return score_tokens(
             whole, inference_plan(whole, self._budget), self._device,
             lambda micro: self._model(micro.tokens, micro.packing, micro.predicted)[0],
         )
 
     def begin_profile(self) -> None:
-        """Record what is computed from now on."""
+        """Start profiling."""
         self._profile.begin()
 
     def end_profile(self, trace: str) -> WorkerProfile | None:
-        """Write what was recorded to the file `trace`, and sum it up; None if nothing was."""
+        """Write the profile to the file `trace` and return its summary; None if none was recorded."""
         return self._profile.end(Path(trace))
 
     def drop_profile(self) -> None:
-        """Record no more, and forget what was."""
+        """Stop profiling and discard the profile."""
         self._profile.drop()

@@ -1,4 +1,4 @@
-"""The reward of each rollout: the weighted sum of what the sources say."""
+"""The reward scorer: the weighted sum of all reward sources for each rollout."""
 
 import asyncio
 import os
@@ -18,31 +18,31 @@ from rlhf_ray.rewards.sources import make_sources
 
 
 class RewardScorer:
-    """Asks all sources about a rollout, several rollouts at a time. A missing score is an error, never a zero."""
+    """Scores rollouts with all reward sources, several at a time. A missing score is an error, never a zero."""
 
     def __init__(self, rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int,
                  on_failure: Literal["fail", "quarantine"] = "fail", longest: int = PROBED) -> None:
-        """`policy` names the tokenizer in whose ids rollouts are, of rows of at most `longest` tokens; `on_failure` as
+        """`policy` is the model whose tokenizer decodes rollouts, with rows of at most `longest` tokens; `on_failure` as
         in `RewardScorerConfig`."""
         self._policy, self._names_samples = policy, on_failure == "quarantine"
         self._sources = make_sources(rewards, policy, micro_batch_tokens, longest)
 
     async def start(self) -> dict[str, float]:
-        """Make all sources ready. Raises ModelError or RewardError when one cannot work."""
+        """Start all sources. Raises ModelError or RewardError if one cannot work."""
         began = time.perf_counter()
         self._tokenizer = load_tokenizer(self._policy)
-        told = await self._sources.start()
-        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **told}
+        numbers = await self._sources.start()
+        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **numbers}
 
     async def score(self, rollout: Rollout, prompts: Prompts) -> RewardScores:
         """One score per row.
 
         Args:
-            prompts: those that the rollout's rows answer.
+            prompts: the prompts of the rollout's rows.
 
         Raises:
-            UnscoredSamples: some samples have no score, where those are set aside.
-            RewardError: a source failed or gave no finite number; names the samples.
+            UnscoredSamples: some samples have no score, with `on_failure="quarantine"`.
+            RewardError: a source failed or returned a non-finite number; names the samples.
         """
         requests = requests_of(rollout, prompts, self._tokenizer)
         if self._names_samples:
@@ -50,15 +50,15 @@ class RewardScorer:
         try:
             return await self._sources.score(requests)
         except SampleError as error:
-            raise SampleError(f"{str(error).rstrip('.')}. Or leave prompts like it out, by name and within a budget: "
+            raise SampleError(f"{str(error).rstrip('.')}. Or drop such prompts, within a budget, by setting "
                               "reward.on_failure=quarantine") from error
 
     async def score_each(self, *records: Rollout | Prompts) -> list[RewardScores]:
-        """As `score`, for several rollouts side by side: first all of them, then the prompts of each in turn."""
+        """As `score`, for several rollouts concurrently: `records` are all rollouts, then the prompts of each."""
         half = len(records) // 2
         pairs = cast(Iterable[tuple[Rollout, Prompts]], zip(records[:half], records[half:], strict=True))
         return list(await asyncio.gather(*(self.score(rollout, prompts) for rollout, prompts in pairs)))
 
     async def stop(self) -> None:
-        """Let go of processes and connections."""
+        """Stop processes and close connections."""
         await self._sources.stop()

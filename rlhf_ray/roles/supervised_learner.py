@@ -1,4 +1,4 @@
-"""The learners of the stages before PPO: supervised fine-tuning on demonstrations, reward modelling on preferences."""
+"""The learners of the supervised stages: SFT on demonstrations, reward models on preferences, process reward models."""
 
 import time
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from rlhf_ray.roles.micro_batch import AverageMeter
 
 
 class SupervisedLearner(Learner):
-    """One rank of a supervised stage. It holds the data set and works out the same batches as every other rank."""
+    """One rank of a supervised stage. It holds the data set and selects the same batches as every other rank."""
 
     def __init__(self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int,
                  total_steps: int, batch_size: int, longest: int | None = None) -> None:
@@ -49,15 +49,15 @@ class SupervisedLearner(Learner):
         """Keep the training rows and the held-out rows for the whole run.
 
         Args:
-            sizes: how many training rows come from each data set of a mix, one after another; one data set when None.
-            weights: of each data set.
+            sizes: number of training rows of each data set of a mix, in order; None for one data set.
+            weights: weight of each data set.
         """
         self._train, self._held_out = train, held_out
         self._sizes, self._weights = sizes or [len(train)], weights
         self._begin()
 
     def update(self, step: int) -> UpdateStats:
-        """Update number `step` (from 1), on the batch that belongs to it.
+        """Update number `step` (from 1), on that step's batch.
 
         Raises:
             TrainingError: as `TrainEngine.count_update`.
@@ -72,7 +72,7 @@ class SupervisedLearner(Learner):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean loss and statistics over the held-out rows, all ranks together; empty without such rows."""
+        """Mean loss and statistics over the held-out rows of all ranks; empty if there are none."""
         if not len(self._held_out):
             return {}
         meter = AverageMeter()
@@ -86,7 +86,7 @@ class SupervisedLearner(Learner):
         self._cursor, self._reached = PromptCursor(self._sizes, self.seed, shuffle=True, weights=self._weights), 0
 
     def _rows_of(self, step: int) -> np.ndarray:
-        """Rows of an update: a resumed learner skips what was visited before."""
+        """Rows of an update; a resumed learner skips the rows of earlier updates."""
         if step <= self._reached:
             self._begin()
         pairs = self._cursor.next((step - self._reached) * self.batch_size)[-self.batch_size :]
@@ -107,7 +107,7 @@ class SFTLearner(SupervisedLearner):
         predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=self.engine.device)
         run = self.engine.forward if torch.is_grad_enabled() else self.engine.infer
         logprobs, _ = run(tokens, Packing.of(part.lengths, self.engine.device), predicted)
-        return -logprobs.sum() / max(1, len(predicted)), {}  # rows in which nothing carries loss add nothing
+        return -logprobs.sum() / max(1, len(predicted)), {}  # rows without loss tokens contribute nothing
 
     def count(self, part: Sequences) -> float:
         """Predicted tokens."""
@@ -130,8 +130,8 @@ class RewardModelLearner(SupervisedLearner):
         return PackedScalarModel(load_scalar_model(self.model_config, new_head=True, mapped=self.mapped))
 
     def loss(self, part: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean pairwise loss, beyond the pairs' margins if they have any; with accuracy, mean score and mean margin
-        (chosen minus rejected)."""
+        """Mean pairwise loss, beyond the pairs' margins if they have any; statistics: accuracy, mean score and mean
+        margin (chosen minus rejected)."""
         both = Sequences.concat([part.chosen, part.rejected])
         tokens = torch.as_tensor(both.tokens.astype(np.int64), device=self.engine.device)
         packing = Packing.of(both.lengths, self.engine.device)
@@ -140,8 +140,8 @@ class RewardModelLearner(SupervisedLearner):
         margin = (chosen - rejected).detach()
         stats = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(),
                  "score": torch.cat([chosen, rejected]).detach().mean()}
-        asked = None if part.margins is None else torch.as_tensor(part.margins, device=margin.device)
-        return pairwise_loss(chosen, rejected, asked, self.kind), stats
+        margins = None if part.margins is None else torch.as_tensor(part.margins, device=margin.device)
+        return pairwise_loss(chosen, rejected, margins, self.kind), stats
 
     def count(self, part: Pairs) -> float:
         """Pairs."""
@@ -152,18 +152,18 @@ class ProcessRewardLearner(SupervisedLearner):
     """Cross-entropy of step labels among the good and the bad token, the mean over labelled steps."""
 
     def __init__(self, steps: StepsConfig, **common: Any) -> None:
-        """`common` is what every supervised learner takes."""
+        """`common`: arguments of `SupervisedLearner`."""
         super().__init__(**common)
         self.steps = steps
 
     def build(self) -> PackedStepModel:
-        """The language model, and the ids of the tokens it is asked at and answers with."""
+        """The language model; also resolves the ids of the placeholder and label tokens."""
         self._ids = StepTokens.of(self.steps, load_tokenizer(self.model_config))
         return PackedStepModel(load_causal_lm(self.model_config, self.mapped))
 
     def loss(self, part: StepRows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss per labelled step, in nats; the share of steps on whose better half the model is, and the mean
-        probability that it gives to a step's being right."""
+        """Mean loss per labelled step, in nats; statistics: accuracy over steps, and the mean probability of a correct
+        step."""
         device, places = self.engine.device, np.flatnonzero(labelled(part))
         tokens = torch.as_tensor(part.tokens.astype(np.int64), device=device)
         labels = torch.as_tensor(part.labels[places], device=device)
@@ -182,7 +182,7 @@ class ProcessRewardLearner(SupervisedLearner):
     def export(
         self, directory: str, card: ModelCardInfo, term: Term | None = None, gather: Gather | None = None
     ) -> None:
-        """The model in Hugging Face format, and how it is to be asked (process_reward.json); else as in `Learner`."""
+        """As `Learner.export`, plus process_reward.json with the step format."""
         super().export(directory, card, term, gather)
         if self.rank == 0:
             if term is not None:
@@ -196,7 +196,7 @@ def labelled(part: StepRows) -> np.ndarray:
 
 
 def predictable(part: Sequences) -> np.ndarray:
-    """[T] bool: tokens that carry loss and have something before them in their row."""
+    """[T] bool: tokens that carry loss and are not the first of their row."""
     mask = part.loss_mask.copy()
     mask[part.offsets[:-1][part.lengths > 0]] = False
     return mask

@@ -202,7 +202,7 @@ def test_reading_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
 def test_a_checkpoint_of_no_text_or_another_is_refused(ranks, files, tmp_path):
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files, 1, SMALL))
     learners.do("save", str(tmp_path))
-    with pytest.raises(CheckpointError, match="no place in the pretraining text"):
+    with pytest.raises(CheckpointError, match="no position in the pretraining text"):
         reading(ranks, files, 2).do("load", str(tmp_path))
     reading(ranks, files, 2).do("save", str(tmp_path))
     other = reading(ranks, files, 2)

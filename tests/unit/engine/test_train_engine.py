@@ -49,7 +49,8 @@ def test_an_empty_directory_is_no_state(told):
 
 
 def test_a_checkpoint_with_a_call_in_it_is_refused_and_the_call_never_made(told):
-    assert told["poisoned"].startswith("CheckpointError: ") and "rank_0.safetensors is no learner's" in told["poisoned"]
+    assert told["poisoned"].startswith("CheckpointError: ")
+    assert "rank_0.safetensors is not a learner's" in told["poisoned"]
 
 
 def test_layers_are_told_when_they_are_trained_whatever_they_were_told_before(told):

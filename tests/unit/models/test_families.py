@@ -81,7 +81,7 @@ REFUSED = [
     ("gpt_oss", {}, {*PACKED, Use.PUBLICATION}, "sinks|experts"), ("bloom", {}, PACKED, "interface"),
     ("falcon", {}, PACKED, "interface"),
     ("mpt", {}, PACKED, "interface"), ("mamba", {}, PACKED, "state"), ("qwen3_next", {}, PACKED, "state"),
-    ("nemotron", {}, PACKED, "where packed rows end"),
+    ("nemotron", {}, PACKED, "row boundaries"),
     *((name, {}, {Use.PUBLICATION}, "experts") for name in ("mixtral", "qwen2_moe", "qwen3_moe")),
     *((name, {}, DECODING, "do_not_compile") for name in (
         "glm", "gpt_neox", "olmo", "olmo2", "phi", "smollm3", "starcoder2")),

@@ -69,7 +69,7 @@ def test_a_hub_name_that_the_hub_does_not_know_is_named_with_its_field(tmp_path,
         raise ConnectionError("404, no such model\nand more")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unknown)
-    with pytest.raises(ModelError, match=r"^model\.path='Qwen/Qwen9' is not a local directory .* "
+    with pytest.raises(ModelError, match=r"^model\.path='Qwen/Qwen9' is not a local directory,.* "
                                          r"ConnectionError: 404, no such model\. Correct"):
         check_model_directory(config("Qwen/Qwen9"), "model")
 

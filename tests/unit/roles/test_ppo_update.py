@@ -138,6 +138,6 @@ def test_an_update_is_made_once_and_only_after_the_one_before():
     first = run_update(learner, batch, algorithm, step=7)
     assert run_update(learner, batch, algorithm, step=7) is first and counted == [1]
     for wrong in (6, 9):
-        with pytest.raises(TrainingError, match=f"update {wrong} was asked for after update 7"):
+        with pytest.raises(TrainingError, match=f"update {wrong} was requested after update 7"):
             run_update(learner, batch, algorithm, step=wrong)
     assert run_update(learner, batch, algorithm, step=8).step == 8 and counted == [1, 1]
