@@ -216,7 +216,7 @@ class Generator:
         Raises:
             WeightsError: the publication is incomplete; see `Receiver.finish`. The old weights stay, but the generator
                 does not generate with them.
-            WorkerError: vLLM broke while loading; this generator must be restarted.
+            WorkerError: vLLM failed while loading; this generator must be restarted.
         """
         engine, receiver = self._running()
         async with self._publishing:

@@ -1,4 +1,4 @@
-"""What a worker computes while somebody looks: torch's profiler around a stretch of time, a trace and a short table."""
+"""Profiles of workers: torch's profiler or vLLM's own, a Chrome trace, and a short table of operators."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     from vllm.config import ProfilerConfig
 
 OPERATORS = 15
-"""Operators that the table names, those with most time of their own."""
+"""Number of operators in the table, those with the most self time."""
 PROFILED_STEPS = 200
-"""Most steps of the model in one profile; thousands of them make traces that no viewer opens."""
+"""Maximum number of model steps in one profile; viewers cannot open traces with thousands."""
 
 
 class TorchProfile:
-    """One profile at a time, of the thread that calls `begin` and `end`. GPUs are looked at where there are some."""
+    """Profiles the thread that calls `begin` and `end`, and GPUs if there are any; one profile at a time."""
 
     def __init__(self) -> None:
         self._profiler: Any = None
         self._began = 0.0
 
     def begin(self) -> None:
-        """Look from now on; what an earlier look saw and nobody asked for is dropped."""
+        """Start profiling; an unfinished profile is discarded."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
         self.drop()
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        # acc_events: without it torch warns, and keeps the events of the last cycle only, of which there is one.
+        # acc_events: without it torch warns that it keeps only the last cycle's events; here there is one cycle.
         self._profiler = profile(activities=activities, acc_events=True)
         self._profiler.start()
         self._began = time.perf_counter()
 
     def end(self, trace: Path) -> WorkerProfile | None:
-        """Stop looking, write the Chrome trace, and sum it up; None where nobody looked (a worker that was replaced
-        meanwhile)."""
+        """Stop profiling, write the Chrome trace and return its summary; None if none was started (in a worker that was
+        replaced meanwhile)."""
         if self._profiler is None:
             return None
         seconds = time.perf_counter() - self._began
@@ -52,27 +52,26 @@ class TorchProfile:
         return WorkerProfile(trace.name, seconds, busiest(profiler.key_averages()))
 
     def drop(self) -> None:
-        """Stop looking, and forget."""
+        """Stop profiling and discard the profile."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
 
 
 def busiest(averages: Any, count: int = OPERATORS) -> list[OperatorTime]:
-    """The operators that took most time of their own, of torch's sums over all calls of each; on GPUs, of the GPU's
-    time."""
+    """The operators with the most self time, from torch's sums over all calls of each; on GPUs, of GPU time."""
     on_gpu = sum(event.self_device_time_total for event in averages) > 0
     shown = [OperatorTime(event.key, event.count, _own(event, on_gpu) / 1e3) for event in averages]
     return sorted((o for o in shown if o.own_ms > 0), key=lambda operator: -operator.own_ms)[:count]
 
 
 def _own(event: Any, on_gpu: bool) -> float:
-    """Microseconds."""
+    """Self time in microseconds."""
     return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)
 
 
 def profiler_config(directory: str) -> ProfilerConfig:
-    """Lets vLLM be asked for profiles later on; until then it makes none and costs nothing."""
+    """Enables vLLM's profiler, which costs nothing until a profile is started."""
     from vllm.config import ProfilerConfig
 
     return ProfilerConfig(profiler="torch", torch_profiler_dir=directory, torch_profiler_with_stack=False,
@@ -81,36 +80,35 @@ def profiler_config(directory: str) -> ProfilerConfig:
 
 
 def collect_vllm_trace(directory: Path, trace: Path) -> WorkerProfile | None:
-    """Move the trace that vLLM has just written to where it is wanted, and sum it up; None if there is none."""
-    found = sorted(directory.glob("*.pt.trace.json.gz"))
-    if not found:
+    """Move the trace that vLLM has just written to `trace` and return its summary; None if there is none."""
+    traces = sorted(directory.glob("*.pt.trace.json.gz"))
+    if not traces:
         return None
-    shutil.move(found[0], trace)
-    for other in found[1:]:
+    shutil.move(traces[0], trace)
+    for other in traces[1:]:
         other.unlink()
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     ends = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("ph") == "X"]
     seconds = (max(end for _, end in ends) - min(start for start, _ in ends)) / 1e6 if ends else 0.0
-    return WorkerProfile(trace.name, seconds, summed(events))
+    return WorkerProfile(trace.name, seconds, busiest_in_trace(events))
 
 
-def summed(events: list[dict[str, Any]], count: int = OPERATORS) -> list[OperatorTime]:
-    """The busiest operators of a Chrome trace: a GPU's kernels where there are some, else a CPU's operators without
-    what they called."""
+def busiest_in_trace(events: list[dict[str, Any]], count: int = OPERATORS) -> list[OperatorTime]:
+    """The operators of a Chrome trace with the most self time: GPU kernels if there are any, else CPU operators."""
     for category in ("kernel", "cpu_op"):
         own: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         for name, microseconds in _own_times([e for e in events if e.get("ph") == "X" and e.get("cat") == category]):
             own[name][0] += 1
             own[name][1] += microseconds / 1e3
         if own:
-            found = [OperatorTime(name, int(calls), ms) for name, (calls, ms) in own.items()]
-            return sorted(found, key=lambda operator: -operator.own_ms)[:count]
+            operators = [OperatorTime(name, int(calls), ms) for name, (calls, ms) in own.items()]
+            return sorted(operators, key=lambda operator: -operator.own_ms)[:count]
     return []
 
 
 def _own_times(events: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    """Name and time of its own, in microseconds, of each event; those of one thread lie within each other."""
+    """Name and self time in microseconds of each event; events of one thread are nested."""
     own: list[tuple[str, float]] = []
     within: list[tuple[Any, float, int]] = []
     for event in sorted(events, key=lambda e: (str(e["pid"]), str(e["tid"]), e["ts"], -e["dur"])):

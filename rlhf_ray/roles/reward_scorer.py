@@ -22,7 +22,7 @@ class RewardScorer:
 
     def __init__(self, rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int,
                  on_failure: Literal["fail", "quarantine"] = "fail", longest: int = PROBED) -> None:
-        """`policy` is the model whose tokenizer decodes rollouts, with rows of at most `longest` tokens; `on_failure` as
+        """`policy` is the model whose tokenizer decodes rollouts (rows of up to `longest` tokens); `on_failure` as
         in `RewardScorerConfig`."""
         self._policy, self._names_samples = policy, on_failure == "quarantine"
         self._sources = make_sources(rewards, policy, micro_batch_tokens, longest)

@@ -1,1 +1,1 @@
-"""The two ways a generator runs vLLM, behind one interface: inside its own thread, or in vLLM's own processes."""
+"""The two ways to run vLLM in a generator, behind one interface: on a thread of its process, or in vLLM's processes."""

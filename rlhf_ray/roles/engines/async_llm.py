@@ -36,7 +36,7 @@ from rlhf_ray.roles.profiling import collect_vllm_trace, profiler_config
 class StagedFile:
     """A bucket in anonymous shared memory that vLLM's worker processes on this node map by `path`.
 
-    The memory belongs to this process alone: it is freed when `file` is dropped or the process dies, however it dies.
+    The memory belongs to this process only: it is freed when `file` is closed or the process ends for any reason.
     """
 
     entries: list[TensorEntry]
@@ -45,7 +45,7 @@ class StagedFile:
 
 
 class StagedFiles:
-    """One publication's buckets in memory that vLLM's processes can map (the object store's is Ray's own affair)."""
+    """One publication's buckets in memory that vLLM's processes can map, which Ray's object store is not."""
 
     def __init__(self) -> None:
         self.buckets: list[StagedFile] = []
@@ -68,14 +68,15 @@ class StagedFiles:
 
 
 class DirectStage:
-    """A publication that goes straight into the model, which is paused from its first bucket on."""
+    """The stage of a direct transport: buckets go directly into the model, which is paused from the first bucket on."""
 
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
         """
         Raises:
-            WeightsError: always: bytes come another way.
+            WeightsError: always, because a direct transport sends no bytes here.
         """
-        raise WeightsError("a bucket of bytes came, and this generator takes weights from GPU to GPU")
+        raise WeightsError("a bucket of bytes arrived, but this generator receives weights from GPU to GPU; send it "
+                           "offers")
 
 
 class AsynchronousEngine:
@@ -88,12 +89,12 @@ class AsynchronousEngine:
         self._engine: Any = None
         self._numbers = count()
         self._sampling: set[str] = set()
-        """Requests in flight whose responses are drawn, not scored."""
+        """Requests in flight that sample responses, as opposed to scoring."""
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
         self._traces = TemporaryDirectory(prefix="rlhf_ray-traces-")
-        self._half_loaded: float | None = None
-        """When a publication that goes straight into the model began; None between publications."""
+        self._loading_since: float | None = None
+        """When the present direct publication began; None between publications."""
 
     async def start(self) -> None:
         """See `SamplingEngine.start`."""
@@ -117,46 +118,46 @@ class AsynchronousEngine:
         return [prompt_logprobs_of(output) for output in outputs]
 
     def open_stage(self) -> StagedFiles | DirectStage:
-        """See `SamplingEngine.open_stage`. vLLM's processes load the buckets in the pause: GPUs seldom have room for
-        weights twice.
+        """See `SamplingEngine.open_stage`. vLLM's processes load the buckets during the pause, because GPUs seldom have
+        memory for two sets of weights.
 
         Raises:
-            WorkerBroken: the publication before broke off inside the model.
+            WorkerBroken: the previous publication was interrupted while the model was partly loaded.
         """
-        if self._half_loaded is not None:
-            self._dead = WorkerBroken(f"{self._settings.name}: a publication broke off when some of its weights were "
-                                      "in the model, which must be loaded anew")
+        if self._loading_since is not None:
+            self._dead = WorkerBroken(f"{self._settings.name}: a publication was interrupted while the model was "
+                                      "partly loaded; restart this generator")
             raise self._dead
         return StagedFiles() if self._settings.transport == "object_store" else DirectStage()
 
     async def connect(self, transfer: dict[str, Any]) -> None:
-        """Get ready to receive from GPU to GPU; waits for the others of a broadcast.
+        """Prepare to receive from GPU to GPU; waits for the other members of a broadcast.
 
         Args:
-            transfer: what vLLM's back-end wants to know.
+            transfer: initialisation of vLLM's back-end, see `generator.transfer_info`.
 
         Raises:
-            WorkerBroken: that failed.
+            WorkerBroken: the connection failed.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        with self._breaking("getting ready for weights"):
+        with self._fatal_errors("connecting for weights"):
             await self._living().init_weight_transfer_engine(WeightTransferInitRequest(init_info=transfer))
 
     async def receive(self, offer: WeightOffer) -> None:
-        """Take one bucket from GPU to GPU into the model; tokens wait from the first one to `apply`.
+        """Receive one bucket from GPU to GPU into the model; sampling pauses from the first bucket until `apply`.
 
         Raises:
-            WorkerBroken: it did not arrive as it was sent. The model is of no more use.
+            WorkerBroken: the bucket did not arrive intact. The model is no longer usable.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from rlhf_ray.weights.direct_backend import offer_info
 
         engine = self._living()
-        with self._breaking(f"taking weights version {offer.version}"):
-            if self._half_loaded is None:
-                self._half_loaded = time.perf_counter()
+        with self._fatal_errors(f"loading weights version {offer.version}"):
+            if self._loading_since is None:
+                self._loading_since = time.perf_counter()
                 await engine.pause_generation(mode="keep", clear_cache=True)
                 await engine.start_weight_update()
             await engine.update_weights(WeightTransferUpdateRequest(update_info=offer_info(offer)))
@@ -164,32 +165,33 @@ class AsynchronousEngine:
     async def apply(self, stage: StagedFiles | DirectStage, version: int) -> float:
         """See `SamplingEngine.apply`."""
         engine, began = self._living(), time.perf_counter()
-        with self._breaking(f"taking weights version {version}"):
+        with self._fatal_errors(f"loading weights version {version}"):
             if isinstance(stage, StagedFiles):
                 await self._load(stage)
-            elif self._half_loaded is not None:
-                began = self._half_loaded
+            elif self._loading_since is not None:
+                began = self._loading_since
             await engine.finish_weight_update(weight_version=str(version))
             await engine.resume_generation()
-        self._half_loaded = None
+        self._loading_since = None
         return time.perf_counter() - began
 
     async def sleep(self, level: int) -> None:
-        """Give GPU memory back until `wake`: the cache, and the weights, which level 1 keeps in main memory.
+        """Free GPU memory until `wake`: the cache and the weights, which level 1 keeps in main memory.
 
         Raises:
-            WorkerBroken: vLLM broke.
+            WorkerBroken: vLLM failed.
         """
-        with self._breaking("going to sleep"):
+        with self._fatal_errors("going to sleep"):
             await self._living().sleep(level, mode="keep")
 
     async def wake(self, parts: list[str]) -> None:
-        """Take back "weights" or "kv_cache", or both. After level 2 the weights are there only when published anew.
+        """Allocate "weights" or "kv_cache" again, or both. After level 2 the weights are undefined until the next
+        publication.
 
         Raises:
-            WorkerBroken: vLLM broke, out of memory perhaps.
+            WorkerBroken: vLLM failed, possibly out of memory.
         """
-        with self._breaking(f"waking up its {' and '.join(parts)}"):
+        with self._fatal_errors(f"waking up its {' and '.join(parts)}"):
             await self._living().wake_up(parts)
 
     async def _load(self, stage: StagedFiles) -> None:
@@ -205,22 +207,22 @@ class AsynchronousEngine:
             await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     @contextmanager
-    def _breaking(self, doing: str) -> Iterator[None]:
-        """What goes wrong inside leaves the engine of no more use.
+    def _fatal_errors(self, action: str) -> Iterator[None]:
+        """Inside, any error makes the engine unusable.
 
         Raises:
-            WorkerBroken: something did.
+            WorkerBroken: an error occurred.
         """
         try:
             yield
         except Exception as error:
-            self._dead = WorkerBroken(f"{self._settings.name}: vLLM broke while {doing} and must be restarted: "
+            self._dead = WorkerBroken(f"{self._settings.name}: vLLM failed while {action} and must be restarted: "
                                       f"{type(error).__name__}: {error}")
             self._end()
             raise self._dead from error
 
     async def abort_samples(self) -> None:
-        """See `continuing.AbortableEngine`."""
+        """See `partial_rollouts.AbortableEngine`."""
         await self._living().abort(list(self._sampling))
 
     def tokens_made(self) -> int:
@@ -228,11 +230,11 @@ class AsynchronousEngine:
         return self._finished_tokens + unfinished_tokens(self._engine)
 
     async def begin_profile(self) -> None:
-        """See `SamplingEngine.begin_profile`: vLLM's own profile of its worker processes, `PROFILED_STEPS` at most."""
+        """See `SamplingEngine.begin_profile`: vLLM profiles its worker processes, for up to `PROFILED_STEPS` steps."""
         await self._living().start_profile()
 
     async def end_profile(self, trace: Path) -> WorkerProfile | None:
-        """See `SamplingEngine.end_profile`. Of several tensor-parallel processes, the first one's."""
+        """See `SamplingEngine.end_profile`. With several tensor-parallel processes, that of the first."""
         await self._living().stop_profile()
         return await asyncio.to_thread(collect_vllm_trace, Path(self._traces.name), trace)
 
@@ -248,7 +250,7 @@ class AsynchronousEngine:
 
         own = psutil.Process()
         children = own.children(recursive=True)
-        # Python's own resource tracker lives as long as this process, whatever becomes of vLLM.
+        # Python's resource tracker lives as long as this process, independent of vLLM.
         return [own.pid] + [p.pid for p in children if not any("resource_tracker" in part for part in p.cmdline())]
 
     async def stop(self) -> None:
@@ -260,7 +262,7 @@ class AsynchronousEngine:
         self._dead = self._dead or WorkerError(f"{self._settings.name} was stopped")
         self._traces.cleanup()
         if engine is not None:
-            engine.shutdown()  # here and not on another thread: vLLM's output task would take the end for a crash
+            engine.shutdown()  # not on another thread: vLLM's output task would treat the end as a crash
 
     def _living(self) -> Any:
         if self._engine is None:
@@ -277,7 +279,8 @@ class AsynchronousEngine:
             async for output in engine.generate(prompt_of(prompt), parameters, request_id):
                 last = output
         except EngineDeadError as error:
-            self._dead = self._dead or WorkerBroken(f"{self._settings.name}: vLLM's engine process died")
+            self._dead = self._dead or WorkerBroken(f"{self._settings.name}: vLLM's engine process died; restart this "
+                                                    "generator")
             raise self._dead from error
         finally:
             self._sampling.discard(request_id)

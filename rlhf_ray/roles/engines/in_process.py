@@ -1,8 +1,8 @@
 """vLLM inside the generator's own process, stepped on one dedicated thread.
 
-All access to the engine happens on that thread: callers leave jobs in a queue, and between two steps the thread does
-them. So new weights take effect exactly between two tokens, without locks and without pausing anything. One process
-and about 0.6 GB, where `AsyncLLM` needs three processes and 2.5 GB.
+All access to the engine happens on that thread: callers put jobs in a queue, which the thread runs between two steps.
+So new weights take effect exactly between two tokens, without locks or pauses. This takes one process and about 0.6
+GB; `AsyncLLM` takes three processes and 2.5 GB.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Request = tuple[list[int], Callable[[], Any]]
-"""A prompt, and what makes vLLM's sampling parameters."""
+"""A prompt, and a function that returns vLLM's sampling parameters."""
 
 
 class StagedBuckets:
-    """One publication's tensors, left where they are: in the object store."""
+    """One publication's tensors, which stay in the object store."""
 
     def __init__(self) -> None:
         self.buckets: list[list[tuple[TensorEntry, NDArray[np.uint8]]]] = []
@@ -63,37 +63,37 @@ class StagedBuckets:
 
 @dataclass
 class RequestBatch:
-    """The requests of one call. It is woken once, when the last of them is over and all results are made: two threads
-    that both have something to do pass Python's lock to and fro, which costs them more than the work itself."""
+    """The requests of one call. The call is resumed once, when all its results are ready: waking it for every request
+    would make the two threads contend for Python's lock, which costs more than the work itself."""
 
     results: dict[str, Any]
-    """By request, in the call's order; None while it is drawn."""
-    make: Callable[[Any], Any]
-    """A result of vLLM's output."""
+    """Results by request id, in the call's order; None until it finishes."""
+    convert: Callable[[Any], Any]
+    """Converts vLLM's output to a result."""
     done: Future[list[Any]]
-    left: int
+    unfinished: int
 
     @classmethod
-    def of(cls, request_ids: Sequence[str], make: Callable[[Any], Any]) -> RequestBatch:
-        """None of them is over."""
-        return cls(dict.fromkeys(request_ids), make, Future(), len(request_ids))
+    def of(cls, request_ids: Sequence[str], convert: Callable[[Any], Any]) -> RequestBatch:
+        """A batch of unfinished requests."""
+        return cls(dict.fromkeys(request_ids), convert, Future(), len(request_ids))
 
     def take(self, output: Any) -> None:
-        """One of them is over."""
+        """Store the output of a finished request."""
         try:
-            self.results[output.request_id] = self.make(output)
+            self.results[output.request_id] = self.convert(output)
         except Exception as error:
             self.fail(error)
-        self.left -= 1
-        if not self.left and self._wanted():
+        self.unfinished -= 1
+        if not self.unfinished and self._awaited():
             self.done.set_result(list(self.results.values()))
 
     def fail(self, error: Exception) -> None:
-        """They will not all be; may be said more than once."""
-        if self._wanted():
+        """Fail the call; may be called more than once."""
+        if self._awaited():
             self.done.set_exception(error)
 
-    def _wanted(self) -> bool:
+    def _awaited(self) -> bool:
         return not self.done.done() and self.done.set_running_or_notify_cancel()
 
 
@@ -107,7 +107,7 @@ class InProcessEngine:
         self._engine: Any = None
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._waiting: dict[str, RequestBatch] = {}
-        """By request that is not over."""
+        """Batches by the id of each unfinished request."""
         self._numbers = count()
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
@@ -130,7 +130,7 @@ class InProcessEngine:
         return await self._finish([(row, scoring_parameters) for row in rows], prompt_logprobs_of)
 
     def open_stage(self) -> DoubleBuffer | StagedBuckets:
-        """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded beside the running model."""
+        """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded into a second set of weights."""
         if self._settings.generation.gpus > 0:
             return StagedBuckets()
         from rlhf_ray.weights.double_buffer import DoubleBuffer
@@ -145,7 +145,7 @@ class InProcessEngine:
         return await self._on_thread(lambda: self._apply(stage, version))
 
     async def abort_samples(self) -> None:
-        """See `continuing.AbortableEngine`."""
+        """See `partial_rollouts.AbortableEngine`."""
         await self._on_thread(self._end_samples)
 
     def tokens_made(self) -> int:
@@ -153,7 +153,7 @@ class InProcessEngine:
         return self._finished_tokens + unfinished_tokens(self._engine)
 
     async def begin_profile(self) -> None:
-        """See `SamplingEngine.begin_profile`. The profiler sees the thread that it is begun on."""
+        """See `SamplingEngine.begin_profile`. The profiler records the thread that starts it."""
         await self._on_thread(self._profile.begin)
 
     async def end_profile(self, trace: Path) -> WorkerProfile | None:
@@ -182,21 +182,22 @@ class InProcessEngine:
         self._jobs.put((work, done))
         return await asyncio.wrap_future(done)
 
-    async def _finish(self, requests: list[Request], make: Callable[[Any], T]) -> list[T]:
+    async def _finish(self, requests: list[Request], convert: Callable[[Any], T]) -> list[T]:
         if not requests:
             return []
         self._require_thread()
-        together = RequestBatch.of([str(next(self._numbers)) for _ in requests], make)
-        self._jobs.put((lambda: self._add(together, requests), Future()))
+        batch = RequestBatch.of([str(next(self._numbers)) for _ in requests], convert)
+        self._jobs.put((lambda: self._add(batch, requests), Future()))
         try:
-            return await asyncio.wrap_future(together.done)
+            return await asyncio.wrap_future(batch.done)
         except BaseException:
-            self._jobs.put((lambda: self._abort(list(together.results)), Future()))
+            self._jobs.put((lambda: self._abort(list(batch.results)), Future()))
             raise
 
     def _require_thread(self) -> None:
         if not self._thread.is_alive():
-            raise self._dead or WorkerError(f"{self._settings.name}: vLLM's thread is not running")
+            raise self._dead or WorkerError(f"{self._settings.name}: vLLM's thread is not running; call start "
+                                             "first")
 
     # On the engine's thread.
 
@@ -206,12 +207,12 @@ class InProcessEngine:
                 if self._jobs.empty() and self._busy():
                     self._step()
                 else:
-                    self._do(*self._jobs.get())
+                    self._run_job(*self._jobs.get())
 
     def _busy(self) -> bool:
         return self._engine is not None and self._engine.has_unfinished_requests()
 
-    def _do(self, work: Callable[[], Any], done: Future[Any]) -> None:
+    def _run_job(self, work: Callable[[], Any], done: Future[Any]) -> None:
         if not done.set_running_or_notify_cancel():
             return
         try:
@@ -223,13 +224,14 @@ class InProcessEngine:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            self._die(WorkerBroken(f"{self._settings.name}: vLLM failed in a step: {type(error).__name__}: {error}"))
+            self._die(WorkerBroken(f"{self._settings.name}: vLLM failed in a step and must be restarted: "
+                                   f"{type(error).__name__}: {error}"))
             return
         for output in outputs:
             self._hand_over(output)
 
     def _hand_over(self, output: Any) -> None:
-        """A request is over: give its caller the output."""
+        """Pass the output of a finished request to its batch."""
         self._finished_tokens += len(output.outputs[0].token_ids)
         waiting = self._waiting.pop(output.request_id, None)
         if waiting is not None:
@@ -242,20 +244,20 @@ class InProcessEngine:
 
             inspect_architectures(self._settings)
             config = engine_arguments(self._settings).create_engine_config()
-            gc.freeze()  # vLLM collects garbage five times as it starts; what was imported is none
+            gc.freeze()  # vLLM collects garbage five times as it starts; imported modules need no scan
             self._engine = LLMEngine(
                 config, Executor.get_class(config), log_stats=False, multiprocess_mode=False
             )
             self._engine.set_weight_version("0")
             [self._model] = self._engine.apply_model(lambda model: model)
 
-    def _add(self, together: RequestBatch, requests: list[Request]) -> None:
+    def _add(self, batch: RequestBatch, requests: list[Request]) -> None:
         try:
-            for request_id, (prompt, parameters) in zip(together.results, requests, strict=True):
+            for request_id, (prompt, parameters) in zip(batch.results, requests, strict=True):
                 self._engine.add_request(request_id, prompt_of(prompt), parameters())
-                self._waiting[request_id] = together
+                self._waiting[request_id] = batch
         except Exception as error:
-            together.fail(error)
+            batch.fail(error)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -263,7 +265,7 @@ class InProcessEngine:
         self._engine.abort_request(request_ids)
 
     def _end_samples(self) -> None:
-        """Give every waiting caller what its response has, then forget the requests. Scores go on."""
+        """Return the tokens so far to every waiting caller, and abort the requests. Scoring continues."""
         from vllm.v1.engine import FinishReason
 
         processor, ended = self._engine.output_processor, []
@@ -291,7 +293,7 @@ class InProcessEngine:
             return time.perf_counter() - began
         except Exception as error:
             broken = WorkerBroken(
-                f"{self._settings.name}: vLLM broke while taking weights version {version} and must be restarted: "
+                f"{self._settings.name}: vLLM failed while loading weights version {version} and must be restarted: "
                 f"{type(error).__name__}: {error}"
             )
             self._die(broken)
@@ -331,14 +333,14 @@ def unfinished_tokens(engine: Any) -> int:
 
 
 def eager_mode(wanted: bool) -> AbstractContextManager[Any]:
-    """Without torch.compile, also where torch was imported before `TORCH_COMPILE_DISABLE` was set."""
+    """Disables torch.compile, even if torch was imported before `TORCH_COMPILE_DISABLE` was set."""
     return torch.compiler.set_stance("force_eager") if wanted else nullcontext()
 
 
 @contextmanager
 def thread_count(threads: int) -> Iterator[None]:
-    """Give this thread's computations `threads` threads for good, also where torch was imported before
-    `OMP_NUM_THREADS` was set; and undo that vLLM replaces `torch.set_num_threads` by a function that does nothing."""
+    """Set this thread's number of computing threads permanently, even if torch was imported before `OMP_NUM_THREADS`
+    was set; and restore `torch.set_num_threads`, which vLLM replaces by a function that does nothing."""
     set_num_threads = torch.set_num_threads
     set_num_threads(threads)
     try:
@@ -349,7 +351,7 @@ def thread_count(threads: int) -> Iterator[None]:
 
 @contextmanager
 def quiet_start() -> Iterator[None]:
-    """Spare the thousands of imports the garbage collector (a sixth of the time) and the reader vLLM's own warnings."""
+    """Disable garbage collection during thousands of imports (a sixth of the time), and vLLM's own warnings."""
     collecting = gc.isenabled()
     gc.disable()
     try:

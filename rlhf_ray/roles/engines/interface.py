@@ -1,4 +1,4 @@
-"""What a generator asks of the engine that samples for it."""
+"""The interface between a generator and the engine that samples for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_ray.weights.receiver import Stage
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """All an engine is built from."""
+    """Everything that an engine is built from."""
 
     model: ModelConfig
     generation: GenerationConfig
@@ -26,42 +26,42 @@ class EngineSettings:
     """Longest prompt and response together, in tokens."""
     seed: int
     name: str
-    """The generator's name, for messages."""
+    """Name of the generator, for messages."""
     architectures: Sequence[str]
     """Model classes named in the model's config.json."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of every tensor of the model's checkpoint, by name."""
     transport: str = "object_store"
-    """How new weights come; see `WeightsConfig`."""
+    """How new weights are sent; see `WeightsConfig`."""
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One response to draw. The same request gives the same tokens alone, in any batch, on any engine (float32)."""
+    """One response to sample. In float32 a request gives the same tokens in any batch and on any engine."""
 
     prompt: list[int]
     sampling: SamplingConfig
     max_tokens: int
     seed: int
     stop_tokens: Sequence[int]
-    """Sampling one of these ends the response; it is part of the response."""
+    """Tokens that end the response; the one sampled is part of the response."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One drawn response; the arrays are aligned, one entry per response token."""
+    """One sampled response; the arrays are aligned, one entry per response token."""
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     """Log-probabilities under the distribution sampled from."""
     versions: NDArray[np.int32]
-    """Version of the weights that made each token."""
+    """Version of the weights that sampled each token."""
     finish_reason: str
     """"stop", "length" or "abort"."""
 
 
 class SamplingEngine(Protocol):
-    """A running vLLM engine. Calls may overlap; requests of all calls are batched together."""
+    """A vLLM engine. Calls may overlap; the requests of all calls are batched together."""
 
     kind: str
 
@@ -70,7 +70,7 @@ class SamplingEngine(Protocol):
         ...
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Draw all responses. Cancelling the call aborts its requests.
+        """Sample all responses. Cancelling the call aborts its requests.
 
         Raises:
             WorkerError: the engine died.
@@ -82,26 +82,26 @@ class SamplingEngine(Protocol):
         ...
 
     def open_stage(self) -> Stage:
-        """A place for one publication's buckets, where they come as near to the model as is possible without pausing
-        it. It may be filled from another thread."""
+        """An empty stage for one publication's buckets, which prepares them as far as possible without pausing the
+        model. It may be filled from another thread."""
         ...
 
     async def apply(self, stage: Any, version: int) -> float:
-        """Put staged weights in service between two tokens.
+        """Apply staged weights between two tokens.
 
-        Requests in flight go on with the new weights: their keys and values are computed again, cached ones dropped.
+        Requests in flight continue with the new weights: their keys and values are recomputed, cached ones dropped.
 
         Returns:
-            Seconds for which no token could be made.
+            Seconds during which no token could be sampled.
 
         Raises:
-            WeightsError: they do not fit together; the old ones are in service.
-            WorkerError: the model did not take them; this engine must not be used any more.
+            WeightsError: the weights are inconsistent; the old ones stay active.
+            WorkerError: loading failed; this engine must not be used any more.
         """
         ...
 
     def tokens_made(self) -> int:
-        """Tokens sampled since the start, those of unfinished responses included: a sign of life."""
+        """Tokens sampled since the start, including unfinished responses; shows whether the engine makes progress."""
         ...
 
     def pids(self) -> list[int]:
@@ -109,15 +109,15 @@ class SamplingEngine(Protocol):
         ...
 
     async def begin_profile(self) -> None:
-        """Record what the engine computes from now on."""
+        """Start profiling the engine."""
         ...
 
     async def end_profile(self, trace: Path) -> WorkerProfile | None:
-        """Write what was recorded to `trace`, and sum it up; None if nothing was."""
+        """Write the profile to `trace` and return its summary; None if none was recorded."""
         ...
 
     async def drop_profile(self) -> None:
-        """Record no more, and forget what was."""
+        """Stop profiling and discard the profile."""
         ...
 
     async def stop(self) -> None:

@@ -1,13 +1,12 @@
-"""Responses that are aborted when new weights arrive, and go on as new requests under them.
+"""Partial rollouts: responses are aborted when new weights arrive, and continue as new requests under them.
 
-An engine keeps responses in flight through an update and goes on with each in place. Here they are ended instead, with
-what they have; the tokens so far, with their log-probabilities and versions, become a part of the prompt of a request
-that draws the rest. The response is the same record in the end: every token says which version made it.
+By default an engine keeps responses in flight during an update and continues each in place. Here they are aborted; the
+tokens so far, with their log-probabilities and versions, become part of the prompt of a request that samples the rest.
+The result is the same record: every token has the version that sampled it.
 
-What is deterministic: a response that no update meets is drawn with its own seed, as ever. What follows `n` tokens is
-drawn with a seed that follows from the response's seed and `n`, so the same cut gives the same tokens on every engine.
-Where updates meet a response is a matter of timing, here as with requests that are kept; at max_staleness 0 they meet
-none.
+Determinism: a response without an update in flight uses its own seed. The continuation after `n` tokens uses a seed
+derived from the response's seed and `n`, so the same cut gives the same tokens on every engine. Where updates cut a
+response depends on timing, as with responses that are kept; with max_staleness 0 there are no cuts.
 """
 
 from __future__ import annotations
@@ -27,71 +26,72 @@ ABORTED = "abort"
 
 
 class AbortableEngine(SamplingEngine, Protocol):
-    """An engine that can end what it samples."""
+    """An engine that can abort its samples."""
 
     async def abort_samples(self) -> None:
-        """End all responses in flight: their calls return with the tokens so far, and `finish_reason` "abort"."""
+        """Abort all responses in flight: their calls return the tokens so far, with `finish_reason` "abort"."""
         ...
 
 
 class PartialRolloutEngine:
-    """Another engine, but for what happens to responses in flight when weights are put in service."""
+    """Wraps an engine so that responses in flight are aborted and continued when new weights are applied."""
 
     def __init__(self, engine: AbortableEngine) -> None:
         self._engine = engine
-        self._in_service = asyncio.Event()
-        self._in_service.set()
+        self._weights_ready = asyncio.Event()
+        self._weights_ready.set()
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the engine's own."""
+        """All other attributes are the engine's."""
         return getattr(self._engine, name)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See `SamplingEngine.sample`."""
-        made: list[Completion | None] = [None] * len(requests)
-        left = list(range(len(requests)))
-        while left:
-            await self._in_service.wait()
-            drawn = await self._engine.sample([continuation(requests[i], made[i]) for i in left])
-            for i, completion in zip(left, drawn, strict=True):
-                made[i] = joined(made[i], completion)
-            left = [i for i, completion in zip(left, drawn, strict=True) if completion.finish_reason == ABORTED]
-        return [completion for completion in made if completion is not None]
+        partial: list[Completion | None] = [None] * len(requests)
+        unfinished = list(range(len(requests)))
+        while unfinished:
+            await self._weights_ready.wait()
+            sampled = await self._engine.sample([continuation(requests[i], partial[i]) for i in unfinished])
+            for i, completion in zip(unfinished, sampled, strict=True):
+                partial[i] = concatenated(partial[i], completion)
+            unfinished = [i for i, completion in zip(unfinished, sampled, strict=True)
+                          if completion.finish_reason == ABORTED]
+        return [completion for completion in partial if completion is not None]
 
     async def receive(self, offer: WeightOffer) -> None:
         """See `AsynchronousEngine.receive`; responses in flight are aborted at the publication's first bucket."""
-        if self._in_service.is_set():
-            self._in_service.clear()
+        if self._weights_ready.is_set():
+            self._weights_ready.clear()
             await self._engine.abort_samples()
         await cast(Any, self._engine).receive(offer)
 
     async def apply(self, staged: Any, version: int) -> Any:
-        """See `SamplingEngine.apply`; responses in flight are aborted first, and go on afterwards."""
-        self._in_service.clear()
+        """See `SamplingEngine.apply`; responses in flight are aborted first, and continued afterwards."""
+        self._weights_ready.clear()
         try:
             await self._engine.abort_samples()
             return await self._engine.apply(staged, version)
         finally:
-            self._in_service.set()
+            self._weights_ready.set()
 
 
-def continuation(request: SampleRequest, made: Completion | None) -> SampleRequest:
-    """The request that draws what is missing of a response; the same request when nothing was made."""
-    count = 0 if made is None else len(made.tokens)
-    if made is None or not count:
+def continuation(request: SampleRequest, partial: Completion | None) -> SampleRequest:
+    """The request that samples the rest of a response; the same request if there are no tokens yet."""
+    count = 0 if partial is None else len(partial.tokens)
+    if partial is None or not count:
         return request
-    return replace(request, prompt=[*request.prompt, *made.tokens.tolist()], max_tokens=request.max_tokens - count,
+    return replace(request, prompt=[*request.prompt, *partial.tokens.tolist()], max_tokens=request.max_tokens - count,
                    seed=resumed_seed(request.seed, count))
 
 
 def resumed_seed(seed: int, count: int) -> int:
-    """The seed of what follows the first `count` tokens of a response, in [0, 2**63)."""
+    """The seed of a response's continuation after `count` tokens, in [0, 2**63)."""
     return int.from_bytes(hashlib.blake2b(f"{seed}+{count}".encode(), digest_size=8).digest()) >> 1
 
 
-def joined(made: Completion | None, more: Completion) -> Completion:
-    """A response and what was drawn after it, as one."""
-    if made is None:
-        return more
-    return Completion(np.concatenate([made.tokens, more.tokens]), np.concatenate([made.logprobs, more.logprobs]),
-                      np.concatenate([made.versions, more.versions]), more.finish_reason)
+def concatenated(partial: Completion | None, rest: Completion) -> Completion:
+    """A partial response and its continuation as one."""
+    if partial is None:
+        return rest
+    return Completion(np.concatenate([partial.tokens, rest.tokens]), np.concatenate([partial.logprobs, rest.logprobs]),
+                      np.concatenate([partial.versions, rest.versions]), rest.finish_reason)

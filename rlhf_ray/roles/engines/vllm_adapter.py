@@ -1,4 +1,4 @@
-"""From our configuration to vLLM's: environment and engine arguments."""
+"""Conversion between our types and vLLM's: environment, engine arguments, sampling parameters, outputs."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ if TYPE_CHECKING:
 OPEN_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"
 FREE_AT_START = 0.01
-"""Share of a GPU that vLLM asks to be free before it starts when the cache's size is given. It takes no memory by this
-share then, but does not start without it (vllm/v1/worker/utils.py, `request_memory`). Its default, 0.92, is never free
-beside a learner on the same GPU."""
+"""Fraction of a GPU that must be free when vLLM starts with a given cache size. vLLM then does not allocate by this
+fraction, but still checks it (vllm/v1/worker/utils.py, `request_memory`). Its default, 0.92, is never free if a learner
+is on the same GPU."""
 
 
 def engine_kind(config: GenerationConfig) -> str:
-    """"in_process" or "async", with "auto" settled: async on GPUs, in the worker's own process on CPUs."""
+    """"in_process" or "async"; "auto" means async on GPUs and in_process on CPUs."""
     if config.engine != "auto":
         return config.engine
     return "async" if config.gpus > 0 or config.devices > 1 else "in_process"
 
 
 def refuse_open_serialization() -> None:
-    """Refuse a switch of vLLM's that unpickles what arrives between its processes, and so runs what anybody sends.
+    """Reject a vLLM setting that unpickles messages between its processes, which lets senders run code.
 
     Raises:
-        ConfigError: it is set. We pass bytes and paths, and nothing here needs it.
+        ConfigError: the setting is on. We send bytes and paths only, so nothing needs it.
     """
     value = os.environ.get(OPEN_SERIALIZATION, "")
     if value not in ("", "0"):
         raise ConfigError(f"the environment variable {OPEN_SERIALIZATION}={value} lets vLLM unpickle, and so run, "
-                          "whatever reaches its sockets; unset it (on every node), nothing here needs it")
+                          "anything sent to its sockets; unset it (on every node), nothing here needs it")
 
 
 def generator_environment(config: GenerationConfig) -> dict[str, str]:
-    """Environment variables for a generator's process; they count only if set before torch and vLLM are imported.
-
-    What the person who started the run set for `VLLM_LOGGING_LEVEL` stays.
+    """Environment variables for a generator's process, to be set before torch and vLLM are imported. An existing
+    `VLLM_LOGGING_LEVEL` is kept.
 
     Raises:
         ConfigError: as `refuse_open_serialization`.
@@ -73,7 +72,7 @@ def generator_environment(config: GenerationConfig) -> dict[str, str]:
 
 
 def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
-    """vLLM's arguments: token ids in and out (no tokenizer), log-probabilities of the distribution sampled from."""
+    """vLLM's arguments: token ids in and out (no tokenizer), log-probabilities of the sampling distribution."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -87,7 +86,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         load_format="safetensors",
         dtype=model.dtype,
         skip_tokenizer_init=True,
-        generation_config="vllm",  # sampling is ours alone; a model's own defaults would bend the distribution
+        generation_config="vllm",  # a model's own sampling defaults would change the distribution
         max_model_len=settings.max_context,
         max_num_seqs=generation.max_sequences,
         max_num_batched_tokens=generation.prefill_tokens(settings.max_context),
@@ -117,15 +116,15 @@ def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
         return {"async_scheduling": False}
     if generation.devices == 1:
         return {}
-    # Processes of the worker's own, on the GPUs of its one bundle. vLLM's Ray executor would start actors in other
-    # bundles, which our placement, deadlines and restarts know nothing of; what it adds, engines over several nodes,
-    # costs the bandwidth of the network in every layer.
+    # Child processes of the worker, on the GPUs of its one bundle. vLLM's Ray executor would start actors in other
+    # bundles, outside our placement, deadlines and restarts; its advantage, engines over several nodes, costs network
+    # bandwidth in every layer.
     return {"tensor_parallel_size": generation.tensor_parallel, "pipeline_parallel_size": generation.pipeline_parallel,
             "distributed_executor_backend": "mp"}
 
 
 def fused_layers(architectures: Sequence[str]) -> dict[str, list[str]]:
-    """What vLLM's model fuses, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}."""
+    """Parts of each layer that vLLM's model fuses, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
@@ -133,13 +132,13 @@ def fused_layers(architectures: Sequence[str]) -> dict[str, list[str]]:
 
 
 def inspect_architectures(settings: EngineSettings) -> None:
-    """Tell vLLM's registry about the model's class from this process.
+    """Register the model's class with vLLM's registry from this process.
 
-    Otherwise the first engine on a machine starts a Python process just for that (6-12 s). That process exists to keep
-    CUDA uninitialised here, so on GPUs it is left to vLLM.
+    Otherwise the first engine on a machine starts a Python process just to inspect the class (6-12 s). That process
+    keeps CUDA uninitialised here, so on GPUs this is left to vLLM.
 
     Raises:
-        ModelError: vLLM has no class of its own for the model. It would run transformers', and fails to.
+        ModelError: vLLM has no class of its own for the model. It would try transformers', which fails.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -157,7 +156,7 @@ def inspect_architectures(settings: EngineSettings) -> None:
 
 
 def sampling_parameters(request: SampleRequest) -> SamplingParams:
-    """Parameters that draw one response and report the sampled tokens' log-probabilities, all at the end."""
+    """Parameters that sample one response and return it with its log-probabilities, all at the end."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -176,7 +175,7 @@ def sampling_parameters(request: SampleRequest) -> SamplingParams:
 
 
 def scoring_parameters() -> SamplingParams:
-    """Parameters that report the prompt's own log-probabilities (vLLM must sample a token too; it is thrown away)."""
+    """Parameters that return the prompt's log-probabilities (vLLM must sample a token too; it is discarded)."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -205,7 +204,8 @@ def completion_of(output: RequestOutput) -> Completion:
     for span in drawn.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
     if (versions < 0).any():
-        raise WorkerError(f"vLLM named no weight version for some of {len(tokens)} tokens of {output.request_id}")
+        raise WorkerError(f"vLLM returned no weight version for some of {len(tokens)} tokens of "
+                          f"{output.request_id}; use the pinned version of vLLM")
     return Completion(tokens, logprobs, versions, str(drawn.finish_reason))
 
 
@@ -218,6 +218,7 @@ def prompt_logprobs_of(output: RequestOutput) -> NDArray[np.float32]:
 
 def _only_values(flat: FlatLogprobs | None, count: int, request_id: str) -> NDArray[np.float32]:
     if flat is None or len(flat.logprobs) != count:
-        found = None if flat is None else len(flat.logprobs)
-        raise WorkerError(f"vLLM gave {found} log-probabilities for {count} tokens of {request_id}")
+        returned = None if flat is None else len(flat.logprobs)
+        raise WorkerError(f"vLLM returned {returned} log-probabilities for {count} tokens of {request_id}; use the "
+                          "pinned version of vLLM")
     return np.asarray(flat.logprobs, dtype=np.float32)

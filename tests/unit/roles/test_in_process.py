@@ -17,38 +17,38 @@ def name_of(output):
 
 
 def test_a_call_is_woken_when_its_last_request_is_over_and_gets_results_in_its_own_order():
-    together, woken = RequestBatch.of(["3", "4", "5"], name_of), []
-    together.done.add_done_callback(lambda done: woken.append(done.result()))
+    batch, woken = RequestBatch.of(["3", "4", "5"], name_of), []
+    batch.done.add_done_callback(lambda done: woken.append(done.result()))
     for request_id in ("4", "5"):
-        together.take(output(request_id))
+        batch.take(output(request_id))
         assert not woken
-    together.take(output("3"))
+    batch.take(output("3"))
     assert woken == [["response 3", "response 4", "response 5"]]
 
 
 def test_a_call_fails_once_whatever_happens_to_its_other_requests():
-    together = RequestBatch.of(["3", "4"], name_of)
-    together.fail(WorkerError("vLLM broke"))
-    together.fail(WorkerError("it was stopped"))
-    together.take(output("3"))
-    together.take(output("4"))
+    batch = RequestBatch.of(["3", "4"], name_of)
+    batch.fail(WorkerError("vLLM broke"))
+    batch.fail(WorkerError("it was stopped"))
+    batch.take(output("3"))
+    batch.take(output("4"))
     with pytest.raises(WorkerError, match="vLLM broke"):
-        together.done.result(0)
+        batch.done.result(0)
 
 
 def test_an_output_that_is_no_result_fails_the_call():
     def refuse(_):
         raise WorkerError("vLLM gave no log-probabilities")
 
-    together = RequestBatch.of(["3"], refuse)
-    together.take(output("3"))
+    batch = RequestBatch.of(["3"], refuse)
+    batch.take(output("3"))
     with pytest.raises(WorkerError, match="no log-probabilities"):
-        together.done.result(0)
+        batch.done.result(0)
 
 
 def test_nobody_is_told_of_the_end_of_a_cancelled_call():
-    together = RequestBatch.of(["3"], name_of)
-    assert together.done.cancel()
-    together.take(output("3"))
-    together.fail(WorkerError("vLLM broke"))
-    assert together.done.cancelled()
+    batch = RequestBatch.of(["3"], name_of)
+    assert batch.done.cancel()
+    batch.take(output("3"))
+    batch.fail(WorkerError("vLLM broke"))
+    assert batch.done.cancelled()

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from rlhf_ray.roles.profiling import TorchProfile, collect_vllm_trace, summed
+from rlhf_ray.roles.profiling import TorchProfile, busiest_in_trace, collect_vllm_trace
 
 
 def test_a_profile_holds_what_was_computed_between_begin_and_end_and_nothing_else(tmp_path):
@@ -42,14 +42,14 @@ def event(name, ts, dur, cat="cpu_op", tid=1):
 def test_sums_over_a_trace_count_time_of_an_operators_own():
     events = [event("linear", 0, 100), event("addmm", 10, 70), event("copy", 20, 30), event("add", 200, 5),
               event("linear", 0, 40, tid=2), {"ph": "M", "name": "process_name"}]
-    found = {o.name: (o.calls, o.own_ms) for o in summed(events)}
+    found = {o.name: (o.calls, o.own_ms) for o in busiest_in_trace(events)}
     assert found == {"linear": (2, pytest.approx(0.07)), "addmm": (1, pytest.approx(0.04)),
                      "copy": (1, pytest.approx(0.03)), "add": (1, pytest.approx(0.005))}
 
 
 def test_of_a_gpu_the_kernels_count():
     events = [event("aten::mm", 0, 5000), event("gemm", 10, 70, "kernel"), event("gemm", 90, 30, "kernel")]
-    assert [(o.name, o.calls, o.own_ms) for o in summed(events)] == [("gemm", 2, pytest.approx(0.1))]
+    assert [(o.name, o.calls, o.own_ms) for o in busiest_in_trace(events)] == [("gemm", 2, pytest.approx(0.1))]
 
 
 def test_vllms_trace_is_moved_and_those_of_other_ranks_are_removed(tmp_path):

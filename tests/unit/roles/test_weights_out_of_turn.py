@@ -1,4 +1,4 @@
-"""Calls about weights that come out of turn: after their publication broke off, or before it has begun."""
+"""Calls about weights out of order: after their publication failed, or before it has begun."""
 
 import asyncio
 
