@@ -133,7 +133,7 @@ def _notes(c: Comparison) -> list[str]:
     a, b = c.means("tokens")
     if min(a, b) > 0 and max(a, b) / min(a, b) > 1.5:
         longer = "A" if a > b else "B"
-        return [f"{longer} answers at much greater length; many scorers favour that by itself. Look at the texts."]
+        return [f"{longer} answers at much greater length; many scorers favour length. Look at the texts."]
     return []
 
 

@@ -66,7 +66,7 @@ def claim(
 
 
 def _create(term: Term, record: Record) -> bool:
-    """Make the record; False where somebody else has."""
+    """Create the record; False when another driver has created it."""
     try:
         handle = os.open(term.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
@@ -89,7 +89,7 @@ def _is_over(
     directory: Path, folder: Path, found: tuple[int, bytes], process: ProcessIdentity, say: Callable[[str], None],
     clock: Callable[[], float], sleep: Callable[[float], None],
 ) -> bool:
-    """Whether the driver of the newest record is gone; False when the record changed, and has to be judged anew.
+    """Whether the driver of the newest record is gone; False when the record changed, and has to be judged again.
 
     Raises:
         ConfigError: it lives.
@@ -187,7 +187,7 @@ class Ownership:
                 self._lose(self.term.superseded())
             elif not self._failing:
                 self._failing = True
-                self._warn(f"{self.term.path} cannot be renewed ({error.strerror or error}); the run goes on, but a "
+                self._warn(f"{self.term.path} cannot be renewed ({error.strerror or error}); the run continues, but a "
                            f"driver on another machine may take it over when this lasts for {SILENT_S:g} s")
 
     def _keep_renewing(self) -> None:

@@ -88,7 +88,7 @@ class StepClock:
         Returns, for each role of `workers`:
             busy/<role>: seconds of work, summed over its workers.
             wait/<role>: seconds in which none of its workers was busy.
-        and wait/all: seconds in which nobody was busy, the coordinator's own overhead.
+        and wait/all: seconds in which no worker was busy, the coordinator overhead.
 
         Raises:
             ValueError: the window is empty, or a role has no workers.

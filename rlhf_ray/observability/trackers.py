@@ -250,7 +250,7 @@ class Delivery:
         """Log the first problem only; nothing once the tracker was given up."""
         if not self._warned and not self._given_up:
             self._warned = True
-            self._say(f"{self._tracker.title} {trouble}. The run goes on; its numbers are in metrics.jsonl")
+            self._say(f"{self._tracker.title} {trouble}. The run continues; its numbers are in metrics.jsonl")
 
     def _say(self, text: str) -> None:
         log.getLogger(__name__).warning("%s", text)
