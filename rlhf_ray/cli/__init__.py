@@ -1,1 +1,1 @@
-"""The `rlhf-ray` command: one module a group of commands; `main` puts them together."""
+"""The `rlhf-ray` command: one module per group of commands; `main` combines them."""

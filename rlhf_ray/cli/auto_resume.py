@@ -1,7 +1,7 @@
-"""`run.auto_resume`: a run that died is started again with --resume, by a small parent process that does nothing else.
+"""`run.auto_resume`: a small parent process restarts a run that died with --resume.
 
-The parent loads no model and joins no cluster, so what kills a run hardly reaches it. It works the same in a terminal,
-under a scheduler and as the entry point of a Ray job.
+The parent loads no model and joins no cluster, so failures of the run seldom affect it. It works in a terminal, under a
+scheduler and as the entry point of a Ray job.
 """
 
 import json
@@ -25,97 +25,97 @@ from rlhf_ray.observability.faults import STARTED_AGAIN
 MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
 STOP = (signal.SIGINT, signal.SIGTERM)
 MAY_BE_OVER = (WorkerError.exit_code, ClusterUnavailable.exit_code)
-"""Exit codes of errors after which another start may succeed."""
+"""Exit codes of errors after which a restart may succeed."""
 FIRST_S, LONGEST_S = 1.0, 60.0
-"""Seconds between two tries to reach a lost cluster: the first, doubled each time, and the longest."""
+"""Seconds between two attempts to reach a lost cluster: the first pause, doubled each time, and the longest."""
 
 
 def is_child() -> bool:
-    """Whether this process was started by such a parent."""
+    """Whether this process was started by an auto-resume parent."""
     return CHILD in os.environ
 
 
 @dataclass
 class Child:
-    """A run as a process of its own."""
+    """The outcome of a run in a child process."""
 
     code: int
-    """As `subprocess.Popen.returncode`: minus the signal's number for one that died of a signal."""
+    """As `subprocess.Popen.returncode`: the negative signal number if a signal killed it."""
     asked: bool
-    """Whether the parent was asked to stop, and passed it on."""
+    """Whether the parent received a request to stop and forwarded it."""
     pid: int = 0
 
     @property
     def exit_code(self) -> int:
-        """What the parent's own exit code is to be: 128 plus the signal's number, as in a shell."""
+        """Exit code for the parent: 128 plus the signal number if a signal killed the child, as in a shell."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def may_go_on(self) -> bool:
-        """Whether starting again may help: it died of a signal that asks nobody to stop, or says so itself."""
+        """Whether a restart may succeed: an unrequested signal killed it, or its exit code allows a restart."""
         if self.asked or self.code in (0, RunInterrupted.exit_code, *(-number for number in STOP)):
             return False
         return self.code < 0 or self.code in MAY_BE_OVER
 
     def how(self) -> str:
-        """How it ended, in words."""
+        """How the run ended, in words."""
         if self.code == ClusterUnavailable.exit_code:
             return f"lost its Ray cluster, or could not connect to it (exit code {self.code})"
         return f"died of {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
 
     def loss(self) -> dict[str, Any]:
-        """What the next start is told of this one's end, just after it (see `observability.faults.note_restart`)."""
+        """Record of this end for the next start, taken right after it (see `observability.faults.note_restart`)."""
         return {"pid": self.pid, "kind": "died" if self.code < 0 else "failed", "reason": f"the run {self.how()}",
                 "lost_at": round(time.time(), 3)}
 
 
 class Outage:
-    """The time without the cluster that a run joins, since the last checkpoint that was made."""
+    """Time without the cluster that a run joins, since the last new checkpoint."""
 
     def __init__(self, config: ClusterConfig, answers: Callable[[str], bool],
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """`answers`: whether somebody takes connections at an address."""
+        """`answers`: whether an address accepts connections."""
         self._address, self._bound_s = config.address, config.start_timeout_s
         self._answers, self._clock = answers, clock
         self._waited_s, self._pause_s = 0.0, FIRST_S
 
     def over(self) -> None:
-        """The run went on."""
+        """Reset the waiting time, because the run made progress."""
         self._waited_s, self._pause_s = 0.0, FIRST_S
 
     def ended(self, child: Child) -> bool:
-        """Whether the child ended for want of the cluster. One that it started itself is started anew with it."""
+        """Whether the child ended because it lost a joined cluster. A local cluster is restarted with the run."""
         if not self._address:
             return False
         return child.code == ClusterUnavailable.exit_code or not self._answers(self._address)
 
     def waited(self, child: Child) -> bool:
-        """Wait until the address answers again; False when it does not in time, or at a request to stop."""
+        """Wait until the address accepts connections again; False on timeout or on a request to stop."""
         while (left := self._bound_s - self._waited_s) > 0:
             began, pause_s = self._clock(), min(self._pause_s, left)
             self._pause_s = min(2 * self._pause_s, LONGEST_S)
-            _say(f"the run {child.how()}; {self._address} is tried again in {pause_s:g} s, and for at most {left:.0f} "
-                 f"s (run.auto_resume, cluster.start_timeout_s={self._bound_s:g})")
+            _say(f"the run {child.how()}; trying {self._address} again in {pause_s:g} s, for at most {left:.0f} s "
+                 f"(run.auto_resume, cluster.start_timeout_s={self._bound_s:g})")
             if _pause(pause_s):
-                _say("asked to stop while waiting for the cluster; --resume goes on from the last checkpoint")
+                _say("stopped while waiting for the cluster; use --resume to continue from the last checkpoint")
                 child.code = RunInterrupted.exit_code
                 return False
             there = self._answers(str(self._address))
             self._waited_s += self._clock() - began
             if there:
                 return True
-        _say(f"the run {child.how()}, and the cluster did not answer within cluster.start_timeout_s="
-             f"{self._bound_s:g} s: it is not started again (run.auto_resume)")
+        _say(f"the run {child.how()}, and the cluster did not respond within cluster.start_timeout_s="
+             f"{self._bound_s:g} s: the run is not restarted (run.auto_resume)")
         return False
 
 
 def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool, outage: Outage) -> int:
-    """Run `rlhf-ray COMMAND`, and again with --resume as long as it dies and has made a checkpoint since. While the
-    cluster that it joins does not answer, wait for it.
+    """Run `rlhf-ray COMMAND`, and restart it with --resume each time it dies after a new checkpoint. Wait for a lost
+    cluster.
 
     Args:
-        store: of the run.
-        resume: whether to pass --resume the first time, too.
+        store: checkpoints of the run.
+        resume: whether to pass --resume on the first start too.
 
     Returns:
         the exit code for this process.
@@ -133,40 +133,40 @@ def run_and_resume(command: Sequence[str], store: CheckpointStore, resume: bool,
             if not outage.waited(child):
                 return child.exit_code
         elif not went_on:
-            _say(f"the run {child.how()} and has made no checkpoint since it was started: it is not started again "
+            _say(f"the run {child.how()} and saved no checkpoint since its start: it is not restarted "
                  "(run.auto_resume)")
             return child.exit_code
-        where = f"goes on from the checkpoint of step {newest[0]}" if newest else "begins anew"
-        _say(f"the run {child.how()}; it is started again and {where} (run.auto_resume)")
+        where = f"from the checkpoint of step {newest[0]}" if newest else "from the beginning"
+        _say(f"the run {child.how()}; restarting it {where} (run.auto_resume)")
         resume, loss = True, child.loss()
 
 
 def _run(arguments: Sequence[str], loss: Mapping[str, Any] | None = None) -> Child:
-    """Run the command line to its end; `loss` is that of the start before.
+    """Run the command line to its end; `loss` is that of the previous start.
 
-    Requests to stop are passed on, each once: the child is in a process group of its own, so that none reaches it by
-    two ways (but where Ray stops a job: see `coordinator.stop`). It is asked to stop, too, when this process dies.
+    Requests to stop are forwarded once each: the child has its own process group, so that none reaches it twice (except
+    when Ray stops a job: see `coordinator.stop`). It receives SIGTERM if this process dies.
     """
-    told = {} if loss is None else {STARTED_AGAIN: json.dumps(loss)}
+    restart = {} if loss is None else {STARTED_AGAIN: json.dumps(loss)}
     process = subprocess.Popen(
-        [*MAIN, *arguments], env={**os.environ, CHILD: "1", **told}, process_group=0,
+        [*MAIN, *arguments], env={**os.environ, CHILD: "1", **restart}, process_group=0,
         preexec_fn=_stop_with_parent if sys.platform == "linux" else None,
     )
-    with _passing_on(process) as asked:
+    with _forward_signals(process) as asked:
         code = process.wait()
     return Child(code, bool(asked), process.pid)
 
 
 @contextmanager
-def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass requests to stop on to the process meanwhile; yields the list of those that came."""
+def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Forward SIGINT and SIGTERM to the process; yields the list of those received."""
     asked: list[int] = []
 
-    def pass_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         asked.append(number)
         process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOP}
+    before = {number: signal.signal(number, forward) for number in STOP}
     try:
         yield asked
     finally:
@@ -175,17 +175,17 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _pause(seconds: float) -> bool:
-    """Wait, unless asked to stop meanwhile; whether it was. (A pipe, since a handler that takes a lock, as that of an
-    event, may run in the moment in which this thread holds it.)"""
-    heard, told = os.pipe()
-    before = {number: signal.signal(number, lambda *_: os.write(told, b".")) for number in STOP}
+    """Wait, unless a request to stop arrives; returns whether one did. (A pipe is used because a handler that takes a
+    lock, as an event does, may run while this thread holds that lock.)"""
+    reader, writer = os.pipe()
+    before = {number: signal.signal(number, lambda *_: os.write(writer, b".")) for number in STOP}
     try:
-        return bool(select.select((heard,), (), (), seconds)[0])
+        return bool(select.select((reader,), (), (), seconds)[0])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(heard)
-        os.close(told)
+        os.close(reader)
+        os.close(writer)
 
 
 def _stop_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""`rlhf-ray data inspect`: what a data set becomes before a model is trained on it."""
+"""`rlhf-ray data inspect`: shows a data set as training would read it."""
 
 import sys
 from typing import Annotated, Any, Literal
@@ -21,16 +21,16 @@ def before_command() -> None:
 def inspect(
     context: typer.Context,
     path: Annotated[str, typer.Argument(metavar="PATH", help="File, pattern, saved directory or Hub data set.")],
-    model: Annotated[str, typer.Option(help="Model or tokenizer that reads it: directory or Hub name.")],
-    kind: Annotated[Kind | None, typer.Option(help="What it is; told by its columns when left out.")] = None,
+    model: Annotated[str, typer.Option(help="Model or tokenizer: directory or Hub name.")],
+    kind: Annotated[Kind | None, typer.Option(help="Kind of the data; detected from its columns if not given.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
 ) -> None:
-    """Show what will be trained on: how many rows, how long, the template applied, and every row that cannot be used.
+    """Show a data set as training would read it: number and length of rows, the template applied, and unusable rows.
 
-    More options are fields of the data section: --column=question, --max_tokens=256, --limit=1000, --system="...", and
-    for judged steps --steps.placeholder and the others of `steps`. They may be written as a stage's: --data.limit=1000.
+    Further options are fields of the data section: --column=question, --max_tokens=256, --limit=1000, --system="...",
+    and for judged steps --steps.placeholder and the other fields of `steps`. The form --data.limit=1000 works too.
 
-    Exits with 1 when rows are malformed, which training would refuse, and with 2 when nothing can be used.
+    The exit code is 1 if rows are malformed, which training would refuse, and 2 if no row can be used.
     """
     from rlhf_ray.cli.data_report import print_inspection
     from rlhf_ray.cli.library_logging import quiet_libraries
@@ -48,15 +48,14 @@ def inspect(
     found = look(section, tokenizer, rows, steps)
     print_inspection(found, kind, tokenizer.chat_template is not None, sys.stdout)
     if not found.report.kept:
-        raise DataError(f"nothing in {path} can be used as {kind}; see above what is wrong with its rows")
+        raise DataError(f"nothing in {path} can be used as {kind}; the messages above say what is wrong with its rows")
     if found.row_errors.count:
         raise typer.Exit(1)
 
 
 def _given(arguments: list[str]) -> dict[str, Any]:
-    """The fields of the data section and of `steps`, whether written bare or with the section that a stage has them in.
-    A field of `steps` is one of the data section too, the column, so they stay apart: {"limit": 9, "steps.good": "+"}.
-    """
+    """The fields of the data section and of `steps`, with or without their section's prefix. Fields of `steps` keep the
+    prefix in the result, because `steps` is also a data field: {"limit": 9, "steps.good": "+"}."""
     from rlhf_ray.config.data import StepsConfig
     from rlhf_ray.config.sources import read_overrides
 
@@ -69,7 +68,7 @@ def _given(arguments: list[str]) -> dict[str, Any]:
 
 
 def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The kind, and the columns, that the columns of the first usable row tell."""
+    """The kind and the column fields, detected from the columns of the first usable row."""
     from rlhf_ray.data.inspection import kind_of
     from rlhf_ray.data.load_report import RowErrors
     from rlhf_ray.data.row_readers import stream_rows
@@ -77,7 +76,7 @@ def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     rows = stream_rows(path, RowErrors(lenient=True), given.get("split") or "train", None, given.get("subset"))
     first = next((block.records[0] for block in rows if len(block)), None)
     if first is None:
-        raise DataError(f"{path}: no row can be read; say --kind to see what is wrong with them")
+        raise DataError(f"{path}: no row can be read; add --kind to see what is wrong with them")
     return kind_of(set(first))
 
 
@@ -85,7 +84,7 @@ def _sections(kind: str, path: str, given: dict[str, Any]) -> tuple[Any, Any]:
     """The data section and, for process-labelled rows, how steps are written.
 
     Raises:
-        ConfigError: a field that the section does not have, or a wrong value.
+        ConfigError: an unknown field, or an invalid value.
     """
     from rlhf_ray.config.data import StepsConfig
     from rlhf_ray.config.section import Section

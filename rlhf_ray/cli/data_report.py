@@ -18,7 +18,7 @@ LOSS_STYLE = "bold green"
 
 
 def print_inspection(found: Inspection, kind: str, has_template: bool, stream: TextIO) -> None:
-    """Print an inspection; in a terminal tokens with loss are coloured, elsewhere they stand between « and »."""
+    """Print an inspection; tokens with loss are coloured in a terminal, and between « and » elsewhere."""
     plain = not is_terminal(stream)
     console = Console(file=stream, soft_wrap=True, highlight=False, no_color=plain)
     report, row_errors = found.report, found.row_errors
@@ -68,5 +68,5 @@ def _print_example(title: str, example: Example, plain: bool, console: Console) 
 
 
 def _visible(text: str) -> str:
-    """`text` with line breaks indented and without control characters, which could move the cursor."""
+    """`text` with indented line breaks and without control characters, which could move the cursor."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text).replace("\n", "\n  ")

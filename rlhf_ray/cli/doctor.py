@@ -1,4 +1,4 @@
-"""`rlhf-ray doctor`: whether this machine can run us, and what to do where it cannot. Only reads, changes nothing."""
+"""`rlhf-ray doctor`: checks whether this machine can run rlhf-ray, and says how to fix it. Changes nothing."""
 
 import os
 import shutil
@@ -24,21 +24,20 @@ LEAST_DRIVER = 580
 LEAST_GIB = 16.0
 """A one-GPU run of a 0.5B model in bfloat16 with AdamW's state: 16 bytes a weight and some for the cache."""
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-SLOW_WAYS = {"NCCL_P2P_DISABLE": "GPUs of a node then talk through main memory",
-             "NCCL_IB_DISABLE": "nodes then talk over TCP", "NCCL_SHM_DISABLE": "GPUs of a node then talk over TCP"}
+SLOW_WAYS = {"NCCL_P2P_DISABLE": "GPUs of a node communicate through main memory",
+             "NCCL_IB_DISABLE": "nodes communicate over TCP", "NCCL_SHM_DISABLE": "GPUs of a node communicate over TCP"}
 PORTS = {6379: "`ray start --head` (--port)", 8265: "Ray's dashboard and job API (--dashboard-port)",
          10001: "Ray's client server (--ray-client-server-port)"}
-"""Those of a head node by default, and the option that names others. A private local cluster takes free ones."""
+"""Default ports of a head node, and the option that changes each. A private local cluster uses free ports."""
 OTHERS_MAY_READ = 0o077
 
 
 def doctor() -> None:
-    """Check Python, packages, CPU, GPUs, NCCL, memory, disk, ports and token, and say what to do where something is
-    wrong."""
+    """Check Python, packages, CPU, GPUs, NCCL, memory, disk, ports and token, and say how to fix problems."""
     from rich.console import Console
     from rich.table import Table
 
-    marks = {"ok": "[green]ok[/]", "warn": "[yellow]look[/]", "fail": "[red]wrong[/]"}
+    marks = {"ok": "[green]ok[/]", "warn": "[yellow]warning[/]", "fail": "[red]failed[/]"}
     findings = inspect_machine()
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for finding in findings:
@@ -47,13 +46,13 @@ def doctor() -> None:
             table.add_row("", "", f"[italic]{finding.advice}[/]")
     Console(highlight=False).print(table)
     wrong = sum(f.status == "fail" for f in findings)
-    typer.echo("nothing stands in the way of a run" if not wrong else f"{wrong} to put right before a run")
+    typer.echo("this machine can run rlhf-ray" if not wrong else f"{wrong} problems to fix before a run")
     raise typer.Exit(1 if wrong else 0)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. "warn" may matter, "fail" stops runs."""
+    """Outcome of one check. "warn" may matter; "fail" prevents runs."""
 
     status: Literal["ok", "warn", "fail"]
     name: str
@@ -62,7 +61,7 @@ class Finding:
 
 
 def installed(package: str) -> str | None:
-    """Version of an installed package, or None."""
+    """Version of an installed package; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -72,7 +71,7 @@ def installed(package: str) -> str | None:
 
 
 def inspect_machine(directory: Path = Path()) -> list[Finding]:
-    """Everything that a run needs, as found here; `directory` is where runs would be written."""
+    """All checks on this machine; `directory` is where runs would be written."""
     from rlhf_ray.planning.local_machine import gpus_here
 
     gpus = gpus_here()
@@ -86,7 +85,7 @@ def inspect_machine(directory: Path = Path()) -> list[Finding]:
         check_nccl(gpus),
         check_memory(),
         check_space("shared memory", Path("/dev/shm"), LEAST_SHM_GIB, SHM_ADVICE),
-        check_space("disk", directory, LEAST_DISK_GIB, "free some, or write runs elsewhere (--run.dir)"),
+        check_space("disk", directory, LEAST_DISK_GIB, "free some space, or write runs elsewhere (--run.dir)"),
         check_ports(),
         check_token(),
         check_compiler(),
@@ -94,7 +93,7 @@ def inspect_machine(directory: Path = Path()) -> list[Finding]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """3.11 and 3.12 are what the dependencies are built for."""
+    """The dependencies are built for Python 3.11 and 3.12."""
     text = ".".join(map(str, version))
     if version[:2] in ((3, 11), (3, 12)):
         return Finding("ok", "Python", text)
@@ -102,7 +101,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_packages() -> list[Finding]:
-    """Each dependency: installed, and in the range that this package was run with."""
+    """Whether each dependency is installed, in the tested version range."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -125,17 +124,17 @@ def check_packages() -> list[Finding]:
 
 
 def installed_engines() -> dict[str, str]:
-    """Name and version of each vLLM distribution here."""
+    """Name and version of each installed vLLM distribution."""
     return {name: version for name in ENGINES if (version := installed(name))}
 
 
 def check_engine(engines: dict[str, str], gpu: bool) -> Finding:
-    """One vLLM, and the one for this hardware."""
+    """Whether exactly one vLLM is installed, the one for this hardware."""
     text = ", ".join(f"{name} {version}" for name, version in engines.items()) or "not installed"
     if not engines:
         return Finding("fail", "vLLM", text, f"make install{' EXTRA=gpu' if gpu else ''}")
     if len(engines) > 1:
-        return Finding("fail", "vLLM", text, "both fill the same folder; remove .venv and run make install again")
+        return Finding("fail", "vLLM", text, "both use the same folder; remove .venv and run make install again")
     if gpu and "vllm" not in engines:
         return Finding("warn", "vLLM", text, "the CPU build leaves the GPU idle: make install EXTRA=gpu")
     if not gpu and "vllm" in engines:
@@ -144,40 +143,40 @@ def check_engine(engines: dict[str, str], gpu: bool) -> Finding:
 
 
 def check_torch_companions() -> Finding:
-    """CUDA builds of torchvision and its kin break `import transformers` beside a CPU torch."""
+    """CUDA builds of torchvision and similar packages break `import transformers` with a CPU torch."""
     torch, strays = installed("torch") or "not installed", [p for p in CUDA_ONLY if installed(p)]
     if strays and torch.endswith("+cpu") and not all((installed(p) or "").endswith("+cpu") for p in strays):
-        advice = f"text needs none of them and they break transformers: uv pip uninstall {' '.join(strays)}"
-        return Finding("fail", "torch", f"{torch} beside {', '.join(strays)}", advice)
+        advice = f"they are not needed and break transformers: uv pip uninstall {' '.join(strays)}"
+        return Finding("fail", "torch", f"{torch} with {', '.join(strays)}", advice)
     return Finding("ok", "torch", torch)
 
 
 def check_cpu() -> Finding:
-    """Cores that this process may use, and the vector instructions that vLLM's CPU build wants."""
+    """Cores available to this process, and the vector instructions that vLLM's CPU build needs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     flags = _cpu_flags()
     vector = next((f for f in ("avx512f", "avx2") if f in flags), "no AVX2")
     found = f"{cores} cores, {vector}"
     if cores < 2:
-        return Finding("warn", "CPU", found, "a run works on one core, but roles wait for each other")
+        return Finding("warn", "CPU", found, "a run works on one core, but slowly")
     if flags and vector == "no AVX2":
         return Finding("fail", "CPU", found, "vLLM's CPU build needs AVX2; use another machine, or a GPU")
     return Finding("ok", "CPU", found)
 
 
 def check_memory() -> Finding:
-    """Memory free for use now."""
+    """Available memory."""
     import psutil
 
     memory = psutil.virtual_memory()
     found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
     if memory.available < LEAST_MEMORY_GIB * GIB:
-        return Finding("warn", "memory", found, f"the quickstart takes about {LEAST_MEMORY_GIB:g} GiB; close something")
+        return Finding("warn", "memory", found, f"the quickstart needs {LEAST_MEMORY_GIB:g} GiB; close other programs")
     return Finding("ok", "memory", found)
 
 
 def check_space(name: str, path: Path, least_gib: float, advice: str) -> Finding:
-    """Room on the file system that holds `path`."""
+    """Free space on the file system of `path`."""
     if not path.exists():
         return Finding("warn", name, f"there is no {path}", advice)
     free = shutil.disk_usage(path).free / GIB
@@ -187,7 +186,7 @@ def check_space(name: str, path: Path, least_gib: float, advice: str) -> Finding
 
 
 def check_compiler() -> Finding:
-    """A C++ compiler, for the parts that torch and DeepSpeed compile on first use."""
+    """A C++ compiler, for code that torch and DeepSpeed compile on first use."""
     compiler = next((p for c in ("c++", "g++", "clang++") if (p := shutil.which(c))), None)
     if compiler:
         return Finding("ok", "C++ compiler", compiler)
@@ -196,7 +195,7 @@ def check_compiler() -> Finding:
 
 
 def _cpu_flags() -> set[str]:
-    """Instruction sets of the first processor; empty where the kernel does not tell."""
+    """Instruction sets of the first processor; empty if the kernel does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -205,9 +204,9 @@ def _cpu_flags() -> set[str]:
 
 
 def check_gpus(gpus: Sequence["GPU"]) -> Finding:
-    """Whether the driver runs torch's CUDA, and the memory holds a small run."""
+    """Whether the driver supports torch's CUDA, and the memory suffices for a small run."""
     if not gpus:
-        broken = "nvidia-smi is there and lists no GPU; look at its own message" if shutil.which("nvidia-smi") else ""
+        broken = "nvidia-smi lists no GPU; run it to see its message" if shutil.which("nvidia-smi") else ""
         return Finding("warn" if broken else "ok", "GPU", "none: everything runs on the CPU", broken)
     found = ", ".join(f"{gpu.name} ({gpu.gib:.0f} GiB)" for gpu in gpus) + f", driver {gpus[0].driver}"
     branch = gpus[0].driver.partition(".")[0]
@@ -221,54 +220,54 @@ def check_gpus(gpus: Sequence["GPU"]) -> Finding:
 
 
 def check_nccl(gpus: Sequence["GPU"], environment: Mapping[str, str] = os.environ) -> Finding:
-    """NCCL, over which GPU learners reduce gradients and weights travel to generators."""
+    """NCCL, with which GPU learners reduce gradients and send weights to generators."""
     if not gpus:
         return Finding("ok", "NCCL", "not needed without a GPU")
     versions = [f"{name} {version}" for name in NCCL if (version := installed(name))]
     if not versions:
-        return Finding("fail", "NCCL", "not installed", "it comes with torch's CUDA build: make install EXTRA=gpu")
+        return Finding("fail", "NCCL", "not installed", "torch's CUDA build includes it: make install EXTRA=gpu")
     slow = [f"{name}={environment[name]}: {why}" for name, why in SLOW_WAYS.items()
             if environment.get(name, "0") not in ("", "0")]
     if slow and len(gpus) > 1:
-        return Finding("warn", "NCCL", ", ".join(versions), f"{'; '.join(slow)}. Unset unless you must")
+        return Finding("warn", "NCCL", ", ".join(versions), f"{'; '.join(slow)}. Unset them unless you need them")
     return Finding("ok", "NCCL", ", ".join(versions))
 
 
 def taken(port: int) -> bool:
-    """Whether something listens at a port of this machine's loopback address."""
+    """Whether a process listens on a port of this machine's loopback address."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def check_ports(is_taken: Callable[[int], bool] = taken) -> Finding:
-    """Whether a head node could start here, and any process listen at all."""
+    """Whether a head node could start here, and whether processes can listen at all."""
     try:
         with socket.socket() as any_port:
             any_port.bind(("127.0.0.1", 0))
     except OSError as error:
-        return Finding("fail", "ports", f"nothing can listen at 127.0.0.1: {error}",
-                       "Ray's processes talk over loopback; allow it (a sandbox or firewall forbids it)")
+        return Finding("fail", "ports", f"no process can listen on 127.0.0.1: {error}",
+                       "Ray's processes communicate over loopback; allow it in the sandbox or firewall")
     busy = [port for port in PORTS if is_taken(port)]
     if not busy:
         return Finding("ok", "ports", ", ".join(map(str, PORTS)) + " are free")
     advice = "; ".join(f"{port} is for {PORTS[port]}" for port in busy)
-    return Finding("warn", "ports", f"{', '.join(map(str, busy))} taken, by a Ray cluster perhaps",
-                   f"a run of its own takes free ports; to start a head node here as well, name others: {advice}")
+    return Finding("warn", "ports", f"{', '.join(map(str, busy))} in use, perhaps by a Ray cluster",
+                   f"a local run uses free ports; to start another head node here, choose other ports: {advice}")
 
 
 def check_token(environment: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:
-    """Whether clusters that are started here ask for a token, and whether it is a secret."""
+    """Whether clusters started here require a token, and whether the token is secret."""
     mode = environment.get("RAY_AUTH_MODE", "")
     file = Path(environment.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")
     if mode == "disabled":
-        return Finding("warn", "auth", "RAY_AUTH_MODE=disabled", "a cluster started here runs code for whoever reaches "
-                       "it; unset the variable, or set it to token")
+        return Finding("warn", "auth", "RAY_AUTH_MODE=disabled", "a cluster started here runs code for anyone who can "
+                       "connect to it; unset the variable, or set it to token")
     if environment.get("RAY_AUTH_TOKEN"):
         return Finding("ok", "auth", "a token in RAY_AUTH_TOKEN")
     if not file.is_file():
-        return Finding("ok", "auth", "no token yet: a local cluster makes one. To join or start others: "
+        return Finding("ok", "auth", "no token yet: a local cluster creates one. To join or start others: "
                                      "ray get-auth-token --generate")
     if file.stat().st_mode & OTHERS_MAY_READ:
-        return Finding("warn", "auth", f"a token in {file}, which others may read", f"chmod 600 {file}")
+        return Finding("warn", "auth", f"a token in {file}, which other users can read", f"chmod 600 {file}")
     return Finding("ok", "auth", f"a token in {file}")

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 Address = Annotated[str | None, typer.Option(
     "--address", envvar="RAY_API_SERVER_ADDRESS", show_default="http://127.0.0.1:8265", help="Address of the cluster's "
-    "job server, which is its dashboard's: http://HOST:8265.")]
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a run's name: its newest job.")]
+    "job server, the same as its dashboard's: http://HOST:8265.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or the name of a run, for its newest job.")]
 AllowOpen = Annotated[bool, typer.Option(
-    "--allow-open", help="Use a cluster that others can reach and that has no authentication; only where the network "
-    "is closed.")]
+    "--allow-open", help="Use a cluster that others can reach and that has no authentication; only on a closed "
+    "network.")]
 WIDEST = 160
-"""Columns of the table; a narrower terminal wraps its lines, and a pipe gets them whole."""
+"""Width of the table; a narrower terminal wraps its lines."""
 KILL_S = 60.0
-"""For a killed job to be gone."""
+"""Timeout for a killed job to end."""
 DETACHED = 130
-"""Exit code of a command that was left with Ctrl-C, as a shell has it."""
+"""Exit code of a command interrupted by Ctrl-C, as in a shell."""
 
 
 def jobs(
@@ -57,10 +57,10 @@ def jobs(
 
 def logs(
     job: JobName, address: Address = None, allow_open: AllowOpen = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends; Ctrl-C ends the following "
-                                         "alone. The exit code is the job's.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends; Ctrl-C stops following, "
+                                         "not the job. The exit code is the job's.")] = False,
 ) -> None:
-    """Show what a submitted run printed."""
+    """Show the output of a submitted run."""
     from rlhf_ray.cluster.jobs.server import connect
 
     server = connect(address, allow_open)
@@ -72,10 +72,10 @@ def logs(
 
 def stop(
     job: JobName, address: Address = None, allow_open: AllowOpen = False,
-    force: Annotated[bool, typer.Option("--force", help="Kill it at once; its last checkpoint is safe.")] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show what it does until it has ended.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Kill it at once; its last checkpoint remains valid.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show its output until it has ended.")] = True,
 ) -> None:
-    """Have a submitted run save a checkpoint and end; it can be gone on with."""
+    """Let a submitted run save a checkpoint and end; it can be resumed."""
     from rlhf_ray.cluster.jobs.server import connect
 
     server = connect(address, allow_open)
@@ -87,17 +87,18 @@ def stop(
     if force and found.node:
         _kill(server, found, found.node)
     elif force:
-        server.stop(found.id)  # it has no process yet
+        server.stop(found.id)  # there is no process yet
     else:
         server.stop(found.id)
-        typer.echo(f"asked {found.id} to stop: it finishes an update under way, saves a checkpoint and ends. Ray kills "
+        typer.echo(f"asked {found.id} to stop: it finishes the current update, saves a checkpoint and ends. Ray kills "
                    f"it after {found.about.get('stop_wait_s', '3')} s; --force does so now")
     if wait:
         follow_job(server, found.id, address, seen)
 
 
 def follow_job(server: "JobServer", job_id: str, address: str | None, skip: int = 0) -> int:
-    """Follow a job to its end and say how it ended; Ctrl-C ends the following alone. Returns the exit code."""
+    """Print a job's output until it ends, then its outcome; Ctrl-C stops following, not the job. Returns the exit
+    code."""
     import asyncio
 
     from rlhf_ray.cluster.jobs.job import KILLED
@@ -109,28 +110,28 @@ def follow_job(server: "JobServer", job_id: str, address: str | None, skip: int 
         with FollowedProgress() as progress:
             job = asyncio.run(follow(server, job_id, progress.feed, skip))
     except KeyboardInterrupt:
-        typer.echo(f"\n{job_id} goes on without us. Come back with: rlhf-ray logs {job_id} --follow{at}; end it with: "
+        typer.echo(f"\n{job_id} keeps running. Follow it again with: rlhf-ray logs {job_id} --follow{at}; end it with: "
                    f"rlhf-ray stop {job_id}{at}", err=True)
         return DETACHED
     typer.echo(f"{job_id}: {job.describe_state()}", err=job.exit_code != 0)
     if job.state == "FAILED" and job.code is None and job.message:
-        typer.echo(job.message.strip(), err=True)  # Ray's own word of a job whose command was never run
+        typer.echo(job.message.strip(), err=True)  # Ray's message about a job whose command never started
     if job.exit_code in (RunInterrupted.exit_code, KILLED) and job.ours:
-        typer.echo(f"go on with: {resume_command(job, address)}", err=True)
+        typer.echo(f"resume with: {resume_command(job, address)}", err=True)
     return job.exit_code
 
 
 def resume_command(job: "Job", address: str | None) -> str:
-    """What to type to go on with a job's run."""
+    """The command that resumes a job's run."""
     return shlex.join(["rlhf-ray", "submit", *job.arguments, *(["--address", address] if address else []), "--resume"])
 
 
 def print_job(name: str, address: str) -> None:
-    """Say how a job stands, what it is, and how far its run is."""
+    """Print a job's state, its details, and the progress of its run."""
     from rlhf_ray.cluster.jobs.server import connect
     from rlhf_ray.observability.progress import newest_step
 
-    server = connect(address, allow_open=True)  # it only reads, and a token was shown to nobody who did not ask for one
+    server = connect(address, allow_open=True)  # read-only, and no token is sent unasked
     job = server.job(name)
     about = job.about
     typer.echo(f"{job.id}: {job.describe_state()}")
@@ -149,19 +150,19 @@ def print_job(name: str, address: str) -> None:
 
 
 def _kill(server: "JobServer", job: "Job", node: str) -> None:
-    """Kill a job's driver by another job on its node, which is forgotten afterwards. The driver is not asked to stop
-    before: it would begin to save what nobody waits for."""
+    """Kill a job's driver by another job on its node, which is deleted afterwards. The driver gets no request to stop
+    first, because it would start to save."""
     typer.echo(f"killing {job.id}")
     helper = server.run_on(node, f"python -m rlhf_ray.cluster.jobs.kill_driver {shlex.quote(job.id)}", job.environment)
     until = time.monotonic() + KILL_S
     while not (state := server.job(helper)).over:
         if time.monotonic() > until:
-            raise ClusterError(f"nothing killed {job.id} within {KILL_S:g} s: the job {helper}, which was to do so, is "
+            raise ClusterError(f"{job.id} was not killed within {KILL_S:g} s: the killing job {helper} is "
                                f"{state.describe_state()}")
         time.sleep(0.5)
     said = server.logs(helper).strip().splitlines()[-1:]
     if state.exit_code != 0:
-        raise ClusterError(f"{job.id} was not killed: the job {helper}, which was to do so, {state.describe_state()}: "
+        raise ClusterError(f"{job.id} was not killed: the killing job {helper} {state.describe_state()}: "
                            f"{' '.join(said) or state.message}")
     typer.echo("".join(said))
     server.forget(helper)

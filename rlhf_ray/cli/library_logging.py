@@ -1,4 +1,4 @@
-"""Keeps the libraries below from talking over a run. Called by commands, never on import."""
+"""Reduces the log output of other libraries during a run. Called by commands, never on import."""
 
 import os
 import warnings
@@ -9,16 +9,16 @@ LEVELS = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",  # forking after a parallel tokenizer call warns and may deadlock
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's coming default; unset, every start prints a FutureWarning
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; unset, every start prints a FutureWarning
 }
-"""Environment variables that set what a library says."""
+"""Environment variables that set the log level of a library."""
 _NOISY = ("transformers", "vllm", "deepspeed", "torch", "datasets", "ray", "huggingface_hub", "pydantic")
 
 
 def quiet_libraries() -> None:
-    """Lower other libraries to errors and real warnings, in this process and those it starts.
+    """Reduce other libraries' output to errors and important warnings, in this process and its children.
 
-    A level that the user has set in the environment stays as it is. Our own warnings stay visible.
+    A level that the user has set in the environment is kept. Our own warnings stay visible.
     """
     for variable, value in LEVELS.items():
         os.environ.setdefault(variable, value)

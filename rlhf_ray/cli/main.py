@@ -1,6 +1,6 @@
-"""The `rlhf-ray` command line: what there is to run, and how errors end it.
+"""The `rlhf-ray` command line: its commands, and how errors end it.
 
-Nothing heavy is imported before a command needs it, so that `--help` answers at once.
+Heavy imports happen inside commands, so that `--help` is fast.
 """
 
 import errno
@@ -25,18 +25,18 @@ from rlhf_ray.errors import RLHFError, RunInterrupted, StoppedEarly
 
 TRAINING, CLUSTER, MODELS, AROUND = "Stages", "On a cluster", "With a model", "Around a run"
 RUNS = ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "serve-reward")
-"""Commands whose work goes on without their output. Others are there for it: a pipe that is closed ends them."""
+"""Commands that continue if their output cannot be written. A closed pipe ends the others."""
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 HELP = "PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
 
 app = typer.Typer(
     name="rlhf-ray",
-    epilog="Begin with: rlhf-ray quickstart",
+    epilog="Start with: rlhf-ray quickstart",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # which wraps a docstring's lines anew
+    rich_markup_mode="markdown",  # it rewraps docstrings
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
@@ -55,11 +55,11 @@ def before_command(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options that stand before a command."""
+    """Options before the command."""
 
 
-for beginning in (quickstart, example):
-    app.command(rich_help_panel="Begin here", context_settings=STAGE_ARGUMENTS)(beginning)
+for first_command in (quickstart, example):
+    app.command(rich_help_panel="Start here", context_settings=STAGE_ARGUMENTS)(first_command)
 for stage in (sft, reward_model, process_reward, preferences, ppo):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
 app.command(rich_help_panel=CLUSTER, context_settings=STAGE_ARGUMENTS)(submit)
@@ -75,7 +75,7 @@ for command in (status, scale, profile, ledger, report, doctor):
 
 
 def main() -> None:
-    """Run the command line; an error meant for a person is one message and its exit code, without a traceback."""
+    """Run the command line; an `RLHFError` is one message and an exit code, without a traceback."""
     if any(argument in RUNS for argument in sys.argv[1:2]):
         from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
 
@@ -97,14 +97,14 @@ def _run() -> None:
     try:
         app()
     except RLHFError as error:
-        stopped = isinstance(error, RunInterrupted | StoppedEarly)  # which is no error, and says what it is
+        stopped = isinstance(error, RunInterrupted | StoppedEarly)  # not an error; the message explains it
         _say("" if stopped else "error: ", str(error))
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         where = f" of {error.filename}" if error.filename else ""
-        _say("error: ", f"the disk{where} is full ({error.strerror}). Free some space; a run goes on with --resume")
+        _say("error: ", f"the disk{where} is full ({error.strerror}). Free some space, then resume with --resume")
         sys.exit(1)
 
 

@@ -9,25 +9,24 @@ import typer
 if TYPE_CHECKING:
     from rlhf_ray.config.generation import SamplingConfig
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum response length in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Softmax temperature; 0 is greedy.")]
-TopP = Annotated[float, typer.Option("--top-p", min=0.01, max=1, help="Nucleus sampling; 1 keeps everything.")]
-TopK = Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k likeliest tokens; 0 keeps all.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed; the same seed gives the same answers.")]
+TopP = Annotated[float, typer.Option("--top-p", min=0.01, max=1, help="Nucleus sampling; 1 keeps all tokens.")]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k most likely tokens; 0 keeps all.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed; the same seed gives the same responses.")]
 Column = Annotated[str, typer.Option("--column", help="Column of the file that holds the prompt.")]
-Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Use the tokenizer's chat template, where it has one.")]
+Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Use the tokenizer's chat template, if it has one.")]
 
 
 def sampling_of(max_tokens: int, temperature: float, top_p: float, top_k: int) -> "SamplingConfig":
-    """The sampling that these options ask for."""
+    """Sampling settings from the options."""
     from rlhf_ray.config.generation import SamplingConfig
 
     return SamplingConfig(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
 
 
 def prepare_engine() -> None:
-    """Set what counts only before torch and vLLM are imported, and quiet them: progress bars are for terminals, and
-    some of vLLM's warnings come before it has read its own level."""
+    """Set environment variables and log levels that must be set before torch and vLLM are imported."""
     import logging
     import os
 
@@ -47,7 +46,7 @@ def prepare_engine() -> None:
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's directory or Hub name, or a run's "
                                          "directory (then its model/).")],
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be given again.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")] = None,
     file: Annotated[str | None, typer.Option("--file", help="Prompts: .jsonl, .csv, .parquet, .txt (a line each), or "
                                              "a Hub data set.")] = None,
     column: Column = "prompt",
@@ -55,14 +54,14 @@ def generate(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", min=1, help="Responses per prompt.")] = 1,
     seed: Seed = 0,
     chat: Chat = True,
-    reward: Annotated[str | None, typer.Option("--reward", help="Score answers by a reward model, or by any "
-                                               "scorer that `compare` takes.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Write the answers as JSON lines here.")] = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="Score responses with a reward model, or any "
+                                               "scorer that `compare` accepts.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write responses to this file as JSON lines.")] = None,
 ) -> None:
-    """Ask a model: prompts from the command line, a file or a pipe, or typed one by one. Needs no Ray."""
+    """Generate responses to prompts from the command line, a file, a pipe or the keyboard, without Ray."""
     prepare_engine()
     from rlhf_ray.stages.generate import GenerateOptions, run
 
@@ -74,26 +73,26 @@ def generate(
 
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A model's directory or Hub name, or a run's directory.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The model that is compared with it.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The model to compare with A.")],
     prompts: Annotated[str, typer.Option("--prompts", help="Prompts: .jsonl, .csv, .parquet, .txt (a line each), or a "
                                          "Hub data set.")],
     scorer: Annotated[str, typer.Option(
-        "--scorer", help="Who decides: a reward model, vader, exact_match or number (against the column `answer`), "
+        "--scorer", help="The judge: a reward model, vader, exact_match or number (against the column `answer`), "
         "file.py:function, an http address, or a .yaml file with a `rewards` section.")],
     column: Column = "prompt",
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use the first prompts only.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first prompts.")] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    n: Annotated[int, typer.Option("--n", min=1, help="Pairs of answers to each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", min=1, help="Pairs of responses per prompt.")] = 1,
     seed: Seed = 0,
-    tie: Annotated[float, typer.Option("--tie", min=0, help="Scores at most this far apart are a tie.")] = 0.0,
+    tie: Annotated[float, typer.Option("--tie", min=0, help="Scores that differ by at most this are a tie.")] = 0.0,
     chat: Chat = True,
-    output: Annotated[Path, typer.Option("--output", help="Page to write; numbers go beside it, as .json.")] = Path(
+    output: Annotated[Path, typer.Option("--output", help="Page to write; numbers go to a .json next to it.")] = Path(
         "compare.html"),
 ) -> None:
-    """Let two models answer the same prompts, and a scorer say who wins: a rate with interval, a page of texts."""
+    """Compare two models on the same prompts by a scorer: win rate with interval, and a page of texts."""
     prepare_engine()
     from rlhf_ray.stages.compare import CompareOptions, run
 

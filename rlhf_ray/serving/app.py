@@ -25,28 +25,28 @@ from rlhf_ray.serving.schema import ErrorAnswer, HealthAnswer, ScoreAnswer, Scor
 from rlhf_ray.serving.served_model import BadSampleError, ServedModel
 
 DESCRIPTION = """\
-Scores of a reward model. Samples of concurrent requests are put together into forward passes.
+Scores of a reward model. Samples of concurrent requests share forward passes.
 
-Errors that a second try may fix: **429** (the queue is full; `Retry-After` says for how long), **503** (stopping).
-Asking twice is harmless: a score depends on the sample and the model alone. `Idempotency-Key` may be sent.
+Errors to retry: **429** (the queue is full; `Retry-After` gives the wait), **503** (stopping).
+Retrying is safe: a score depends only on the sample and the model. `Idempotency-Key` may be sent.
 """
 ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorAnswer, "description": "No token, or a wrong one"},
-    413: {"model": ErrorAnswer, "description": "Larger than the service takes at once"},
+    413: {"model": ErrorAnswer, "description": "Larger than the service accepts"},
     422: {"model": ErrorAnswer, "description": "Not of this schema, or a sample that the model cannot score"},
     429: {"model": ErrorAnswer, "description": "The queue is full"},
-    500: {"model": ErrorAnswer, "description": "The model failed, or gave a score that is no finite number"},
+    500: {"model": ErrorAnswer, "description": "The model failed, or gave a score that is not finite"},
     503: {"model": ErrorAnswer, "description": "The service is stopping"},
 }
 
 
 class AbandonedError(Exception):
-    """The caller closed the connection before the scores were there."""
+    """The caller closed the connection before the scores were ready."""
 
 
 @dataclass
 class Service:
-    """What the routes share."""
+    """State that the routes share."""
 
     model: ServedModel
     batcher: Batcher
@@ -57,7 +57,7 @@ class Service:
 
 
 def build_app(service: Service) -> FastAPI:
-    """The application around a loaded model; its batcher runs for as long as the application does."""
+    """The application for a loaded model; its batcher runs as long as the application."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,7 +87,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         service.requests += 1
         return ScoreAnswer(scores=scores.tolist(), model=model.digest)
 
-    @app.get("/health", response_model=HealthAnswer, summary="What is served, and how busy it is")
+    @app.get("/health", response_model=HealthAnswer, summary="The model being served, and its load")
     async def health() -> JSONResponse:
         answer = HealthAnswer(
             status="stopping" if service.stopping else "ok", model=model.path, digest=model.digest,
@@ -99,7 +99,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _unless_abandoned(batcher: Batcher, rows: list[Any], request: Request) -> NDArray[np.float32]:
-    """Scores of the rows; they leave the queue when the caller hangs up, who would otherwise be scored for nobody."""
+    """Scores of the rows; if the caller disconnects, its rows are removed from the queue."""
     scores = asyncio.ensure_future(batcher.score(rows))
     gone = asyncio.ensure_future(_hung_up(request))
     try:
@@ -118,7 +118,7 @@ async def _hung_up(request: Request) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every refusal is `{"error": reason}`; what was sent is never repeated in it."""
+    """Every error is `{"error": reason}`, and never repeats the request."""
 
     def answer(kind: type[Exception], status: int) -> None:
         @app.exception_handler(kind)
@@ -141,7 +141,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:
         if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
-            return JSONResponse({"error": "send JSON, and say so: Content-Type: application/json"}, 422)
+            return JSONResponse({"error": "send JSON with the header Content-Type: application/json"}, 422)
         problems = [f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:5]]
         return JSONResponse({"error": "; ".join(problems)}, 422)
 
@@ -153,16 +153,16 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/docs", "/openapi.json"})
-"""Pages that tell how to ask, and nothing about this service; no token is needed."""
+"""Documentation pages, which reveal nothing about this service and need no token."""
 BODY_TIMEOUT_S = 30.0
 
 
 class Gate:
-    """ASGI middleware: bearer token, size limit, and the count of requests under way.
+    """ASGI middleware: checks bearer token and body size, and counts requests in flight.
 
     Args:
-        token: what requests must carry; None admits everybody.
-        max_bytes: largest body.
+        token: required bearer token; None admits all requests.
+        max_bytes: maximum body size.
     """
 
     def __init__(self, app: App, token: SecretStr | None, max_bytes: int) -> None:
@@ -175,7 +175,7 @@ class Gate:
         """Set once: new requests are answered 503 from then on."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand on to the application."""
+        """Respond with an error, or pass the request on to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -231,7 +231,7 @@ class Gate:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body once, and then what the connection says (that it closed)."""
+    """A receive function that returns the body once, and then the messages of the connection."""
     given = False
 
     async def again() -> Message:

@@ -1,7 +1,7 @@
-"""Samples of concurrent requests put together into forward passes by a token budget.
+"""Batches samples of concurrent requests into forward passes by a token budget.
 
-Owns the queue and when a pass begins; what a pass computes is the model's. One pass runs at a time, in a thread of its
-own. While it runs, the next batch gathers by itself; the linger matters only to samples that find the model idle.
+The batcher decides when a pass starts; the model computes it. One pass runs at a time, in a separate thread. While it
+runs, the next batch accumulates; `linger_s` only matters when the model is idle.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ LONGEST_RETRY_AFTER_S = 60
 
 
 class QueueFullError(Exception):
-    """Too many samples wait already. `retry_after` says in how many seconds there should be room."""
+    """Too many samples are queued. `retry_after` is the expected wait in seconds."""
 
     def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(f"{waiting} samples wait already; try again in {retry_after} s")
+        super().__init__(f"{waiting} samples are queued already; try again in {retry_after} s")
         self.retry_after = retry_after
 
 
 class TooManyRowsError(Exception):
-    """One request has more samples than may ever wait."""
+    """One request has more samples than the queue can ever hold."""
 
 
 @dataclass
 class _Request:
-    """The scores of one request, as they come in."""
+    """The scores of one request so far."""
 
     scores: NDArray[np.float32]
     missing: int
@@ -59,9 +59,9 @@ class Batcher:
 
     Args:
         forward: [N] scores of N rows; called in one thread.
-        max_tokens: bound of `rows x longest row` of one pass, which is what attention computes.
+        max_tokens: bound of `rows x longest row` of one pass, the size that attention computes.
         linger_s: how long the first row waits for others.
-        max_waiting: rows that may wait.
+        max_waiting: maximum number of queued rows.
     """
 
     def __init__(self, forward: Callable[[Sequence["EncodedRow"]], NDArray[np.float32]], max_tokens: int,
@@ -83,14 +83,14 @@ class Batcher:
         return len(self._queue)
 
     async def score(self, rows: Sequence["EncodedRow"]) -> NDArray[np.float32]:
-        """[N] scores of N rows. Rows of a caller who is cancelled leave the queue.
+        """[N] scores of N rows. If the caller is cancelled, its rows are removed from the queue.
 
         Raises:
-            QueueFullError: there is no room for the rows.
-            TooManyRowsError: there never is.
+            QueueFullError: the rows do not fit into the queue now.
+            TooManyRowsError: they can never fit.
         """
         if len(rows) > self._max_waiting:
-            raise TooManyRowsError(f"{len(rows)} samples in one request; the service takes up to {self._max_waiting}")
+            raise TooManyRowsError(f"{len(rows)} samples in one request; the service accepts up to {self._max_waiting}")
         if self.waiting + len(rows) > self._max_waiting:
             raise QueueFullError(self.waiting, self._time_to_room(len(rows)))
         done = asyncio.get_running_loop().create_future()
@@ -104,7 +104,7 @@ class Batcher:
                 self._queue = deque(w for w in self._queue if w.request is not request)
 
     async def run(self) -> None:
-        """Score what arrives until cancelled. A pass that fails fails the requests in it alone."""
+        """Score queued rows until cancelled. A pass that fails only fails its own requests."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -126,7 +126,7 @@ class Batcher:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _gather(self) -> None:
-        """Wait for a first row, and then for others until the budget is full or it has lingered."""
+        """Wait for a first row, then for others until the budget is full or `linger_s` has passed."""
         while not self._queue:
             self._arrival.clear()
             await self._arrival.wait()
@@ -140,7 +140,7 @@ class Batcher:
         return [self._queue.popleft() for _ in range(self._fitting())]
 
     def _fitting(self) -> int:
-        """How many rows at the head of the queue fit into one pass."""
+        """Number of rows at the head of the queue that fit into one pass."""
         longest = 0
         for count, waiting in enumerate(self._queue):
             longest = max(longest, len(waiting.row.ids))

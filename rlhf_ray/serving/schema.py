@@ -1,5 +1,5 @@
-"""What goes over the wire: the JSON of `/score` and `/health`, version 1. The service's documentation page is made of
-these models. Requests are read strictly: an unknown key is an error."""
+"""JSON of `/score` and `/health`, version 1. The service's documentation page is generated from these models. An
+unknown key in a request is an error."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -18,22 +18,22 @@ class Sample(_Message):
     prompt: str | None = None
     """Prompt as the policy saw it (chat template applied)."""
     response: str | None = None
-    """What follows the prompt, a leading space included, without special tokens."""
+    """Text after the prompt, including a leading space, without special tokens."""
     finished: bool = True
-    """Whether the response ended by itself; an end-of-sequence token then follows it. Only with texts."""
+    """Whether the response is complete; an end-of-sequence token is then appended. Only with texts."""
     messages: list[dict[str, Any]] | None = None
-    """The prompt as chat messages, beside `prompt`: a model with a chat template of its own reads these instead."""
+    """The prompt as chat messages, in addition to `prompt`; a model with its own chat template uses these instead."""
     tokens: list[TokenId] | None = Field(None, min_length=1)
     """Token ids of prompt and response together, in the service's own vocabulary, instead of texts."""
 
     metadata: dict[str, Any] | None = None
-    """Other columns of the prompt's row, for services of your own; a reward model does not read it."""
+    """Other columns of the prompt's row, for custom services; a reward model ignores them."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         texts = (self.prompt is not None, self.response is not None)
         if any(texts) == (self.tokens is not None) or any(texts) != all(texts):
-            raise ValueError("give prompt and response, or tokens, and not both")
+            raise ValueError("give either prompt and response, or tokens")
         return self
 
 
@@ -43,7 +43,7 @@ class ScoreRequest(_Message):
     version: Literal[1] = 1
     """Version of this schema."""
     samples: list[Sample] = Field(min_length=1)
-    """In any number up to the service's queue length."""
+    """At most as many as the service's queue length."""
 
 
 class ScoreAnswer(_Message):
@@ -54,11 +54,11 @@ class ScoreAnswer(_Message):
     scores: list[float]
     """Finite numbers in the order of the samples, exact float32 values."""
     model: str
-    """Digest of the model that gave them."""
+    """Digest of the model that computed them."""
 
 
 class HealthAnswer(_Message):
-    """What is served, and how busy it is."""
+    """The model being served, and its load."""
 
     status: Literal["ok", "stopping"]
     """"stopping" comes with status code 503."""
@@ -67,16 +67,16 @@ class HealthAnswer(_Message):
     digest: str
     """Digest of weights and tokenizer: equal digests give equal scores, up to rounding."""
     tokenizer: str
-    """Digest of the vocabulary: where it equals the policy's, token ids may be sent."""
+    """Digest of the vocabulary; if it equals the policy's, token ids may be sent."""
     dtype: str
     version: str
     """Version of rlhf-ray."""
     schema_version: Literal[1] = 1
     """Version of the request schema."""
     max_tokens: int
-    """Longest sample in tokens."""
+    """Maximum sample length in tokens."""
     queue: int
-    """Samples waiting."""
+    """Queued samples."""
     requests: int
     """Requests answered with scores so far."""
     samples: int

@@ -1,4 +1,4 @@
-"""The model behind the service: samples to token rows, as a local reward model reads them, and rows to scores."""
+"""The model of the service: converts samples to token rows, like a local reward model, and rows to scores."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ class ServedModel:
     """A loaded reward model.
 
     Raises:
-        ModelError: there is none, it has no one-label head, or its tokenizer does not fit.
+        ModelError: the model does not exist, has no one-label head, or its tokenizer does not match.
     """
 
     def __init__(self, config: ModelConfig, max_batch_tokens: int) -> None:

@@ -1,6 +1,6 @@
-"""The process of `rlhf-ray serve-reward`: socket, server, and how it ends.
+"""The process of `rlhf-ray serve-reward`: socket, server and shutdown.
 
-The first SIGTERM or Ctrl-C lets accepted requests finish while new ones are answered 503; the second ends at once.
+The first SIGTERM or Ctrl-C lets accepted requests finish, while new ones get status 503; the second ends at once.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from rlhf_ray.serving.batcher import Batcher
 from rlhf_ray.serving.served_model import ServedModel
 
 GRACE_S = 30.0
-"""Longest wait for accepted requests; orchestrators kill after this long by custom (Kubernetes: 30 s)."""
+"""Maximum wait for accepted requests at shutdown; orchestrators usually kill after this time (Kubernetes: 30 s)."""
 
 BACKLOG = 2048
 """Connections that may wait to be taken (uvicorn's own default)."""
@@ -30,15 +30,15 @@ KEEPALIVE_S = 30
 
 
 def serve(config: ServingConfig, say: Callable[[str], None]) -> None:
-    """Load the model and answer until told to stop.
+    """Load the model and serve requests until stopped.
 
     Args:
-        say: told, line by line, where the service is and how it ends.
+        say: called with each status line, such as the address.
 
     Raises:
         ConfigError: the address cannot be listened on, or the certificate not be read.
         ModelError: there is no such reward model.
-        KeyboardInterrupt: it was told to stop at once.
+        KeyboardInterrupt: a second signal requested an immediate stop.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -74,7 +74,7 @@ async def _serve(config: ServingConfig, model: ServedModel, listener: socket.soc
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which says when it has begun, and is stopped in two steps."""
+    """A uvicorn server that announces its start and stops in two steps."""
 
     def __init__(self, config: uvicorn.Config, gate: Gate, service: Service, say: Callable[[str], None],
                  greeting: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer, and only then say so."""
+        """Start serving, then print the greeting."""
         await super().startup(sockets)
         if self.started:
             for line in self._greeting:

@@ -37,7 +37,7 @@ def killed(configure, directory, after, **sections):
     (driver,) = psutil.Process(parent.pid).children()
     driver.kill()
     assert parent.wait(timeout=400) == 0, log.read_text()
-    assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 2" in log.read_text()
+    assert "died of SIGKILL; restarting it from the checkpoint of step 2" in log.read_text()
     assert not driver.is_running()
     return driver.pid
 
@@ -148,6 +148,6 @@ def test_a_job_on_a_cluster_whose_driver_is_killed_goes_on_by_itself(finished, c
         time.sleep(0.5)
     logs = jobs.get_job_logs(job)
     assert jobs.get_job_status(job) == "SUCCEEDED", logs
-    assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 2" in logs
+    assert "died of SIGKILL; restarting it from the checkpoint of step 2" in logs
     assert [event["pid"] for event in read_faults(directory / "faults.jsonl")] == [driver.pid]
     assert_equal_runs(finished.directory, directory)

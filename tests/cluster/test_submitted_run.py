@@ -89,7 +89,7 @@ def submitted(head, project):
 def test_its_progress_is_followed_and_control_c_leaves_it_running(submitted):
     assert submitted["code"] == 130, submitted["followed"]
     assert re.search(r"^PPO: step \d+/100000  reward ", submitted["followed"], re.M)
-    assert f"{submitted['job']} goes on without us" in submitted["followed"]
+    assert f"{submitted['job']} keeps running" in submitted["followed"]
     code, said = submitted["standing"]
     assert code == 0 and f"{submitted['job']}: running" in said and re.search(r"step \d+ of 100000, running", said)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.records import WorkerProfile
-from rlhf_ray.weights.receiver import Stage
+
+if TYPE_CHECKING:  # which imports torch, and environment variables are set before that
+    from rlhf_ray.weights.receiver import Stage
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def test_it_goes_on_with_resume_while_checkpoints_are_made(tmp_path, monkeypatch
     assert runs.go() == 0
     assert runs.started == [["ppo", "c.yaml"], *[["ppo", "c.yaml", "--resume"]] * 2]
     told = capsys.readouterr().err
-    assert "died of SIGKILL; it is started again and goes on from the checkpoint of step 1" in told
-    assert "ended with exit code 69; it is started again and goes on from the checkpoint of step 3" in told
+    assert "died of SIGKILL; restarting it from the checkpoint of step 1" in told
+    assert "ended with exit code 69; restarting it from the checkpoint of step 3" in told
     assert runs.told == [None, ("died", "the run died of SIGKILL"), ("failed", "the run ended with exit code 69")]
 
 
@@ -92,7 +92,7 @@ def test_it_ends_when_a_start_made_no_checkpoint(tmp_path, monkeypatch, capsys, 
     runs = Runs(tmp_path, monkeypatch, *[(1, KILLED)] * first, (0, KILLED))
     assert runs.go(["ppo"], resume=True) == 128 + signal.SIGKILL
     assert runs.started == [["ppo", "--resume"]] * (first + 1)
-    assert "has made no checkpoint since it was started: it is not started again" in capsys.readouterr().err
+    assert "saved no checkpoint since its start: it is not restarted" in capsys.readouterr().err
 
 
 def test_a_lost_cluster_is_waited_for_with_growing_pauses_though_no_checkpoint_was_made(tmp_path, monkeypatch, capsys):
@@ -102,9 +102,9 @@ def test_a_lost_cluster_is_waited_for_with_growing_pauses_though_no_checkpoint_w
     assert runs.pauses == [1, 2, 4, 8, 16, 32], "the third start comes later again: nothing was made in the second"
     assert runs.started == [["ppo", "c.yaml"], *[["ppo", "c.yaml", "--resume"]] * 2]
     told = capsys.readouterr().err
-    assert ("lost its Ray cluster, or could not connect to it (exit code 68); head:6379 is tried again in 4 s, and "
+    assert ("lost its Ray cluster, or could not connect to it (exit code 68); trying head:6379 again in 4 s, "
             "for at most 97") in told
-    assert told.count("it is started again and goes on from the checkpoint of step 1") == 2
+    assert told.count("restarting it from the checkpoint of step 1") == 2
 
 
 def test_pauses_begin_anew_when_a_checkpoint_was_made_in_between_and_have_a_longest(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_cluster_that_stays_away_ends_it_with_the_code_of_its_loss(tmp_path, m
     runs.up = lambda: False
     assert runs.go(address="head:6379") == LOST_ITS_CLUSTER
     assert runs.pauses == [1, 2, 4, 8, 16, 32, 37], "100 s in all"
-    assert "did not answer within cluster.start_timeout_s=100 s: it is not started again" in capsys.readouterr().err
+    assert "did not respond within cluster.start_timeout_s=100 s: the run is not restarted" in capsys.readouterr().err
 
 
 def test_a_cluster_that_takes_connections_and_no_runs_is_not_tried_for_ever(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_a_request_to_stop_ends_the_wait(tmp_path, monkeypatch, capsys):
     runs = Runs(tmp_path, monkeypatch, (1, LOST_ITS_CLUSTER))
     runs.up, runs.stop_after = lambda: False, 3
     assert runs.go(address="head:6379") == STOPPED
-    assert "asked to stop while waiting for the cluster" in capsys.readouterr().err
+    assert "stopped while waiting for the cluster" in capsys.readouterr().err
 
 
 def test_a_pause_is_over_at_a_request_to_stop():

@@ -152,7 +152,7 @@ class TestQuickstart:
         (tmp_path / "inside").mkdir()
         monkeypatch.chdir(tmp_path / "inside")
         for place in (Path(), tmp_path):
-            with pytest.raises(ConfigError, match="a directory of its own"):
+            with pytest.raises(ConfigError, match="give a separate directory"):
                 set_aside(place)
 
     def test_a_stray_argument_is_refused(self, command_line, stage):

@@ -158,7 +158,7 @@ def test_the_command_prints_all_and_its_code_says_whether_a_run_can_start(comman
     )
     outcome = command_line("doctor")
     assert outcome.code == 1
-    assert "1 to put right" in outcome.out
+    assert "1 problems to fix" in outcome.out
 
 
 def test_this_machine_is_inspected_whole():

@@ -41,8 +41,8 @@ def test_scores_are_the_models_of_texts_and_of_tokens(asking, reward_directory, 
 
 @pytest.mark.parametrize(("body", "words"), [
     ({"samples": []}, "samples: List should have at least 1 item"),
-    ({"samples": [{"prompt": "w5"}]}, "samples.0: Value error, give prompt and response, or tokens"),
-    ({"samples": [{"prompt": "w5", "response": "w6", "tokens": [1]}]}, "and not both"),
+    ({"samples": [{"prompt": "w5"}]}, "samples.0: Value error, give either prompt and response, or tokens"),
+    ({"samples": [{"prompt": "w5", "response": "w6", "tokens": [1]}]}, "give either prompt"),
     ({"samples": [{"tokens": []}]}, "samples.0.tokens"),
     ({"samples": [{"tokens": [-1]}]}, "samples.0.tokens.0"),
     ({"samples": [{"tokens": [1.5]}]}, "samples.0.tokens.0"),
@@ -116,14 +116,14 @@ def test_a_full_queue_is_429_with_retry_after(asking):
     answers = asking(script, max_queue=4, model=Damaged(slowly))  # one in a pass, one waits, no room for another
     full = [answer for answer in answers if answer.status_code == 429]
     assert full and all(int(answer.headers["retry-after"]) >= 1 for answer in full)
-    assert "samples wait already" in full[0].json()["error"]
+    assert "samples are queued already" in full[0].json()["error"]
     assert {answer.status_code for answer in answers} == {200, 429}
 
 
 def test_more_samples_than_may_ever_wait_are_413_and_not_for_later(asking):
     answer = asking(post(SAMPLES), max_queue=2)
     assert answer.status_code == 413 and "retry-after" not in answer.headers
-    assert answer.json() == {"error": "3 samples in one request; the service takes up to 2"}
+    assert answer.json() == {"error": "3 samples in one request; the service accepts up to 2"}
 
 
 def test_a_score_that_is_no_number_is_an_error(asking):

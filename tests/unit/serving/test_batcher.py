@@ -119,7 +119,7 @@ def test_a_full_queue_refuses_and_says_for_how_long():
         await asyncio.sleep(0.05)
         second = asyncio.create_task(batcher.score(rows(2, 3, 4)))
         await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="3 samples wait already") as caught:
+        with pytest.raises(QueueFullError, match="3 samples are queued already") as caught:
             await batcher.score(rows(5, 6))
         third = asyncio.create_task(batcher.score(rows(7)))
         model.gate.set()
