@@ -1,17 +1,17 @@
-"""What can fail, said so that the next person knows what happened, with which values, and what to do.
+"""The errors of this package. Their messages say what happened, with the values, and what to do.
 
-Every error we raise on purpose derives from `RLHFError`. The command line prints its message alone, without a
-traceback, and exits with `exit_code`. `retryable` says whether doing the same thing again may succeed; codes of
-sysexits.h where one fits:
+Every expected error derives from `RLHFError`. The command line prints its message alone, without a traceback, and exits
+with `exit_code`. `retryable` says whether the same command may succeed later. Exit codes, from sysexits.h where one
+fits:
 
-     0  made all its steps
-     1  broke
-     2  refused: configuration, data or models cannot work, or another driver owns the directory
+     0  completed all steps
+     1  failed
+     2  refused: invalid configuration, data or models, or another driver owns the directory
      3  stopped early
     68  lost its Ray cluster, or could not connect to it (EX_NOHOST); retryable
     69  lost a worker, its disk hangs, or an essential task failed (EX_UNAVAILABLE); retryable
-    74  ended well, while its copies are not complete (EX_IOERR)
-    75  was asked to stop, and saved (EX_TEMPFAIL); retryable
+    74  completed, but the upload did not (EX_IOERR)
+    75  stopped on request, with a checkpoint (EX_TEMPFAIL); retryable
     77  was superseded by another driver (EX_NOPERM)
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 
 class RLHFError(Exception):
-    """Base of all errors with a message meant for a person."""
+    """Base of all errors with a message for the user."""
 
     exit_code = 1
     retryable = False
@@ -60,15 +60,15 @@ class ModelError(RLHFError):
 
 
 class RewardError(RLHFError):
-    """A reward that is not a finite number, or a scorer that did not answer as agreed. Never turned into a zero."""
+    """A reward that is not a finite number, or an invalid answer of a scorer. It never becomes a zero."""
 
 
 class SampleError(RewardError):
-    """A reward that failed in a way for which a sample may be to blame: others may well be scored."""
+    """A reward that failed perhaps because of a sample: other samples may have scores."""
 
 
 class UnscoredSamples(RewardError):
-    """Samples found to have no score, one by one, where such samples are set aside instead of ending the run.
+    """Samples that have no score even when scored alone. They are set aside, or end the run.
 
     Args:
         samples: a `records.Unscored` for each.
@@ -83,36 +83,35 @@ class UnscoredSamples(RewardError):
 
 
 class WeightsError(RLHFError):
-    """Published weights that did not arrive whole: wrong checksum, missing tensor, unexpected version."""
+    """Published weights that arrived incomplete: wrong checksum, missing tensor, unexpected version."""
 
 
 class NoWeightsPlan(WeightsError):
-    """A learner was asked for weights before it has planned how to send them, as one that has just started."""
+    """A learner without a plan for sending weights was asked for them, such as one that has just started."""
 
 
 class CheckpointError(RLHFError):
-    """A checkpoint that cannot be written, or whose bytes are not what its manifest says."""
+    """A checkpoint that cannot be written, or whose bytes differ from its manifest."""
 
 
 class DiskStalled(RLHFError):
     """A file operation of the run made no progress for longer than `cluster.disk_timeout_s`: its disk hangs. Names the
-    operation, the file and the seconds. Exit code 69 (EX_UNAVAILABLE), as for a lost worker: going on with --resume may
-    help."""
+    operation, the file and the seconds. Exit code 69 (EX_UNAVAILABLE), as for a lost worker: --resume may help."""
 
     exit_code = 69
     retryable = True
 
 
 class BackgroundTaskError(RLHFError):
-    """A task that a run must not be without, such as the watch over its workers, failed again and again. Exit code 69:
-    going on with --resume may help."""
+    """An essential background task, such as the health checks of workers, failed repeatedly. Exit code 69: --resume may
+    help."""
 
     exit_code = 69
     retryable = True
 
 
 class UploadError(RLHFError):
-    """Copies of a run (`run.upload`) are not complete, while the run itself ended well. Exit code 74 (EX_IOERR)."""
+    """The upload of a run (`run.upload`) is incomplete, but the run itself completed. Exit code 74 (EX_IOERR)."""
 
     exit_code = 74
 
@@ -126,17 +125,17 @@ class LedgerError(RLHFError):
 
 
 class TrainingError(RLHFError):
-    """Training that cannot go on: numbers that are not finite in update after update, or updates out of order."""
+    """Training that cannot continue: too many consecutive updates without finite numbers, or updates out of order."""
 
 
 class WorkerError(RLHFError):
     """A worker process that died, hung past its deadline, or could not be placed; names role, rank and call. Exit code
-    69 (EX_UNAVAILABLE) tells a scheduler that going on with --resume may help."""
+    69 (EX_UNAVAILABLE) tells a scheduler that --resume may help."""
 
     exit_code = 69
     retryable = True
     role: str = ""
-    """Of the worker, where it is known."""
+    """Of the worker, if known."""
 
     def __init__(self, message: str, role: str = "") -> None:
         super().__init__(message)
@@ -144,21 +143,22 @@ class WorkerError(RLHFError):
 
 
 class WorkerBroken(WorkerError):
-    """A worker says of itself that it lives and cannot work any more: what it runs on died. It must be restarted."""
+    """A worker reports that it is alive but broken: an engine or process that it needs has died. It must be
+    restarted."""
 
 
 class WorkerLost(WorkerError):
-    """A call that its worker will not answer. Not the role's own error: another worker, or the next one, may answer."""
+    """A call that its worker will not answer. It is not the role's own error: another worker may answer."""
 
     rank: int = -1
     incarnation: int = 0
     """Which process of that rank, counted from 1."""
     method: str = ""
     kind: Literal["died", "hung", "broke", "result", "stale"] = "died"
-    """The process is gone; it did not answer or made no progress in time; it says that it cannot work any more; its
-    result, or an argument, is not in the object store any more; it answered after it had been given up."""
+    """The process is gone; it did not answer or made no progress in time; it reports that it is broken; its result, or
+    an argument, is no longer in the object store; it answered after it had been given up."""
     age_s: float = 0.0
-    """Seconds from the call to the end of hope."""
+    """Seconds from the call until it was given up."""
 
     def __init__(
         self, message: str, role: str = "", rank: int = -1, incarnation: int = 0, method: str = "",
@@ -174,19 +174,19 @@ class WorkerLost(WorkerError):
 
 
 class ClusterError(RLHFError):
-    """A Ray cluster that cannot be reached or has not what the configuration asks for."""
+    """A Ray cluster that cannot be reached or lacks resources that the configuration requests."""
 
 
 class SupersededError(RLHFError):
-    """Another driver has taken over the run's directory, and this one writes nothing more there. Exit code 77
-    (EX_NOPERM) is final: a run that is started again would fight with its successor."""
+    """Another driver has taken over the run's directory, and this one stops writing there. Exit code 77 (EX_NOPERM) is
+    final: a restarted run would compete with its successor."""
 
     exit_code = 77
 
 
 class ClusterUnavailable(ClusterError):
-    """A Ray cluster that does not answer, or whose head was lost. Exit code 68 (EX_NOHOST) tells a scheduler that going
-    on with --resume may help, once it is there."""
+    """A Ray cluster that does not answer, or whose head was lost. Exit code 68 (EX_NOHOST) tells a scheduler that
+    --resume may help once the cluster is back."""
 
     exit_code = 68
     retryable = True
@@ -194,13 +194,13 @@ class ClusterUnavailable(ClusterError):
 
 class StoppedEarly(RLHFError):
     """The run ended itself before its last step, because of `early_stop`; checkpoint, model and summary are written.
-    Exit code 3 tells it from a run that ended well (0) and from one that broke (1)."""
+    Exit code 3 distinguishes it from a run that completed (0) and from one that failed (1)."""
 
     exit_code = 3
 
 
 class RunInterrupted(RLHFError):
-    """The run was asked to stop and left a resumable checkpoint; exit code 75 (EX_TEMPFAIL) says so to a scheduler."""
+    """The run was stopped on request and left a resumable checkpoint; exit code 75 (EX_TEMPFAIL) tells a scheduler."""
 
     exit_code = 75
     retryable = True

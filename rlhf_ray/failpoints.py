@@ -1,11 +1,10 @@
-"""Named places at which a run can be made to end at once, or its disk to hang, to see that it goes on from there.
-Nothing happens unless `RLHF_RAY_FAILPOINT=NAME:exit` (or `NAME:exit:3`: when it is reached the third time) is in the
-environment.
+"""Failpoints: named points at which a run ends at once, or its disk hangs, to test that it recovers. Nothing happens
+unless the environment has `RLHF_RAY_FAILPOINT=NAME:exit` (or `NAME:exit:3`: when it is reached the third time).
 
-`exit` ends the process as `kill -9` ends it, no handler and no `finally` runs, but for the exit code, by which whoever
-armed the point knows that it was this one. `hang` keeps the thread that reaches the point until the variable is no
-longer in the process's environment, as a disk that does not answer. Only points that are reached in a thread of their
-own know it: `fsync`, which may name a file (`fsync@metrics.jsonl:hang`, a shell pattern).
+`exit` ends the process as `kill -9` does, without handlers or `finally`, but with an exit code of its own. `hang`
+blocks the thread that reaches the point until the variable is removed from the process's environment, like a disk that
+hangs. Only `fsync` supports it, which is reached in threads of its own and may name a file (`fsync@metrics.jsonl:hang`,
+a shell pattern).
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from rlhf_ray.errors import ConfigError
 
 VARIABLE = "RLHF_RAY_FAILPOINT"
 EXIT_CODE = 86
-"""Of a process that ended at a failpoint."""
+"""Exit code of a process that ended at a failpoint."""
 POINTS = {
     "update_consumed": "an update is made and in the ledger; its weights are not published",
-    "publication_begun": "some buckets of new weights are on their way to the generators",
+    "publication_begun": "some buckets of new weights are being sent to the generators",
     "publication_over": "every generator confirmed new weights; no row of metrics is written",
     "checkpoint_copied": "all state of a checkpoint is copied; ranks write their parts",
     "checkpoint_unlisted": "all parts of a checkpoint are on disk; it has no manifest",
-    "checkpoint_unnamed": "a checkpoint has its manifest; it is not in its place",
-    "checkpoint_uncommitted": "a checkpoint is in its place; the ledger does not know of it",
+    "checkpoint_unnamed": "a checkpoint has its manifest; it is not renamed yet",
+    "checkpoint_uncommitted": "a checkpoint is complete; the ledger has not recorded it",
 }
-"""What is true at each point of a run's course."""
+"""The state of the run at each point."""
 FSYNC = "fsync"
-"""The point before every flush of a file, whoever writes it, in the driver and in workers."""
+"""The point before every flush of a file, in the driver and in workers."""
 HANG_LOOK_S = 0.02
 _reached: Counter[str] = Counter()
 _hanging: set[int] = set()
 
 
 class Failpoint(NamedTuple):
-    """The one that is armed."""
+    """An armed failpoint."""
 
     name: str
     visit: int
-    """At which time of being reached it acts, counted from 1."""
+    """It acts when it is reached for this time, counted from 1."""
     action: str = "exit"
     file: str = "*"
     """Pattern of the names of files that count, at `fsync`."""
 
 
 def armed() -> Failpoint | None:
-    """What the environment asks for.
+    """The failpoint in the environment.
 
     Raises:
-        ConfigError: it is not of the form NAME:exit or NAME:exit:N, or there is no such point.
+        ConfigError: the variable is not of the form NAME:exit or NAME:exit:N, or names an unknown point.
     """
     text = os.environ.get(VARIABLE)
     if not text:
@@ -71,7 +70,7 @@ def armed() -> Failpoint | None:
 
 
 def reached(name: str, file: str = "") -> None:
-    """The run is at a failpoint: the process ends here, or this thread hangs, if it is armed.
+    """A failpoint: ends the process or blocks this thread, if it is armed.
 
     Args:
         file: name of the file that is flushed, at `fsync`.

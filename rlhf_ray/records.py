@@ -3,7 +3,7 @@
 Everything per token is a *ragged column*: one flat numpy array over all tokens of all rows, cut by `offsets`.
 Nothing is padded. A numpy array comes out of Ray's object store without a copy (read-only), which is why records hold
 numpy and not torch. All per-token columns of a record share its `offsets` and are aligned with `tokens`: entry `t` of
-a column speaks of `tokens[t]` (its log-probability *given what precedes it*, the value of the state *before* it).
+a column belongs to `tokens[t]` (its log-probability *given the tokens before it*, the value of the state *before* it).
 On prompt tokens such entries are zero.
 """
 
@@ -115,7 +115,7 @@ class Ragged:
 
 @dataclass(frozen=True, order=True)
 class SampleKey:
-    """Names one sample of a run for ever, whatever attempt or worker made it."""
+    """Identifies a sample of a run, independent of the attempt and of the worker that generated it."""
 
     epoch: int
     row: int
@@ -123,14 +123,14 @@ class SampleKey:
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """The three as they are written down; `SampleKey(*numbers)` is the key again."""
+        """(epoch, row, sample); `SampleKey(*numbers)` is an equal key."""
         return self.epoch, self.row, self.sample
 
 
 @dataclass(frozen=True)
 class Prompts(Ragged):
-    """Tokenised prompts: some rows of a data set. The coordinator passes on references to them and speaks of their
-    numbers only."""
+    """Tokenised prompts: some rows of a data set. The coordinator handles only references to them and their row
+    numbers."""
 
     tokens: NDArray[np.int32] = per_token()
     texts: list[str] = per_row()
@@ -138,14 +138,14 @@ class Prompts(Ragged):
     metadata: list[dict[str, Any]] = per_row()
     """[N] the other columns of the data row (an answer to check, a domain, ...)."""
     rows: NDArray[np.int64] = per_row()
-    """[N] int64 row numbers in the data set: what `SampleKey.row` names."""
+    """[N] int64 row numbers in the data set, as in `SampleKey.row`."""
     messages: list[list[dict[str, Any]] | None] | None = field(default=None, metadata={"axis": "row"})
     """[N] the prompts as chat messages, None for one that is a text; None where all are texts."""
 
 
 @dataclass(frozen=True)
 class Rollout(Ragged):
-    """What a generator made of a chunk of samples: prompt and response tokens, and how each token came about."""
+    """A generator's responses to a chunk of prompts: tokens, log-probabilities, weight version of each token."""
 
     tokens: NDArray[np.int32] = per_token()
     response_mask: NDArray[np.bool_] = per_token()
@@ -153,7 +153,7 @@ class Rollout(Ragged):
     logprobs: NDArray[np.float32] = per_token()
     """Behaviour log-probability under the sampling distribution; 0 where response_mask is False."""
     versions: NDArray[np.int32] = per_token()
-    """Weight version that made the token; -1 where response_mask is False."""
+    """Weight version that sampled the token; -1 where response_mask is False."""
     keys: list[SampleKey] = per_row()
     seeds: NDArray[np.int64] = per_row()
     finish_reasons: list[str] = per_row()
@@ -169,19 +169,18 @@ class TokenScores(Ragged):
 
 @dataclass(frozen=True)
 class RewardScores:
-    """One finite score per row of a rollout, and what it is made of."""
+    """One finite score per row of a rollout, and its components."""
 
     scores: NDArray[np.float32]
     """[N] weighted sum of all components."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Name of a component -> [N] its scores, before its weight."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Name of a component -> rows that it could not judge in the ordinary way (see `rewards.protocol`); NAME/KIND ->
-    how often that kind of thing went wrong."""
+    """Name of a component -> number of failures (`rewards.protocol.RewardAnswer.failures`); NAME/KIND -> number of
+    failures of that kind."""
     token_rewards: NDArray[np.float32] | None = None
-    """[T] weighted rewards of single tokens, aligned with the rollout: where a part of `scores` falls. Zero where
-    response_mask is False. What the sum over a row leaves of its score falls on the response's last token; None: all
-    of it."""
+    """[T] weighted rewards of single tokens, aligned with the rollout: part of `scores`. Zero where response_mask is
+    False. The rest of a row's score is on the response's last token; None: all of it."""
 
 
 @dataclass(frozen=True)
@@ -193,37 +192,37 @@ class Unscored:
     """Text as the policy's tokenizer saw it."""
     response: str
     reason: str
-    """What the source said."""
+    """The source's error message."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """All that was said about one rollout: what the assembler needs to turn it into experience."""
+    """All scores of one rollout, from which the assembler makes experience."""
 
     rewards: RewardScores
     reference: TokenScores
     """Log-probabilities under the frozen reference."""
     policy: TokenScores
-    """Log-probabilities under the policy as it stands before the update ("old" log-probabilities)."""
+    """Log-probabilities under the policy before the update ("old" log-probabilities)."""
     values: TokenScores | None
     """Critic's values; None for estimators without a critic."""
 
 
 @dataclass(frozen=True)
 class RewardTerms:
-    """Numbers of the run so far that enter the rewards of a chunk. Given with it, so that it depends on no more."""
+    """State of the run on which the rewards of a chunk depend, passed explicitly with the chunk."""
 
     kl_coef: float
     """Present coefficient of the KL penalty."""
     score_mean: float = 0.0
-    """Taken from every score before anything else."""
+    """Subtracted from every score first."""
     score_deviation: float = 1.0
-    """Divides it then."""
+    """Divides the score after that."""
 
 
 @dataclass(frozen=True)
 class Batch(Ragged):
-    """What learners train on: one update's worth of experience in key order, advantages whitened if asked."""
+    """The experience of one update in key order, with advantages whitened if configured."""
 
     tokens: NDArray[np.int32] = per_token()
     response_mask: NDArray[np.bool_] = per_token()
@@ -239,7 +238,7 @@ class Batch(Ragged):
 
 @dataclass(frozen=True)
 class Experience(Batch):
-    """Scored rollouts with advantages, not whitened yet: what the replay buffer refers to and learners lease."""
+    """Scored rollouts with advantages, not whitened yet; the replay buffer holds references to it."""
 
     keys: list[SampleKey] = per_row()
 
@@ -253,7 +252,7 @@ class ExperienceSummary:
     """Sum over response tokens of old minus reference log-probability: the k1 estimate of the sequence KL, in nats."""
     response_lengths: NDArray[np.int32]
     finished: NDArray[np.bool_]
-    """True where the response ended by itself ("stop")."""
+    """True if the finish reason is "stop"."""
     min_version: int
     """Oldest weight version among the response tokens."""
     nbytes: int
@@ -263,13 +262,13 @@ class ExperienceSummary:
     """Mean absolute difference of behaviour and old log-probabilities over response tokens."""
     samples: list[dict[str, Any]]
     """A few rows as text, for the samples/ folder: prompt, response, score and its components (reward/NAME), kl, gold
-    (when a judge is set)."""
+    (when configured)."""
     gold: NDArray[np.float32] | None
-    """[N] independent judge's scores, when one is configured."""
+    """[N] gold scores, when configured."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """What the scores are made of, by name, before the weights."""
+    """Components of the scores by name, before their weights."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Rows that a component could not judge in the ordinary way."""
+    """Number of failures by component; see `RewardScores`."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +279,7 @@ class EvaluationPart:
     """Row of each response's prompt in the held-out set."""
     scores: NDArray[np.float32]
     gold: NDArray[np.float32] | None
-    """Independent judge's scores, when one is configured."""
+    """Gold scores, when configured."""
     kl: NDArray[np.float32]
     """Sum over response tokens of policy minus reference log-probability, in nats."""
     reference_logprobs: NDArray[np.float32]
@@ -290,16 +289,17 @@ class EvaluationPart:
     digests: NDArray[np.int64]
     """A hash of each response's text."""
     bigrams: NDArray[np.int64]
-    """[sum of (length - 1)] a code per pair of neighbouring response tokens."""
+    """[sum of (length - 1)] a code per pair of adjacent response tokens."""
     texts: list[dict[str, str]]
     """A few rows: prompt and response."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """What the scores are made of, by name, before the weights."""
+    """Components of the scores by name, before their weights."""
 
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """What one learner's update did. Means are over response tokens of the whole batch, all ranks, all mini-batches."""
+    """Statistics of one learner's update. Means are over response tokens of the whole batch, all ranks, all
+    mini-batches."""
 
     step: int
     applied: int
@@ -310,7 +310,7 @@ class UpdateStats:
     tokens: int
     """Tokens run forward and backward, on all ranks."""
     metrics: dict[str, float]
-    """loss, grad_norm, learning_rate and what the algorithm adds (clip_fraction, approx_kl, entropy, ...)."""
+    """loss, grad_norm, learning_rate and the algorithm's own (clip_fraction, approx_kl, entropy, ...)."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """A slice of a model's weights, with what is needed to trust it."""
+    """A slice of a model's weights, with checksums."""
 
     version: int
     index: int
@@ -334,8 +334,8 @@ class WeightBucket:
     """Buckets in this publication."""
     entries: list[TensorEntry]
     arrays: list[NDArray[np.uint8]]
-    """Each tensor's bytes. In the process that sends they may be the model's own memory: what is to outlive the next
-    update has to be copied, which the object store does."""
+    """Each tensor's bytes. In the process that sends they may be the model's own memory: bytes that
+    must outlive the next update have to be copied, which the object store does."""
     digests: list[str]
     """Hex digest of each tensor (see weights.manifest.digest_of)."""
     checksum: str
@@ -344,7 +344,7 @@ class WeightBucket:
 
 @dataclass(frozen=True)
 class WeightOffer:
-    """A bucket whose bytes do not travel with its description, but from GPU to GPU."""
+    """A bucket whose bytes are sent from GPU to GPU, apart from this description."""
 
     version: int
     index: int
@@ -362,7 +362,7 @@ class WeightOffer:
 
 @dataclass(frozen=True)
 class WeightRoute:
-    """How learner and generators meet to hand weights over from GPU to GPU."""
+    """How learner and generators connect to send weights from GPU to GPU."""
 
     transport: str
     """"nccl" or "ipc"."""
@@ -375,7 +375,7 @@ class WeightRoute:
 
 @dataclass(frozen=True)
 class PublicationSize:
-    """What one publication sends."""
+    """Size of one publication."""
 
     buckets: int
     nbytes: int
@@ -387,16 +387,16 @@ class WeightsPlan:
 
     whole: PublicationSize
     changing: PublicationSize
-    """Without the tensors that training leaves as they are. Equal to `whole` where there are none."""
+    """Without the tensors that training does not change. Equal to `whole` if it changes all of them."""
 
 
 @dataclass(frozen=True)
 class WeightsConfirmed:
-    """A generator computes with these weights now."""
+    """A generator has these weights in service."""
 
     version: int
     pause_seconds: float
-    """For how long no token could be made."""
+    """For how long no token could be generated."""
 
 
 @dataclass(frozen=True)
@@ -406,16 +406,16 @@ class OperatorTime:
     name: str
     calls: int
     own_ms: float
-    """Of all calls together, without what they called: milliseconds of the GPU where there is one, else of the CPU."""
+    """Of all calls together, without nested operators: milliseconds of the GPU where there is one, else of the CPU."""
 
 
 @dataclass(frozen=True)
 class WorkerProfile:
-    """What one worker computed while it was looked at."""
+    """Operators of one worker in a profile."""
 
     trace: str
     """File name of the Chrome trace."""
     seconds: float
-    """For how long it was looked at."""
+    """Duration of the profile."""
     operators: list[OperatorTime]
     """The busiest, busiest first."""

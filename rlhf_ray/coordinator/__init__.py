@@ -1,1 +1,1 @@
-"""The loop: prompts out, experience in, updates, weights back. It handles references and small numbers only."""
+"""The training loop: rollouts, updates, publications. The coordinator handles references and small numbers only."""

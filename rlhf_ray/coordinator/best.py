@@ -1,4 +1,4 @@
-"""The best step of a run by a held-out metric: which one it is, its checkpoint kept, its model in best/."""
+"""The best step of a run by a held-out metric: its checkpoint is kept, and its model exported to best/."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,15 +14,15 @@ from rlhf_ray.observability.run_directory import RunDirectory
 
 @dataclass
 class BestSoFar:
-    """The best value of a metric and its step. None: nothing measured yet. Step 0 is the model before training."""
+    """The best value of a metric and its step. None: not evaluated yet. Step 0 is the model before training."""
 
     step: int | None = None
     value: float | None = None
     metric: str | None = None
-    """Which metric that is: values of another one say nothing."""
+    """The metric's name: values of different metrics are not compared."""
 
     def improved_by(self, value: float, mode: str) -> bool:
-        """Whether `value` is better ("max" or "min"). An equal value is not, and neither is one that is no number."""
+        """Whether `value` is better ("max" or "min"). An equal value or NaN is not."""
         if self.value is None:
             return value == value
         return value > self.value if mode == "max" else value < self.value
@@ -32,11 +32,11 @@ class BestSoFar:
         return {"step": self.step, "value": self.value, "metric": self.metric}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from a `state_dict`."""
         self.step, self.value, self.metric = state["step"], state["value"], state["metric"]
 
     def follow(self, metric: str | None) -> None:
-        """Forget what was best by another metric."""
+        """Reset if the metric has changed."""
         if metric != self.metric:
             self.step, self.value, self.metric = None, None, metric
 
@@ -44,9 +44,9 @@ class BestSoFar:
 class BestKeeper:
     """Follows the metric that `checkpoint.best_metric` names through the evaluations of a run.
 
-    An evaluation that improves on all before makes its step the best: the caller saves a checkpoint, which is never
-    pruned while it is the best, and `keep` exports the model and names the step in best.json. The model before training
-    sets the mark to beat; it has neither checkpoint nor export, since it is where the run began.
+    An evaluation that is better than all before makes its step the best: the caller saves a checkpoint, which is never
+    pruned while it is the best, and `keep` exports the model and writes the step to best.json. The model before
+    training is the baseline; it has neither checkpoint nor export.
     """
 
     def __init__(self, config: CheckpointConfig, directory: RunDirectory, store: CheckpointStore, best: BestSoFar,
@@ -60,7 +60,7 @@ class BestKeeper:
         self._export = export
 
     def consider(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take an evaluation; True when it makes `step` the best, which then wants a checkpoint and `keep`.
+        """Compare an evaluation; True if it makes `step` the best. The caller then saves a checkpoint and calls `keep`.
 
         Raises:
             ConfigError: the evaluation has no such metric; names those it has.
@@ -69,26 +69,26 @@ class BestKeeper:
         if name is None or mode is None:
             return False
         if name not in metrics:
-            measured = ", ".join(sorted(metrics)) or "nothing: there are no held-out rows"
-            raise ConfigError(f"checkpoint.best_metric={name!r} is not what this run measures ({measured}); name one "
-                              "of its metrics, or none")
+            measured = ", ".join(sorted(metrics)) or "none: there are no held-out rows"
+            raise ConfigError(f"checkpoint.best_metric={name!r} is not a metric of this run ({measured}); name one "
+                              "of these, or none")
         self._best.follow(name)
         if not self._best.improved_by(metrics[name], mode):
             return False
-        kept = self._best.step
+        previous = self._best.step
         self._best.step, self._best.value = step, metrics[name]
-        self._store.protect({s for s in (kept, step) if s})  # the one before stays until this one is on disk
+        self._store.protect({s for s in (previous, step) if s})  # the previous one stays until this one is on disk
         return step > 0
 
     async def keep(self) -> None:
-        """Export the model of the best step, which is the present one and has its checkpoint, and name it."""
+        """Export the model of the best step, which is the present one and has a checkpoint, and write best.json."""
         await self._export(self._directory.best.absolute())
         await self._directory.files.records.run(self._directory.write_json, "best.json", self._mark())
         self._store.protect({self._best.step} if self._best.step else set())
 
     async def resume(self, step: int) -> str | None:
-        """After state and workers went back to the checkpoint of `step`: protect the best one, and finish `keep` where
-        the run ended in the middle of it. Returns what a person should know, if anything."""
+        """After a restore of the checkpoint of `step`: protect the best checkpoint, and finish a `keep` that was
+        interrupted. Returns a warning, or None."""
         self._best.follow(self._config.best_metric)
         best = self._best.step
         self._store.protect({best} if best else set())
@@ -103,7 +103,7 @@ class BestKeeper:
                 "better still")
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says of it; nothing where no metric was named or measured."""
+        """Its entries in summary.json; empty without a metric or an evaluation."""
         if self._best.metric is None or self._best.step is None:
             return {}
         return {"best_step": self._best.step, "best_metric": self._best.metric, "best_value": self._best.value}
@@ -113,6 +113,6 @@ class BestKeeper:
                 "value": self._best.value, "checkpoint": f"checkpoints/step_{self._best.step}", "model": "best"}
 
     def _marked_step(self) -> int | None:
-        """The step that best.json names; None without it."""
+        """The step in best.json; None without the file."""
         file = self._directory.best_mark
         return json.loads(file.read_text()).get("step") if file.is_file() else None

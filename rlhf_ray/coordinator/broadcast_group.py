@@ -1,4 +1,4 @@
-"""Calls to several generators that belong together, as in a publication, which goes on without those that are lost."""
+"""The generators that receive one publication: the same call to all of them, without those that are lost."""
 
 import asyncio
 from collections.abc import Collection, Iterable
@@ -10,33 +10,33 @@ from rlhf_ray.errors import WorkerLost
 
 
 class BroadcastGroup:
-    """The generators that a publication goes to. One that is lost on the way leaves it, and others go on."""
+    """The receivers of a publication. A generator that is lost leaves the group, and the others continue."""
 
     def __init__(self, dispatcher: WorkerDispatcher, ranks: Iterable[int]) -> None:
         self._dispatcher, self.ranks = dispatcher, list(ranks)
         self.losses: list[WorkerLost] = []
-        """How those that left were lost, in that order."""
+        """Losses of the generators that left, in order."""
         self._next_loss: asyncio.Future[None] | None = None
 
     def calls(self, method: str, *args: Any, only: Collection[int] | None = None,
               timeout_s: float | None = None) -> list[Call]:
-        """The same call to every one of them, or to some."""
+        """The same call to all of them, or to some."""
         return [self._dispatcher.group.call(rank, method, *args, timeout_s=timeout_s)
                 for rank in self.ranks if only is None or rank in only]
 
     async def each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """What the same call to every one of them returned. The first failure is raised."""
+        """Results of the same call to all of them. The first failure is raised."""
         answers = []
 
-        async def ask(call: Call) -> None:
+        async def get(call: Call) -> None:
             if await self._answers(call):
                 answers.append((call.rank, await call.value()))
 
-        await asyncio.gather(*(ask(call) for call in self.calls(method, *args, timeout_s=timeout_s)))
+        await asyncio.gather(*(get(call) for call in self.calls(method, *args, timeout_s=timeout_s)))
         return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
 
     async def without(self, calls: list[Call]) -> set[int]:
-        """Wait for calls; the ranks whose argument was lost on its way."""
+        """Wait for calls; returns the ranks whose argument was lost."""
         missed = set()
 
         async def wait(call: Call) -> None:
@@ -51,10 +51,10 @@ class BroadcastGroup:
         return missed
 
     async def _answers(self, call: Call) -> bool:
-        """Wait for a call; false when its generator was lost, which leaves the audience.
+        """Wait for a call; False if its generator was lost, which leaves the group.
 
         Raises:
-            WorkerLost: what the call was given is lost.
+            WorkerLost: an argument of the call is lost.
         """
         try:
             await finished(call, "publish", self._dispatcher.clock)
@@ -66,12 +66,12 @@ class BroadcastGroup:
         return True
 
     def next_loss(self) -> "asyncio.Future[None]":
-        """Done when the next one leaves; there is one such future at a time."""
+        """A future that is done when the next generator leaves; there is one at a time."""
         self._next_loss = asyncio.get_running_loop().create_future()
         return self._next_loss
 
     def give_up_on(self, method: str, reason: str) -> None:
-        """Give up all that are left: what they began with `method` will not end."""
+        """Give up all remaining generators: their calls of `method` will not end."""
         if self._dispatcher.on_lost is None:
             return
         for rank in list(self.ranks):

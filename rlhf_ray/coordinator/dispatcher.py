@@ -1,4 +1,4 @@
-"""A group whose workers all answer alike: who is called next, and what happens to calls that a lost worker leaves."""
+"""Dispatch of calls to the workers of a group: least loaded first, repeated on another worker when one is lost."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from rlhf_ray.observability.spans import StepClock, Task
 
 T = TypeVar("T")
 IDLE_LOOK_S = 0.05
-"""Between two looks whether a worker that is given no more calls has answered its last."""
+"""Between two checks whether a worker that gets no more calls has finished its last."""
 
 
 class LeastLoadedScheduler:
-    """Which worker of a group to call next: the one with least work under way, the lowest rank among equals."""
+    """Chooses the worker of a group with the least work under way; of equals, the one with the lowest rank."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self._load = dict.fromkeys(group.ranks, 0)
         self._order = [(0, rank) for rank in group.ranks]
-        """(load, rank) of every worker that is up, in order."""
+        """(load, rank) of every available worker, sorted."""
         self._up = set(group.ranks)
 
     def take(self, work: int) -> int:
-        """A rank that is up, charged with `work` (any unit) until `give_back`.
+        """An available rank, whose load includes `work` (any unit) until `give_back`.
 
         Raises:
-            IndexError: none is up.
+            IndexError: no rank is available.
         """
         rank = self._order[0][1]
         self._charge(rank, work)
         return rank
 
     def give_back(self, rank: int, work: int) -> None:
-        """The work is done, or nobody waits for it any more."""
+        """Remove work from a rank's load: it is done, or was abandoned."""
         self._charge(rank, -work)
 
     def leave_out(self, rank: int) -> None:
-        """Give a rank no more work until it is back."""
+        """Give a rank no more work until `take_back`."""
         if rank in self._up:
             self._up.discard(rank)
             del self._order[bisect_left(self._order, (self._load[rank], rank))]
 
     def take_back(self, rank: int) -> None:
-        """A rank that was left out works again, or one that is new works from now on."""
+        """Make a rank available: one that was left out, or a new one."""
         self._up.add(rank)
         insort(self._order, (self._load.setdefault(rank, 0), rank))
 
     def load(self, rank: int) -> int:
-        """Work that a rank has not given back."""
+        """Work of a rank that is under way."""
         return self._load.get(rank, 0)
 
     @property
     def any_up(self) -> bool:
-        """Whether `take` has somebody to give."""
+        """Whether a rank is available."""
         return bool(self._order)
 
     @property
     def up(self) -> list[int]:
-        """Ranks that may be given work."""
+        """Available ranks."""
         return sorted(self._up)
 
     def _charge(self, rank: int, work: int) -> None:
-        """Move a worker to where its new load belongs; there may be hundreds, so by bisection."""
+        """Change a worker's load, and its position by bisection: there may be hundreds of workers."""
         if rank not in self._up:
             self._load[rank] += work
             return
@@ -78,44 +78,46 @@ class LeastLoadedScheduler:
 
 
 class WorkerDispatcher:
-    """Calls to one group. A call whose worker is lost is made again at another one, with the same arguments: the roles
-    here are pure functions of them (samples have seeds of their own), so that it does not matter who answers."""
+    """Calls to one group. A call whose worker is lost is repeated on another one, with the same arguments: these roles
+    are pure functions of them (samples have seeds of their own), so any worker gives the same result."""
 
     def __init__(self, group: WorkerGroup, clock: StepClock) -> None:
         self.group, self.clock, self.now = group, clock, clock.now
         self.scheduler = LeastLoadedScheduler(group)
         self.on_lost: Callable[[WorkerDispatcher, WorkerLost, int], None] | None = None
-        """Called with every call that was lost by its worker's fault, and of its work; sees to it that there will be a
-        worker again. Where there is nobody to do so, the loss is raised."""
+        """Called with every lost call and its work, if the worker caused the loss; replaces the worker. If it is None,
+        the loss is raised."""
         self.finished: Counter[int] = Counter()
-        """Calls that each rank has answered; its restarts are counted between two of them."""
+        """Calls that each rank has finished; consecutive restarts of a rank are counted between two of them."""
         self._failed: RLHFError | None = None
         self._waiting: set[asyncio.Future[None]] = set()
 
-    async def ask(
+    async def call(
         self, method: str, *arguments: Any, phase: str = "", work: int = 1, outputs: int = 1,
         again: Callable[[WorkerLost], None] | None = None,
     ) -> Call:
-        """A call to the least loaded worker; it has ended.
+        """Call the least loaded worker, and wait for the end of the call.
 
         Args:
-            phase: under which its working time is noted; not at all when empty.
-            work: by which the worker is loaded meanwhile.
+            phase: under which its working time is recorded; not at all when empty.
+            work: added to the worker's load during the call.
             outputs: see `WorkerGroup.call`.
-            again: told of each loss before the call is made once more.
+            again: called with each loss before the call is repeated.
 
-        Raises: see `ask_for`.
+        Raises: see `call_and_get`.
         """
-        return (await self.ask_for(None, method, *arguments, phase=phase, work=work, outputs=outputs, again=again))[0]
+        call, _ = await self.call_and_get(
+            None, method, *arguments, phase=phase, work=work, outputs=outputs, again=again)
+        return call
 
-    async def ask_for(
+    async def call_and_get(
         self, index: int | None, method: str, *arguments: Any, phase: str = "", work: int = 1, outputs: int = 1,
         again: Callable[[WorkerLost], None] | None = None,
     ) -> tuple[Call, Any]:
-        """As `ask`, with one of the call's results, or None.
+        """As `call`; also get the result at `index` (None: no result).
 
         Raises:
-            WorkerLost: an argument of the call is not there any more: whoever made it must make it again.
+            WorkerLost: an argument of the call is lost, and must be produced again.
             WorkerError: the workers cannot be kept alive.
             RLHFError: the role's own error.
         """
@@ -137,16 +139,16 @@ class WorkerDispatcher:
                 self.scheduler.give_back(rank, work)
 
     def leave_out(self, rank: int) -> None:
-        """Give a rank no more calls until it is back."""
+        """Give a rank no more calls until `take_back`."""
         self.scheduler.leave_out(rank)
 
     def take_back(self, rank: int) -> None:
-        """A rank that was left out works again."""
+        """Make a rank that was left out available."""
         self.scheduler.take_back(rank)
         self._wake()
 
     async def idle(self, rank: int, patience_s: float) -> bool:
-        """Wait until a rank has answered all its calls, `patience_s` at most; whether it has."""
+        """Wait until a rank has finished all its calls, at most `patience_s`; returns whether it has."""
         loop = asyncio.get_running_loop()
         until = loop.time() + patience_s
         while self.scheduler.load(rank) and loop.time() < until:
@@ -154,19 +156,18 @@ class WorkerDispatcher:
         return not self.scheduler.load(rank)
 
     def fail(self, error: RLHFError) -> None:
-        """Raise `error` to whoever asks from now on, or waits for a worker."""
+        """Raise `error` in all later calls, and in those that wait for a worker."""
         self._failed = error
         self._wake()
 
     def interrupt(self, error: RLHFError) -> None:
-        """Raise `error` to whoever waits for a worker at this moment: none will come before something else is done."""
+        """Raise `error` in the calls that wait for a worker now: none will be available before the caller has acted."""
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(error)
 
     async def _next(self, work: int) -> int:
-        """The rank to call. While none is up somebody is about to bring one back, within deadlines of their own, or to
-        give up."""
+        """The rank to call. While none is available, `on_lost` replaces one within a deadline, or calls `fail`."""
         while True:
             if self._failed is not None:
                 raise self._failed
@@ -186,13 +187,13 @@ class WorkerDispatcher:
 
 
 async def kept(make: Callable[[], Awaitable[T]], most: int, again: Callable[[WorkerLost], None] | None = None) -> T:
-    """What `make` gives; made all over again, `most` times, when something of it lay on a node that is gone.
+    """The result of `make`, which is repeated up to `most` times when an object it needs was lost with a node.
 
     Args:
-        again: told of each loss before.
+        again: called with each loss before `make` is repeated.
 
     Raises:
-        WorkerLost: it was lost once more.
+        WorkerLost: an object was lost once more.
     """
     losses = 0
     while True:
@@ -207,7 +208,7 @@ async def kept(make: Callable[[], Awaitable[T]], most: int, again: Callable[[Wor
 
 
 async def finished(call: Call, phase: str, clock: StepClock) -> Call:
-    """Wait for a call without fetching its result, and note its working time under its role and `phase`."""
+    """Wait for a call without fetching its result, and record its working time under its role and `phase`."""
     if not phase:
         await call.done()
         return call

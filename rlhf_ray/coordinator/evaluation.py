@@ -55,7 +55,7 @@ class Evaluator:
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)
         refs = (part.ref for part in parts)
-        _, (metrics, texts) = await roles.dispatcher(roles.assembler).ask_for(
+        _, (metrics, texts) = await roles.dispatcher(roles.assembler).call_and_get(
             0, "sum_up", config.evaluates_the_policy_itself, config.solved_at, *refs, phase="evaluate")
         if config.reward.on_failure == "quarantine":
             metrics["unscored"] = float(unscored)
@@ -107,7 +107,7 @@ class Evaluator:
 
         async def measured() -> Call:
             scored = await self._pipeline.route.score(keys, self.config.seed, self._prompts, self.config.sampling)
-            return await roles.dispatcher(roles.assembler).ask(
+            return await roles.dispatcher(roles.assembler).call(
                 "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference, phase="evaluate")
 
         async with self._room:  # deadlines run from the call on, so a long queue must wait here

@@ -1,4 +1,4 @@
-"""One update: policy and critic learn from a lease side by side, and what came of it is noted."""
+"""One update: policy and critic learn from a lease concurrently; state, buffer and ledger follow."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from rlhf_ray.replay.buffer_state import Lease
 
 @dataclass(frozen=True)
 class Learned:
-    """What an update did."""
+    """The result of an update."""
 
     policy: UpdateStats | None
     """None while only the critic warms up."""
@@ -27,38 +27,38 @@ class Learned:
 
     @property
     def applied(self) -> bool:
-        """Whether any optimizer step changed any weight. Policy and critic leave out their steps each for itself."""
+        """Whether any optimizer step changed any weight. Policy and critic skip steps independently."""
         return any(stats.applied for stats in (self.policy, self.critic) if stats is not None)
 
     def skipped(self) -> str | None:
-        """Which steps were left out, in words; None if none were."""
+        """A message about the skipped optimizer steps; None without any."""
         parts = [f"{stats.skipped} of the {name}'s {stats.skipped + stats.applied} optimizer steps"
                  for name, stats in (("policy", self.policy), ("critic", self.critic)) if stats and stats.skipped]
         return f"{' and '.join(parts)} left out: a loss or gradient was not finite" if parts else None
 
 
 class Learning:
-    """Lets the learners update, and keeps state, buffer and ledger in step with them."""
+    """Runs the learners' updates, and keeps state, buffer and ledger consistent with them."""
 
     def __init__(self, config: PPOConfig, roles: RoleGroups, state: RunState, pipeline: Pipeline,
                  warn: Callable[[str], None]) -> None:
         self._config, self._roles, self._state, self._pipeline, self._warn = config, roles, state, pipeline, warn
 
     async def learn(self, lease: Lease) -> tuple[Learned, list[ExperienceSummary]]:
-        """Update policy and critic, and begin a new version; also what is known of the batch.
+        """Update policy and critic, which makes a new version; returns the result and the batch's summaries.
 
         Raises:
-            TrainingError: too many updates in a row came to nothing (`optimizer.max_consecutive_skipped_updates`).
+            TrainingError: too many consecutive updates were skipped (`optimizer.max_consecutive_skipped_updates`).
         """
         learned = await self._update_all(lease)
-        if (said := learned.skipped()) is not None:
-            self._warn(f"step {self._state.step + 1}: {said}")
+        if (message := learned.skipped()) is not None:
+            self._warn(f"step {self._state.step + 1}: {message}")
         summaries = self._acknowledge(lease, learned)
         await self._pipeline.ledger.settled()
         return learned, summaries
 
     async def _update_all(self, lease: Lease) -> Learned:
-        """Policy and critic learn from the same experience, side by side."""
+        """Update policy and critic from the same experience, concurrently."""
         roles, coef = self._roles, self._state.kl.value
         if self._config.shares_backbone:
             return Learned(*await self._update(roles.policy, lease, "policy_update", coef, method="update_both"))
@@ -71,7 +71,7 @@ class Learning:
     async def _update(
         self, group: WorkerGroup | None, lease: Lease, phase: str, *numbers: float, method: str = "update"
     ) -> Any:
-        """What the first rank says; None without a group."""
+        """The first rank's statistics; None without a group."""
         if group is None:
             return None
         calls = group.call_all(method, self._state.step, *numbers, *lease.refs)
@@ -79,8 +79,8 @@ class Learning:
         return await calls[0].value()
 
     def _acknowledge(self, lease: Lease, learned: Learned) -> list[ExperienceSummary]:
-        """The update was made: a new version begins. One that changed nothing leaves no mark on what is learned beside
-        the weights, the KL coefficient and the scores' moments, either."""
+        """Acknowledge the lease and count the version. An update that changed no weight changes neither the KL
+        coefficient nor the scores' moments."""
         state, pipeline = self._state, self._pipeline
         pipeline.buffer.ack(lease, state.step)
         summaries = [pipeline.summaries.pop(entry.order) for entry in lease.entries]

@@ -1,4 +1,4 @@
-"""The live metrics of a run: who has work, how far it is, what is held. Read from the coordinator every few seconds."""
+"""Live Prometheus gauges of a run: progress, busy workers, buffer. Read from the coordinator every few seconds."""
 
 import time
 from collections import Counter, defaultdict, deque
@@ -10,9 +10,9 @@ from rlhf_ray.observability.prometheus import LiveValue
 
 SECTIONS = {"generator": "generator", "reference_scorer": "reference", "reward_scorer": "reward",
             "assembler": "assembler", "policy_learner": "policy", "critic_learner": "critic"}
-"""Section of the configuration that says where a role runs."""
+"""Section of the configuration with the role's pool."""
 WINDOW_S = 60.0
-"""What `live/pool_busy` is a mean over: longer than the pauses in which a healthy pool waits for another one."""
+"""Window of the mean `live/pool_busy`: longer than the times that a healthy pool waits for another one."""
 
 
 def pools_of(config: PPOConfig) -> dict[str, str]:
@@ -21,16 +21,16 @@ def pools_of(config: PPOConfig) -> dict[str, str]:
 
 
 class LiveGauges:
-    """Remembers just enough of the last minute."""
+    """Computes the gauges, with means over the last minute."""
 
     def __init__(self, pools: Mapping[str, str], now: Callable[[], float] = time.monotonic) -> None:
         """`pools` gives each role's pool."""
         self._pool, self._now = pools, now
         self._seen: deque[tuple[float, dict[str, float]]] = deque()
-        """When, and which share of each pool's workers had work then."""
+        """(time, busy share of each pool's workers)."""
         self._step, self._since = -1, now()
         self._generators: set[int] = set()
-        """Ranks of all that there ever were."""
+        """Ranks of all generators so far."""
 
     def read(self, coordinator: Coordinator) -> list[LiveValue]:
         """The present values. Call it at regular intervals."""
@@ -76,7 +76,7 @@ class LiveGauges:
         down = [rank for role, rank in roles.healing.down if role == roles.generators.role]
         present = {*roles.dispatcher(roles.generators).scheduler.up, *down}
         self._generators |= present
-        for rank in sorted(self._generators):  # a gauge keeps its last value: who was removed is behind nobody
+        for rank in sorted(self._generators):  # a gauge keeps its last value, so removed generators are set to 0
             behind = version - coordinator.weights.confirmed.get(rank, 0) if rank in present else 0
             yield LiveValue("live/versions_behind", behind, {"worker": f"generator/{rank}"})
 

@@ -1,4 +1,4 @@
-"""What a run is doing at this moment, kept in status.json of its directory for whoever looks from outside."""
+"""status.json: the present activity of a run, written to its directory every two seconds for other processes."""
 
 import asyncio
 import time
@@ -23,37 +23,37 @@ async def live_status(
     present: Callable[[], Coordinator | None], directory: RunDirectory,
     show: Callable[[Coordinator], None] = lambda _: None, on_failure: OnFailure = log_failure,
 ) -> AsyncIterator[None]:
-    """Write status.json every two seconds while the enclosed work goes on, and how it ended at last.
+    """Write status.json every two seconds during the block, and finally how the run ended.
 
     Args:
-        present: gives the run's coordinator, once there is one.
-        show: shows it elsewhere, too.
-        on_failure: called where the status cannot be made.
+        present: returns the run's coordinator, once there is one.
+        show: displays the status elsewhere, too.
+        on_failure: called when the status cannot be created.
     """
     ended = "failed"
     try:
         async with background_task("the status", lambda: _keep_writing(present, directory, show), on_failure):
             yield
         coordinator = present()
-        given_up = coordinator.stopped_early if coordinator else None
-        ended = f"stopped early: {given_up}" if given_up else "finished"
+        reason = coordinator.stopped_early if coordinator else None
+        ended = f"stopped early: {reason}" if reason else "finished"
     except BaseException as error:
         ended = how_it_ended(error)
         raise
     finally:
         if (coordinator := present()) is not None:
-            # What the run itself says of its disk must come through, and of another driver that owns it by now.
+            # The run's own error about its disk, or about another driver that owns it, must not be replaced.
             with suppress(OSError, DiskStalled, SupersededError):
                 await directory.files.records.run(directory.write_json, directory.status.name,
                                                   {**snapshot(coordinator), "ended": ended})
 
 
 def how_it_ended(error: BaseException) -> str:
-    """An error that ended a run, in words for a person who looks from outside."""
+    """The text in status.json about an error that ended the run."""
     if isinstance(error, RunInterrupted):
         return str(error)
-    said = str(error) if isinstance(error, RLHFError) else ": ".join(filter(None, (type(error).__name__, str(error))))
-    return f"failed: {said}"
+    text = str(error) if isinstance(error, RLHFError) else ": ".join(filter(None, (type(error).__name__, str(error))))
+    return f"failed: {text}"
 
 
 async def _keep_writing(
@@ -61,14 +61,14 @@ async def _keep_writing(
 ) -> None:
     while True:
         if (coordinator := present()) is not None:
-            with suppress(OSError):  # a disk that is full for a while: the next one may be written
+            with suppress(OSError):  # the disk may be full for a while; the next status may be written
                 await directory.files.records.run(directory.write_json, directory.status.name, snapshot(coordinator))
             show(coordinator)
         await asyncio.sleep(EVERY_S)
 
 
 def snapshot(coordinator: Coordinator) -> dict[str, Any]:
-    """Step, buffer, and who works on what since when."""
+    """The contents of status.json: step, buffer, workers and their calls."""
     buffer, state = coordinator.buffer.stats(), coordinator.state
     return {
         "time": time.time(), "step": state.step, "steps": coordinator.config.run.steps, "samples": state.samples,
@@ -80,7 +80,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
         "chunks": _by_station(coordinator), "leases": _leases(coordinator),
         "checkpoint": _checkpoint(coordinator),
         "down": coordinator.roles.healing.status(coordinator.roles.clock.now()),
-        "workers": whereabouts(coordinator.roles),
+        "workers": worker_locations(coordinator.roles),
     }
 
 
@@ -91,7 +91,7 @@ def _checkpoint(coordinator: Coordinator) -> dict[str, Any] | None:
                         "doing": coordinator.files.checkpoints.progress.doing}
 
 
-def whereabouts(roles: RoleGroups) -> list[dict[str, Any]]:
+def worker_locations(roles: RoleGroups) -> list[dict[str, Any]]:
     """One line per worker that has started: its pool and bundle, the node, its process there, and its GPUs' numbers."""
     found = []
     for group in roles.everybody():
@@ -115,7 +115,7 @@ def _by_worker(clock: StepClock) -> list[dict[str, Any]]:
 
 
 def _by_station(coordinator: Coordinator) -> list[dict[str, Any]]:
-    """One line per kind of thing that happens to chunks: how many, the oldest of them, and for how long already."""
+    """One line per phase of chunks: how many, the oldest of them, and for how many seconds."""
     found: dict[str, list[Station]] = defaultdict(list)
     for station in coordinator.pipeline.stations.values():
         found[station.doing].append(station)
@@ -129,7 +129,7 @@ def _by_station(coordinator: Coordinator) -> list[dict[str, Any]]:
 
 
 def _leases(coordinator: Coordinator) -> list[dict[str, Any]]:
-    """What is lent to the learners, for the update of which version, and when it would come back by itself."""
+    """Leases of the learners: samples, version of the update, and seconds until they expire."""
     learners = [group.role for group in coordinator.roles.learners()]
     now = coordinator.roles.clock.now()
     return [{"samples": lease.samples, "version": lease.version, "held_by": learners,

@@ -50,7 +50,7 @@ class PromptSource:
         Raises:
             DataError, ModelError: it cannot be read; see `data.prompt_table.open_prompts`.
         """
-        _, found = await reader.ask_for(0, "open", table, config)
+        _, found = await reader.call_and_get(0, "open", table, config)
         held_out = cls(reader, HELD_OUT, [found["held_out"]], []) if found["held_out"] else None
         return cls(reader, table, found["sizes"], found["reports"], held_out)
 
@@ -66,7 +66,7 @@ class PromptSource:
 
     async def read(self, rows: Iterable[int]) -> Any:
         """Reference to the prompts of some rows, each once; they are there."""
-        return (await self.reader.ask("rows", list(dict.fromkeys(rows)), self.table)).ref
+        return (await self.reader.call("rows", list(dict.fromkeys(rows)), self.table)).ref
 
 
 def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig]) -> Ready:

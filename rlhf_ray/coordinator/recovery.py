@@ -152,7 +152,7 @@ class Recovery:
                 it is told as that update would tell it.
         """
         try:
-            await self.roles.dispatcher(self.roles.assembler).ask("save", str(path), entry.ref)
+            await self.roles.dispatcher(self.roles.assembler).call("save", str(path), entry.ref)
         except WorkerLost as error:
             if error.kind != "result":
                 raise
@@ -182,7 +182,7 @@ class Recovery:
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"
-            refs[entry["order"]] = (await self.roles.dispatcher(self.roles.assembler).ask("load", str(path))).ref
+            refs[entry["order"]] = (await self.roles.dispatcher(self.roles.assembler).call("load", str(path))).ref
         self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
         return self.buffer.load_state_dict(saved["buffer"], refs)
 

@@ -76,14 +76,14 @@ class Route:
         """One chunk. `again` is told of each generator that was lost with it."""
         prompts = await source.of(keys)
         return Generated(
-            await self._generators.ask("generate", prompts, keys, seed, sampling, phase="generate", work=len(keys),
+            await self._generators.call("generate", prompts, keys, seed, sampling, phase="generate", work=len(keys),
                                       again=again), prompts)
 
     async def rate(self, chunks: Sequence[Generated]) -> Scored:
         """What the frozen models say, side by side."""
         rollouts, prompts = [chunk.rollout.ref for chunk in chunks], [chunk.prompts for chunk in chunks]
         reference, reward = await asyncio.gather(
-            self._ask_reference(rollouts), self._reward.ask("score_each", *rollouts, *prompts, phase="reward"))
+            self._call_reference(rollouts), self._reward.call("score_each", *rollouts, *prompts, phase="reward"))
         return Scored(rollouts, reference, reward.ref)
 
     async def assemble(
@@ -97,7 +97,7 @@ class Route:
         """
         logprobs, values = await self._ask_learners(scored.rollouts)
         chunks = len(scored.rollouts)
-        call, summaries = await self._assembler.ask_for(
+        call, summaries = await self._assembler.call_and_get(
             chunks, "assemble_each", terms(), list(texts), len(logprobs), *scored.rollouts, scored.reward,
             scored.reference, *logprobs, *values, phase="assemble", outputs=chunks + 1)
         return list(zip(call.refs, summaries, strict=False))
@@ -118,17 +118,17 @@ class Route:
         await asyncio.gather(self._all_ranks(logprobs, "logprobs"), self._all_ranks(values, "values"))
         return [call.ref for call in logprobs], [call.ref for call in values]
 
-    async def _ask_reference(self, rollouts: Sequence[Any]) -> Any:
+    async def _call_reference(self, rollouts: Sequence[Any]) -> Any:
         """Reference to the reference's log-probabilities: from its own workers, or from the policy's frozen base, rank
         by rank."""
         if self._reference is not None:
-            return (await self._reference.ask("logprobs", *rollouts, phase="reference")).ref
+            return (await self._reference.call("logprobs", *rollouts, phase="reference")).ref
         await self._learners_free.wait()
         shares = self.roles.policy.call_all("reference_logprobs", *rollouts)
         await self._all_ranks(shares, "reference")
         if len(shares) == 1:
             return shares[0].ref
-        return (await self._assembler.ask("join", *(call.ref for call in shares), phase="assemble")).ref
+        return (await self._assembler.call("join", *(call.ref for call in shares), phase="assemble")).ref
 
     async def _all_ranks(self, calls: Sequence[Call], phase: str) -> None:
         """Wait for the same call to every rank of a learner.

@@ -1,1 +1,1 @@
-"""Where rewards come from: models, services, a user's function, rules; and how several of them make one number."""
+"""Sources of rewards: models, HTTP services, user functions, rules; and their weighted sum."""

@@ -1,4 +1,5 @@
-"""The number in the response must be the answer: found in the text, compared as decimals, never evaluated."""
+"""Rules that compare a response with the row's answer: exact text, or numbers compared as decimals (never
+evaluated)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _NUMBER = re.compile(
     re.ASCII,
 )
 _ARITHMETIC = Context(prec=60, traps=[])
-"""60 digits; what is out of range becomes infinity or NaN, which equals nothing."""
+"""60 digits; numbers out of range become infinity or NaN, which equal no number."""
 
 
 def number_source(name: str, config: NumberReward) -> RuleSource:
@@ -32,19 +33,19 @@ def number_source(name: str, config: NumberReward) -> RuleSource:
 
 
 def number_match(response: str, answer: Any, after: str | None, tolerance: float) -> Verdict:
-    """Compare the response's number with the answer's. An answer without a number equals none; a source refuses it."""
-    found, wanted = number_in(response, after), _wanted(answer, after)
-    if found is None:
+    """Compare the response's number with the answer's. The source refuses an answer without a number."""
+    given, wanted = number_in(response, after), _wanted(answer, after)
+    if given is None:
         return Verdict.UNREADABLE
     if wanted is None:
         return Verdict.WRONG
-    difference = _ARITHMETIC.abs(_ARITHMETIC.subtract(found, wanted))
+    difference = _ARITHMETIC.abs(_ARITHMETIC.subtract(given, wanted))
     near = not difference.is_nan() and difference <= Decimal(repr(tolerance))
     return Verdict.RIGHT if near else Verdict.WRONG
 
 
 def number_in(text: str, after: str | None = None) -> Decimal | None:
-    """The number a text comes to: the first one after the marker, the last one without a marker; None for none."""
+    """The number of a text: the first one after the marker, or the last one without a marker; None for none."""
     text = text.replace("\N{MINUS SIGN}", "-")
     part = after_marker(text, after)
     if part is None:
@@ -54,7 +55,7 @@ def number_in(text: str, after: str | None = None) -> Decimal | None:
 
 
 def has_number(answer: Any, after: str | None) -> bool:
-    """Whether a row's answer is something that a response can be compared with."""
+    """Whether a row's answer contains a number."""
     return _wanted(answer, after) is not None
 
 
@@ -65,7 +66,7 @@ def _wanted(answer: Any, after: str | None) -> Decimal | None:
 
 
 def _value(match: re.Match[str]) -> Decimal | None:
-    """The number that was matched; None when it is none (a division by zero, out of range)."""
+    """The matched number; None after a division by zero, or out of range."""
     top, below = match["top"] or match["value"], match["below"] or match["under"]
     number = _ARITHMETIC.create_decimal(top.replace(",", "") + (f"e{match['power']}" if match["power"] else ""))
     if below is not None:
@@ -85,7 +86,7 @@ def exact_match_source(name: str, config: ExactMatchReward) -> RuleSource:
 
 
 def exact_match(response: str, answer: str, after: str | None, ignore: Collection[str]) -> Verdict:
-    """Compare two texts; the answer may carry the marker too, as the answers of GSM8K do."""
+    """Compare two texts; the answer may contain the marker too, as the answers of GSM8K do."""
     given = after_marker(response, after)
     if given is None:
         return Verdict.UNREADABLE

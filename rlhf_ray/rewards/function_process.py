@@ -1,8 +1,8 @@
-"""The process in which foreign code gives rewards: loads one function and calls it as often as it is asked.
+"""The process that runs a user's reward function: it loads the function and calls it for each request.
 
-Started as a program of its own, with the number of an open socket as its argument. Requests come as pickles, answers go
-back as JSON, so that nothing this process says is ever unpickled. It ends when the socket closes, and is killed with
-the process that started it. Imports the standard library alone: what the function needs, it imports itself.
+Started as a program of its own, with the number of an open socket as its argument. Requests are pickles, answers are
+JSON, so that nothing from this process is ever unpickled. It ends when the socket closes, and is killed with the
+process that started it. It imports the standard library alone; the function imports what it needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1
 def main(descriptor: int, parent: int) -> None:
     """Serve the socket of that number until it closes, or until the process `parent` dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         return
     serve(socket.socket(fileno=descriptor))
 
@@ -40,12 +40,12 @@ def main(descriptor: int, parent: int) -> None:
 def serve(socket_to_caller: socket.socket) -> None:
     """Load the function that the first frame names, and call it for each later frame, until the socket closes."""
     with socket_to_caller as channel, asyncio.Runner() as runner:
-        order = receive(channel)
-        if order is None:
+        setup = receive(channel)
+        if setup is None:
             return
         try:
-            function = load(order["function"])
-            names = accepted(function, order["offers"])
+            function = load(setup["function"])
+            names = accepted(function, setup["offers"])
         except BaseException as error:
             send(channel, {"error": describe(error)})
             return
@@ -55,13 +55,13 @@ def serve(socket_to_caller: socket.socket) -> None:
 
 
 def answer(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
-    """What the function gives, as {"scores": [...]}, or {"error": ..., "sample": number of the row or None}."""
+    """The function's result as {"scores": [...]}, or {"error": ..., "sample": number of the row or None}."""
     try:
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
         return {"scores": plain(result)}
-    except BaseException as error:  # also SystemExit: what a function does is told, not obeyed
+    except BaseException as error:  # also SystemExit: it is reported and does not end the process
         sample = getattr(error, "sample", None)
         return {"error": describe(error), "sample": sample if isinstance(sample, int) else None}
 
@@ -70,7 +70,7 @@ def plain(result: Any) -> list[float]:
     """A list, tuple, array or tensor of numbers as floats.
 
     Raises:
-        TypeError: it is none of these, or holds something else.
+        TypeError: it is none of these, or contains something else.
     """
     if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__iter__"):
         raise TypeError(f"it returned {_brief(result)}, and must return a list with one number per response")
@@ -95,12 +95,12 @@ def load(target: str) -> Callable[..., Any]:
     if not (where and colon and name):
         raise ValueError(f"{target!r} is not of the form module:name or file.py:name")
     sys.path.insert(0, os.getcwd())
-    found: Any = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    target_object: Any = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{name} is {_brief(found)}, which cannot be called")
-    return found
+        target_object = getattr(target_object, part)
+    if not callable(target_object):
+        raise TypeError(f"{name} is {_brief(target_object)}, which cannot be called")
+    return target_object
 
 
 def accepted(function: Callable[..., Any], offers: list[str]) -> list[str]:
@@ -110,10 +110,10 @@ def accepted(function: Callable[..., Any], offers: list[str]) -> list[str]:
         TypeError: it takes none of them, or requires others.
     """
     parameters = inspect.signature(function).parameters.values()
-    if strange := [p.name for p in parameters
+    if required := [p.name for p in parameters
                    if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
                    and (p.name not in offers or p.kind == p.POSITIONAL_ONLY)]:
-        raise TypeError(f"it requires {', '.join(strange)}; it is called with keyword arguments out of "
+        raise TypeError(f"it requires {', '.join(required)}; it is called with keyword arguments from "
                         f"{', '.join(offers)}")
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return offers
@@ -124,7 +124,7 @@ def accepted(function: Callable[..., Any], offers: list[str]) -> list[str]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception with the place in foreign code that raised it."""
+    """An exception with the line of the user's code that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__
               and "importlib" not in f.filename]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -132,14 +132,14 @@ def describe(error: BaseException) -> str:
 
 
 def receive(channel: socket.socket) -> Any:
-    """The next request; None when the other side is gone."""
+    """The next request; None when the socket is closed."""
     header = _exactly(channel, HEADER.size)
     body = _exactly(channel, HEADER.unpack(header)[0]) if header else None
     return pickle.loads(body) if body else None  # noqa: S301 - from the process that started this one
 
 
 def send(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Answer; NaN and infinity go as the words that Python's JSON knows."""
+    """Send an answer; NaN and infinity are written as Python's JSON does."""
     body = json.dumps(message).encode()
     channel.sendall(HEADER.pack(len(body)) + body)
 

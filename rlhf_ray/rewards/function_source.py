@@ -1,4 +1,8 @@
-"""A user's own function as a source: batch in, scores out, in a process that can be killed."""
+"""A user's function as a reward source, called in a process of its own that can be killed.
+
+The function may raise, block, crash or fill memory without affecting the reward scorer. A blocked call cannot be
+interrupted inside one process (nothing stops a C function), so deadlines are enforced by killing the process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ from rlhf_ray.rewards.function_process import HEADER
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, sample_names
 
 ARGUMENTS = ("prompts", "responses", "labels", "finish_reasons")
-"""What a function may take, by keyword: lists with an entry per response. Labels are the prompts' other columns."""
+"""Keyword arguments that a function may take: lists with an entry per response. Labels are the prompts' other
+columns."""
 
 
 class FunctionSource:
@@ -55,24 +60,25 @@ class FunctionSource:
 
 
 IMPORT_S = 120.0
-"""How long a function may take to be imported: it may import a whole framework."""
+"""Longest time for the import of a function, which may import a whole framework."""
 SHUTDOWN_GRACE_S = 0.5
-"""How long an idle process gets to end by itself."""
+"""Time for an idle process to end before it is killed."""
 GONE_S = 5.0
-"""How long the system gets to take away a killed one."""
+"""Longest wait for a killed process to disappear."""
 ANSWER_BYTES = 1 << 26
-"""More than any answer is long: the other side talks nonsense then."""
+"""Longest valid answer."""
 
 
 class KillableFunction:
-    """One function, one process, one call at a time. A process that was killed is started anew by the next call."""
+    """A function in a process of its own, one call at a time. After the process was killed, the next call restarts
+    it."""
 
     def __init__(self, who: str, function: str, offers: Sequence[str], timeout_s: float) -> None:
         """
         Args:
-            who: the function as the subject of a sentence, for messages.
+            who: the function as the subject of messages.
             function: `module:name` or `file.py:name`.
-            offers: names of the arguments that calls will have.
+            offers: names of the arguments of calls.
             timeout_s: longest wait for each call.
         """
         self._who, self._function, self._offers, self._timeout_s = who, function, list(offers), timeout_s
@@ -82,7 +88,7 @@ class KillableFunction:
 
     @property
     def pid(self) -> int | None:
-        """The process, when there is one."""
+        """Id of the process; None without one."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
@@ -98,23 +104,23 @@ class KillableFunction:
         """Call the function.
 
         Args:
-            arguments: everything in `offers`; the function gets what it takes.
+            arguments: all of `offers`; the function gets those it takes.
             samples: names of the rows, for messages.
 
         Raises:
-            RewardError: it raised, ended its process, or gave no answer in time. Says for which samples.
+            RewardError: it raised, ended its process, or did not answer in time; names the samples.
         """
         async with self._turn:
             if self._process is None:
                 await self._start()
             reply = await self._exchange(arguments, self._timeout_s, f" for {_named(samples)}", SampleError)
         if "error" in reply:
-            raise SampleError(f"{self._who} failed for {_culprit(reply.get('sample'), samples)}: {reply['error']}. No "
-                              "score is made up in its place: fix the function")
+            raise SampleError(f"{self._who} failed for {_culprit(reply.get('sample'), samples)}: {reply['error']}. A "
+                              "missing score is never replaced by a default: fix the function")
         return list(reply["scores"])
 
     async def stop(self) -> None:
-        """End the process: by itself when it is idle, for certain when it is not."""
+        """End the process: an idle one by closing its socket, a busy one by killing it."""
         if self._process is None:
             return
         if not self._calling:
@@ -135,8 +141,8 @@ class KillableFunction:
                 self._writer.close()
                 raise RewardError(f"{self._who}: no process can be started for it: {error}. Free memory or raise the "
                                   "limit of processes (ulimit -u)") from error
-        order = {"function": self._function, "offers": self._offers}
-        reply = await self._exchange(order, IMPORT_S, " when it was imported")
+        setup = {"function": self._function, "offers": self._offers}
+        reply = await self._exchange(setup, IMPORT_S, " when it was imported")
         if "error" in reply:
             await self._kill()
             raise RewardError(f"{self._who} cannot be used: {reply['error']}. Correct the name (module:name or "
@@ -145,7 +151,7 @@ class KillableFunction:
     async def _exchange(
         self, message: dict[str, Any], timeout_s: float, about: str, failure: type[RewardError] = RewardError
     ) -> dict[str, Any]:
-        """Send a frame and wait for the answer. The process does not outlive a failure, which is told as `failure`."""
+        """Send a frame and wait for the answer. On failure, kill the process and raise `failure`."""
         process, self._calling = self._process, True
         try:
             async with asyncio.timeout(timeout_s):
@@ -162,11 +168,11 @@ class KillableFunction:
                               "it faster, or raise timeout_s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._gone(GONE_S)
-            told = _ending(process.poll() if process else None)
+            ending = _ending(process.poll() if process else None)
             await self._kill()
-            raise failure(f"{self._who} {told}{about}. No score is made up in its place: fix the function (the "
-                              "worker's log has what it printed)") from None
-        except BaseException:  # cancelled, say: the answer to this call must not be taken for one to the next
+            raise failure(f"{self._who} {ending}{about}. A missing score is never replaced by a default: fix the "
+                              "function (the worker's log has its output)") from None
+        except BaseException:  # such as cancellation: the answer to this call must not be read as that of the next
             await self._kill()
             raise
         finally:
@@ -176,13 +182,13 @@ class KillableFunction:
         if self._process is None:
             return
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # with whatever it has started itself
+            os.killpg(self._process.pid, signal.SIGKILL)  # with its child processes
         self._writer.close()
         await self._gone(GONE_S)
         self._process = None
 
     async def _gone(self, patience_s: float) -> None:
-        """Wait for the process to be over. (uvloop, which Ray uses, has no subprocesses off the main thread.)"""
+        """Wait for the process to end. (uvloop, which Ray uses, has no subprocesses off the main thread.)"""
         deadline = time.monotonic() + patience_s
         while self._process and self._process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
@@ -194,10 +200,10 @@ def _named(samples: Sequence[str], most: int = 3) -> str:
 
 
 def _culprit(sample: Any, samples: Sequence[str]) -> str:
-    """The sample that an answer blames by its number, or all of them: what a foreign exception calls `sample` may be
-    anything."""
-    told = isinstance(sample, int) and 0 <= sample < len(samples)
-    return samples[sample] if told else _named(samples)
+    """The sample that an error names by its number, or all of them: the attribute `sample` of a user's exception may
+    be anything."""
+    known = isinstance(sample, int) and 0 <= sample < len(samples)
+    return samples[sample] if known else _named(samples)
 
 
 def _ending(code: int | None) -> str:

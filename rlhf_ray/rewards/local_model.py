@@ -1,4 +1,6 @@
-"""A local reward model as a source: the policy's token ids where both read them alike, texts of its own otherwise."""
+"""Reward models in the scorer's process: the base of such sources, and `ModelSource` for sequence classifiers.
+
+`ModelSource` reads the policy's token ids if both models share the vocabulary, and retokenised texts otherwise."""
 
 from __future__ import annotations
 
@@ -25,22 +27,22 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound=ModelConfig)
 PROBED = 1024
-"""Tokens of the longest row of a comparison with transformers where nothing says how long rows get."""
+"""Tokens of the longest row in a comparison with transformers if the length of rows is unknown."""
 
 
 class LocalSource(ABC, Generic[Config]):
-    """Loads and asks its model in a thread, so that the event loop goes on meanwhile."""
+    """Loads and runs its model in a thread, so that the event loop is not blocked."""
 
     KIND: ClassVar[str]
-    """What the model is, for messages: "reward model"."""
+    """The kind of model, for messages: "reward model"."""
 
     def __init__(self, name: str, config: Config, policy: ModelConfig, micro_batch_tokens: int,
                  longest: int = PROBED) -> None:
         """
         Args:
             name: the component's name in `rewards`.
-            policy: whose tokenizer made the requests' token ids.
-            micro_batch_tokens: most tokens of one forward pass; a longer row goes alone.
+            policy: the model whose tokenizer gave the requests' token ids.
+            micro_batch_tokens: most tokens of one forward pass; a longer row is processed alone.
             longest: most tokens of the policy's rows.
         """
         self._config, self._policy, self._budget, self._rows = config, policy, micro_batch_tokens, longest
@@ -49,21 +51,21 @@ class LocalSource(ABC, Generic[Config]):
         self._busy = asyncio.Lock()
 
     async def start(self) -> Mapping[str, float]:
-        """Load the model; what `ParityProbe.check` gives. Raises ModelError when there is none, it is not of this kind,
-        or another one on packed rows."""
+        """Load the model; returns the measurements of `ParityProbe.check`. Raises ModelError when the model is missing,
+        is of another kind, or gives other results on packed rows."""
         return await asyncio.to_thread(self._load)
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
-        """Judge every response.
+        """Score every response.
 
         Raises:
-            RewardError: the model gives something not finite, or a row is over its context; names the samples.
+            RewardError: the model gives a score that is not finite, or a row is over its context; names the samples.
         """
         async with self._busy:
             return await asyncio.to_thread(self._score, requests)
 
     async def stop(self) -> None:
-        """Nothing to let go of: the model ends with the process."""
+        """Does nothing: the model is freed with the process."""
 
     @abstractmethod
     def _load(self) -> Mapping[str, float]:
@@ -71,15 +73,15 @@ class LocalSource(ABC, Generic[Config]):
 
     @abstractmethod
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
-        """Judge every response, alone in this process."""
+        """Score every response; called by one thread at a time."""
 
     def _check_context(self, requests: Sequence[RewardRequest], lengths: NDArray[np.int64], longest: int | None,
                        counted: str = "tokens") -> None:
-        """Refuse rows of more tokens than the model's context, which is never cut to.
+        """Refuse rows that are longer than the model's context; they are never truncated.
 
         Args:
             lengths: [N] tokens of the requests' rows.
-            longest: the context; None when the model does not say.
+            longest: the context; None if the model has no limit.
             counted: what `lengths` counts, for the message.
 
         Raises:
@@ -90,7 +92,7 @@ class LocalSource(ABC, Generic[Config]):
             raise SampleError(
                 f"{len(over)} samples ({sample_names([requests[i].key for i in over])}) have up to {lengths.max()} "
                 f"{counted} by the tokenizer of {self._who}, over its context of {longest}: lower prompts.max_tokens "
-                "or generator.sampling.max_tokens, or use a model of longer context")
+                "or generator.sampling.max_tokens, or use a model with a longer context")
 
 
 class ModelSource(LocalSource[ModelReward]):
@@ -119,7 +121,7 @@ class ModelSource(LocalSource[ModelReward]):
     def _encode(self, request: RewardRequest) -> EncodedRow:
         from rlhf_ray.models.classifier import EncodedRow
 
-        # A policy may have more embeddings than there are tokens, and draw ids of them. They say nothing.
+        # A policy may have more embeddings than its tokenizer has tokens, and sample their ids. They have no text.
         if self._same_ids and request.tokens.max() < self._model.vocabulary:
             return EncodedRow(request.tokens)
         return encode_request(request, self._tokenizer, pair=self._model.reads_pairs)

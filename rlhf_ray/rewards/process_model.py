@@ -1,4 +1,8 @@
-"""A process reward model as a source: every step of a response is judged, and credited where it ends."""
+"""A process reward model as a source: every step of a response gets a score, on the token where it ends.
+
+The policy's tokens and those of the process reward model need not be the same, so steps are found in the text: a step
+is a range of characters, and a token is at the characters that it adds to the text decoded so far.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class ProcessModelSource(LocalSource[ProcessReward]):
-    """Asks a model that `rlhf-ray process-reward` made for the probability that each step is good. A response without
-    any step has taken no good one: it gets the probability 0, and is counted as a failure."""
+    """Scores each step by the probability that it is good, given by a model trained by `rlhf-ray process-reward`. A
+    response without any step gets the probability 0, and is counted as a failure."""
 
     KIND = "process reward model"
 
@@ -61,12 +65,12 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         return RewardAnswer(sums, np.concatenate(rows), failures)
 
     def _value(self, probability: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What a probability is worth."""
+        """The reward of a probability."""
         return 2 * probability - 1 if self._config.value == "centred" else probability
 
     @torch.no_grad()
     def judge(self, requests: Sequence[RewardRequest], solutions: list[list[str]]) -> list[NDArray[np.float64]]:
-        """[N] arrays with the probability of each step's being good.
+        """[N] arrays with the probability that each step is good.
 
         Args:
             solutions: [N] texts of the steps that answer the requests' prompts.
@@ -78,21 +82,21 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         rows, places = self._ids.rows(self._tokenizer, prompts, solutions)
         lengths = np.array([len(row) for row in rows])
         self._check_context(requests, lengths, self._longest, "tokens, placeholders included,")
-        found: list[NDArray[np.float64]] = [np.zeros(0)] * len(rows)
-        asked = np.flatnonzero([len(marks) > 0 for marks in places])
-        for part in micro_batches(lengths[asked], max(self._budget, int(lengths.max()))):
-            batch = asked[part]
+        probabilities: list[NDArray[np.float64]] = [np.zeros(0)] * len(rows)
+        with_steps = np.flatnonzero([len(marks) > 0 for marks in places])
+        for part in micro_batches(lengths[with_steps], max(self._budget, int(lengths.max()))):
+            batch = with_steps[part]
             starts = np.cumsum(lengths[batch]) - lengths[batch]
             marks = [start + np.array(places[i]) for start, i in zip(starts, batch, strict=True)]
             logits = self._model(*self._tensors([rows[i] for i in batch], lengths[batch], np.concatenate(marks)))
             good = good_probabilities(logits, self._ids.good, self._ids.bad).double().cpu().numpy()
             for i, values in zip(batch, np.split(good, np.cumsum([len(m) for m in marks])[:-1]), strict=True):
-                found[i] = values
-        self._check_finite(found, requests)
-        return found
+                probabilities[i] = values
+        self._check_finite(probabilities, requests)
+        return probabilities
 
     def _prompt(self, request: RewardRequest) -> PromptText:
-        """The prompt as this model was trained to see it: chat messages through its own template, if it has one."""
+        """The prompt as in this model's training: chat messages are rendered by its own template, if it has one."""
         if request.messages is None or not self._tokenizer.chat_template:
             return PromptText(request.prompt, None)
         text = ChatTemplate(self._tokenizer).render(request.messages, sample_names([request.key]), ask=True)
@@ -109,8 +113,8 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         if wrong:
             raise SampleError(
                 f"{self._who} gave a step of {len(wrong)} of {len(found)} samples "
-                f"({sample_names([requests[i].key for i in wrong])}) no finite probability. None "
-                "is made up in its place: fix the model (its weights are damaged or its precision is too low)")
+                f"({sample_names([requests[i].key for i in wrong])}) no finite probability. It "
+                "is never replaced by a default: fix the model (its weights are damaged or its precision is too low)")
 
 
 def placed(values: NDArray[np.float64], tokens: NDArray[np.int64], length: int) -> NDArray[np.float32]:
@@ -121,7 +125,7 @@ def placed(values: NDArray[np.float64], tokens: NDArray[np.int64], length: int) 
 
 
 def aggregate(probabilities: NDArray[np.float64], kind: Aggregate) -> float:
-    """One number for a solution's steps: their least, product (Lightman et al. 2023), mean, or the last one's."""
+    """One number for a solution's steps: their minimum, product (Lightman et al. 2023), mean, or the last one's."""
     match kind:
         case "min":
             return float(probabilities.min())
@@ -146,9 +150,9 @@ class Steps:
 def steps_of(request: RewardRequest, separator: str, tokenizer: PreTrainedTokenizerBase) -> Steps:
     """Split the response of a request.
 
-    A step ends with the separators that follow it, so that the token that closes it belongs to it; the last one ends
-    with the response, its end-of-sequence token included. A token in which several steps end is the last of each. Where
-    a step ends in tokens that were put in (tool output), it counts for the policy's last token before.
+    A step includes the separators that follow it; the last one ends with the response, its end-of-sequence token
+    included. A token in which several steps end is the last of each. If a step ends in tokens that were not sampled
+    (tool output), it counts for the policy's last token before.
 
     Args:
         tokenizer: the policy's.
@@ -164,7 +168,7 @@ def steps_of(request: RewardRequest, separator: str, tokenizer: PreTrainedTokeni
 
 
 def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
-    """Each step's text and the character behind it and the separators after it; the last one ends with the text."""
+    """(text, end) of each step, with the separators after it; the last one ends with the text."""
     steps: list[tuple[str, int]] = []
     end = 0
     for piece in text.split(separator):
@@ -179,20 +183,20 @@ def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
 def _last_tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, ends: list[int]) -> list[int]:
     """For each character position, ascending, the token that completes the text up to it.
 
-    The text of a prefix of the tokens only grows with the prefix, so the shortest one that reads `text[:end]` is found
-    by halving. Half a character (a token of some of its bytes) does not read like the whole, and does not count.
+    The text of a prefix of the tokens only grows with the prefix, so the shortest one that starts with `text[:end]` is
+    found by bisection. A token with only some bytes of a character does not complete it.
     """
-    found: list[int] = []
+    tokens: list[int] = []
     for end in ends:
-        low, high = (found[-1] if found else 0), len(ids) - 1
+        low, high = (tokens[-1] if tokens else 0), len(ids) - 1
         while low < high:
             middle = (low + high) // 2
             if _decode(tokenizer, ids[: middle + 1]).startswith(text[:end]):
                 high = middle
             else:
                 low = middle + 1
-        found.append(low)
-    return found
+        tokens.append(low)
+    return tokens
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

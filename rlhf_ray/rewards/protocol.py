@@ -1,11 +1,11 @@
-"""What every source of rewards is asked, what it answers, and when it may be asked.
+"""The protocol of reward sources: requests, answers, their checks, and `RewardSource` itself.
 
-A source is built from its section of `rewards`, started once in the reward scorer's process, asked many times and
-stopped once. All three methods are coroutines: a source that waits for others (a service, a process of its own) lets
-the event loop go on meanwhile, one that computes does so in a thread (`asyncio.to_thread`). Several chunks may be asked
-about at the same time; a source that can do one thing at a time holds a lock of its own.
+A source is built from its section of `rewards`, started once in the reward scorer's process, called many times and
+stopped once. All three methods are coroutines: a source that waits for a service or another process does not block the
+event loop, one that computes does so in a thread (`asyncio.to_thread`). Several chunks may be scored concurrently; a
+source that cannot do so holds a lock of its own.
 
-An answer depends on the requests alone, never on what was asked before, so asking again is harmless.
+An answer depends on the requests alone, never on earlier ones, so a request may be repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RewardRequest:
     prompt: str
     """Prompt text as the policy's tokenizer saw it (a rendered chat template where the prompt is messages)."""
     response: str
-    """What the policy wrote, special tokens left out."""
+    """The policy's text, without special tokens."""
     tokens: NDArray[np.int32]
     """[T] prompt and response in the policy's token ids."""
     response_mask: NDArray[np.bool_]
@@ -47,44 +47,43 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class RewardAnswer:
-    """What a source says of N requests, in their order. Never holds a score that nobody gave."""
+    """Scores of N requests, in their order. A missing score is an error, never a default value."""
 
     scores: NDArray[np.float32]
     """[N] one finite number per response, before the component's weight."""
     token_rewards: NDArray[np.float32] | None = None
-    """[sum of T] over the requests' tokens, one request after another: where within the responses the scores fall.
-    Zero where response_mask is False; each row's sum is its score. None: each score falls on the response's last
-    token."""
+    """[sum of T] over the requests' tokens, one request after another: the positions of the scores within the
+    responses. Zero where response_mask is False; each row's sum is its score. None: each score is on the response's
+    last token."""
     failures: int = 0
-    """Requests that could not be judged in the ordinary way although they have a score: a call that had to be
-    repeated, a response without the number that was looked for."""
+    """Requests that have a score but needed more than one try, or whose response lacked the expected content, such as
+    a number."""
     failure_kinds: dict[str, int] = field(default_factory=dict)
-    """What went wrong on the way and how often, by one word each ("timeout", "http_503"); empty where a source does not
-    tell kinds apart."""
+    """Number of failures by kind ("timeout", "http_503"); empty if a source does not distinguish kinds."""
 
 
 class RewardSource(Protocol):
     """One component of the reward."""
 
     async def start(self) -> Mapping[str, float] | None:
-        """Make ready: load the model, start the process, reach the service.
+        """Load the model, start the process, or connect to the service.
 
         Returns:
-            numbers about the start, if there are any.
+            measurements of the start, if there are any.
 
         Raises:
-            ModelError, RewardError: it cannot work; said for a person.
+            ModelError, RewardError: the source cannot work.
         """
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
-        """Judge the responses, at least one.
+        """Score the responses, at least one.
 
         Raises:
-            RewardError: no finite score for each; names the source, the samples and the fix.
+            RewardError: a score is missing or not finite; names the source, the samples and the fix.
         """
 
     async def stop(self) -> None:
-        """Let go of everything, within a few seconds even when a call hangs. Stopping twice changes nothing."""
+        """Release all resources, within a few seconds even when a call hangs. May be called twice."""
 
 
 def sample_names(keys: Sequence[SampleKey], most: int = 3) -> str:
@@ -94,7 +93,7 @@ def sample_names(keys: Sequence[SampleKey], most: int = 3) -> str:
 
 
 def requests_of(rollout: Rollout, prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> list[RewardRequest]:
-    """[N] requests of a rollout's rows. `prompts` holds the prompts that they answer, in any order."""
+    """[N] requests of a rollout's rows. `prompts` contains their prompts, in any order."""
     places = {row: i for i, row in enumerate(prompts.rows.tolist())}
     return [_request(rollout, i, prompts, places[key.row], tokenizer) for i, key in enumerate(rollout.keys)]
 
@@ -133,30 +132,30 @@ def finite_scores(values: Any, requests: Sequence[RewardRequest], who: str, fix:
     """[N] float32 of `values`, one for each request.
 
     Args:
-        who: the source as the subject of a sentence: "the reward model 'x'".
-        fix: what to fix, as the end of one.
+        who: the source as the subject of the message: "the reward model 'x'".
+        fix: what to do, as the end of the message.
 
     Raises:
         RewardError: not as many values as requests, or one that is not finite; names the samples.
     """
-    with np.errstate(over="ignore"):  # beyond float32 is infinite, and told below
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are refused below
         scores = np.asarray(values, dtype=np.float32)
     if scores.shape != (len(requests),):
         raise SampleError(f"{who} gave {_count(scores)} for {len(requests)} samples "
-                          f"({sample_names([r.key for r in requests])}); it must give one number for each, {fix}")
+                          f"({sample_names([r.key for r in requests])}); it must give one number for each: {fix}")
     wrong = np.flatnonzero(~np.isfinite(scores))
     if len(wrong):
         keys = sample_names([requests[i].key for i in wrong])
-        raise SampleError(f"{who} gave {scores[wrong[0]]} for {len(wrong)} of {len(requests)} samples ({keys}). No "
-                          f"score is made up in its place: {fix}")
+        raise SampleError(f"{who} gave {scores[wrong[0]]} for {len(wrong)} of {len(requests)} samples ({keys}). A "
+                          f"missing score is never replaced by a default: {fix}")
     return scores
 
 
 def checked(answer: RewardAnswer, requests: Sequence[RewardRequest], name: str) -> RewardAnswer:
-    """The answer, once it is seen to be what the protocol promises.
+    """The answer, if it follows the protocol.
 
     Raises:
-        RewardError: it is not; names the component.
+        RewardError: it does not; names the component.
     """
     who = f"rewards.{name}"
     finite_scores(answer.scores, requests, who, "fix its source")
@@ -168,12 +167,12 @@ def checked(answer: RewardAnswer, requests: Sequence[RewardRequest], name: str) 
         raise RewardError(f"{who} gave token rewards of shape {tokens.shape} for {lengths.sum()} tokens, or some that "
                           "are not finite; fix its source")
     if tokens[~np.concatenate([r.response_mask for r in requests])].any():
-        raise RewardError(f"{who} gave rewards to tokens that the policy did not write; fix its source")
+        raise RewardError(f"{who} gave rewards to tokens that the policy did not sample; fix its source")
     sums = np.add.reduceat(tokens.astype(np.float64), lengths.cumsum() - lengths)
     if not np.allclose(sums, answer.scores, rtol=1e-4, atol=1e-4):
         row = int(np.argmax(np.abs(sums - answer.scores)))
         raise RewardError(f"{who} gave {answer.scores[row]} to {sample_names([requests[row].key])}, but its token "
-                          f"rewards come to {sums[row]}; fix its source")
+                          f"rewards add up to {sums[row]}; fix its source")
     return answer
 
 

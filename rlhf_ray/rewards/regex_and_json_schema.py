@@ -1,6 +1,6 @@
-"""Regular expressions and JSON schemas as rewards. Both may take for ever on unlucky texts, so both run guarded.
+"""Regular expressions and JSON schemas as rewards. Both may take for ever on some texts, so they run in a process.
 
-`judge_pattern` and `judge_json` are what the guarded process calls, with one verdict per response.
+That process calls `judge_pattern` and `judge_json`, which return one verdict per response.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.rewards.rules import GuardedRuleSource, Verdict
 
 GRACE_S = 5.0
-"""What a chunk gets beyond its deadline before the process, which should have told of it, is killed."""
+"""Time beyond the deadline of a chunk after which the process, which should have reported it, is killed."""
 
 
 def regex_source(name: str, config: RegexReward) -> GuardedRuleSource:
@@ -33,7 +33,7 @@ def json_schema_source(name: str, config: JSONSchemaReward) -> GuardedRuleSource
     """The source of a section of `rewards`.
 
     Raises:
-        ConfigError: the schema's file cannot be read, or the schema is none.
+        ConfigError: the schema's file cannot be read, or the schema is invalid.
     """
     settings = {"what": "JSON schema", "schema": read_schema(config.accepts, f"rewards.{name}.accepts"),
                 "timeout_s": config.timeout_s}
@@ -47,12 +47,12 @@ def judge_pattern(settings: dict[str, Any], responses: Sequence[str], answers: S
     find = pattern.search if settings["match"] == "search" else pattern.fullmatch
 
     def verdict(response: str, answer: Any) -> Verdict:
-        found = find(response if settings["match"] == "search" else response.strip())
-        if found is None:
+        match = find(response if settings["match"] == "search" else response.strip())
+        if match is None:
             return Verdict.WRONG if settings["group"] is None else Verdict.UNREADABLE
         if settings["group"] is None:
             return Verdict.RIGHT
-        given = found[settings["group"]]
+        given = match[settings["group"]]
         return Verdict.RIGHT if given is not None and given.split() == str(answer).split() else Verdict.WRONG
 
     return _one_by_one(verdict, responses, answers, settings["timeout_s"])
@@ -69,7 +69,7 @@ def judge_json(settings: dict[str, Any], responses: Sequence[str], answers: Sequ
             return Verdict.UNREADABLE
         try:
             fits = validator.is_valid(value) and (answer is None or same_json(value, parsed(answer)))
-        except (RecursionError, OverflowError):  # nested too deep to follow; a number too large to divide
+        except (RecursionError, OverflowError):  # nested too deeply; a number too large to divide
             fits = False
         return Verdict.RIGHT if fits else Verdict.WRONG
 
@@ -77,15 +77,15 @@ def judge_json(settings: dict[str, Any], responses: Sequence[str], answers: Sequ
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The pattern as rewards use it. Raises re.error when it is none."""
+    """The compiled pattern with the flags of rewards. Raises re.error when it is invalid."""
     return re.compile(pattern, re.DOTALL | re.MULTILINE)
 
 
 def read_schema(accepts: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
-    """The schema of a configuration: itself, or out of a file.
+    """The schema of a configuration: given inline, or read from a file.
 
     Raises:
-        ConfigError: no such file, not JSON, or no schema.
+        ConfigError: no such file, not JSON, or not a schema.
     """
     import jsonschema
 
@@ -94,16 +94,17 @@ def read_schema(accepts: dict[str, Any] | str, field: str) -> dict[str, Any] | b
         try:
             schema = json.loads(Path(accepts).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{field}={accepts!r} cannot be read as a JSON schema: {error}") from None
+            raise ConfigError(f"{field}={accepts!r} cannot be read as a JSON schema: {error}; give the path of a JSON "
+                              "file") from None
     try:
         jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise ConfigError(f"{field} is no JSON schema: {error.message} at {error.json_path}") from None
+        raise ConfigError(f"{field} is not a JSON schema: {error.message} at {error.json_path}; correct it") from None
     return schema
 
 
 def schema_validator(schema: Any) -> Any:
-    """A validator that looks nothing up: references beyond the schema itself are errors, not downloads."""
+    """A validator without downloads: references beyond the schema itself are errors."""
     import jsonschema
     from referencing import Registry
 
@@ -112,7 +113,7 @@ def schema_validator(schema: Any) -> Any:
 
 
 def parsed(answer: Any) -> Any:
-    """An answer as a JSON value: a text that is JSON counts as what it says."""
+    """An answer as a JSON value: a text that is JSON is parsed."""
     if not isinstance(answer, str):
         return answer
     try:
@@ -133,7 +134,7 @@ def same_json(a: Any, b: Any) -> bool:
 
 
 class TooSlow(Exception):
-    """A response on which a pattern did not come to an end."""
+    """The deadline passed while a response was evaluated."""
 
     def __init__(self, timeout_s: float, sample: int) -> None:
         super().__init__(f"no verdict within {timeout_s:g} s (timeout_s); simplify the pattern (nested repetitions "
@@ -153,16 +154,16 @@ def _one_by_one(
 
 @contextmanager
 def _alarm(timeout_s: float, at: Callable[[], int]) -> Iterator[None]:
-    """A deadline by signal, which `re` heeds in the midst of a match. For the main thread of a process of our own.
+    """A deadline by signal, which interrupts `re` during a match. For the main thread of the rule's own process.
 
     Raises:
-        TooSlow: the time is over; `at` says which sample was looked at.
+        TooSlow: the deadline has passed; `at` returns the number of the sample being evaluated.
     """
 
-    def ring(*_: Any) -> None:
+    def expire(*_: Any) -> None:
         raise TooSlow(timeout_s, at())
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         yield
@@ -172,4 +173,4 @@ def _alarm(timeout_s: float, at: Callable[[], int]) -> Iterator[None]:
 
 
 def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

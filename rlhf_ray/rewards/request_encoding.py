@@ -1,4 +1,4 @@
-"""Prompt and response in the words and ids of a model that does not share the policy's tokenizer."""
+"""Encodes prompt and response for a reward model that does not share the policy's tokenizer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
 
     An encoder reads prompt and response as a pair of texts. A decoder reads a conversation through its own chat
     template, if the prompt is chat messages and there is a template; else prompt and response as one text, with an
-    end-of-sequence token (if the tokenizer has one) where the response ended by itself, as our own reward models are
-    trained.
+    end-of-sequence token (if the tokenizer has one) where the response is finished, as in the training of reward models
+    by this package.
 
     Raises:
         RewardError: the chat template refuses the conversation.
@@ -45,7 +45,7 @@ def _conversation(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) ->
     messages: list[dict[str, Any]] = [*(request.messages or ()), {"role": "assistant", "content": request.response}]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # a template is a program and raises what it likes
+    except Exception as error:  # a template is a program and may raise anything
         raise SampleError(f"the chat template of the reward model's tokenizer {tokenizer.name_or_path!r} refuses the "
                           f"conversation of {sample_names([request.key])}, of roles {[m['role'] for m in messages]}: "
                           f"{error}") from error

@@ -1,7 +1,7 @@
-"""Rewards that a rule decides: how a response and a row's answer become a verdict, and verdicts scores.
+"""Rule-based rewards: a rule gives a verdict on a response and a row's answer; verdicts become scores.
 
-Rules read text and evaluate nothing: what a policy wrote is never run as code. Rules that may take for ever on unlucky
-texts (regular expressions, schemas that hold some) run in a process that can be killed.
+Rules only read text: a response is never run as code. Rules that may take for ever on some texts (regular expressions,
+schemas that contain one) run in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 
 
 class Verdict(IntEnum):
-    """What a rule says of a response."""
+    """The result of a rule for one response."""
 
     RIGHT = 1
     WRONG = 0
     UNREADABLE = -1
-    """Wrong, because what the rule looks for is not there: no number, no JSON, no marker."""
+    """Wrong, because the response lacks what the rule needs: no number, no JSON, no marker."""
 
 
 Rule = Callable[[str, Any], Verdict]
@@ -32,36 +32,36 @@ Rule = Callable[[str, Any], Verdict]
 
 
 class RuleSource:
-    """A rule that answers at once."""
+    """A rule that is evaluated in this process."""
 
     def __init__(self, name: str, config: VerifiableReward, rule: Rule, column: str | None,
                  usable: Callable[[Any], bool] = lambda _: True) -> None:
         """
         Args:
-            column: holds the answers; None for a rule that needs none.
+            column: of the answers; None for a rule without answers.
             usable: whether a response can be compared with an answer.
         """
         self._name, self._config, self._rule, self._column, self._usable = name, config, rule, column, usable
 
     async def start(self) -> None:
-        """Nothing to make ready."""
+        """Does nothing."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         """`right` or `wrong` for each response.
 
         Raises:
-            RewardError: a prompt's row has no answer, or one that nothing can be compared with; names the sample.
+            RewardError: a prompt's row has no answer, or an unusable one; names the sample.
         """
         answers = answers_of(requests, self._column, self._name)
         for request, answer in zip(requests, answers, strict=True):
             if not self._usable(answer):
                 raise SampleError(f"rewards.{self._name}: {self._column}={answer!r} of {sample_names([request.key])} "
-                                  "is nothing that a response can be compared with; correct the row or leave it out")
+                                  "cannot be compared with a response; correct the row or remove it")
         verdicts = [self._rule(r.response, answer) for r, answer in zip(requests, answers, strict=True)]
         return verdicts_as_answer(verdicts, self._config)
 
     async def stop(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing."""
 
 
 class GuardedRuleSource:
@@ -89,34 +89,35 @@ class GuardedRuleSource:
         return verdicts_as_answer(verdicts, self._config)
 
     async def stop(self) -> None:
-        """End it."""
+        """End the process."""
         await self._process.stop()
 
 
 def verdicts_as_answer(verdicts: Sequence[float], config: VerifiableReward) -> RewardAnswer:
     """Scores of verdicts; unreadable responses are wrong, and counted."""
-    told = np.asarray(verdicts, dtype=np.int64)
-    scores = np.where(told == Verdict.RIGHT, config.right, config.wrong).astype(np.float32)
-    return RewardAnswer(scores, failures=int((told == Verdict.UNREADABLE).sum()))
+    results = np.asarray(verdicts, dtype=np.int64)
+    scores = np.where(results == Verdict.RIGHT, config.right, config.wrong).astype(np.float32)
+    return RewardAnswer(scores, failures=int((results == Verdict.UNREADABLE).sum()))
 
 
 def answers_of(requests: Sequence[RewardRequest], column: str | None, name: str) -> list[Any]:
-    """[N] the answers in the prompts' rows; None for each without a column.
+    """[N] the answers in the prompts' rows; None for each if the rule has no column.
 
     Raises:
-        RewardError: a row has no such column, or nothing in it.
+        RewardError: a row has no such column, or an empty one.
     """
     if column is None:
         return [None] * len(requests)
     for request in requests:
         if request.metadata.get(column) is None:
             raise SampleError(f"rewards.{name}.answer={column!r}: the prompt of {sample_names([request.key])} has no "
-                              f"such column or nothing in it; its row has {sorted(request.metadata)} beside the prompt")
+                              "such column or an empty one; beside the prompt its row has "
+                              f"{sorted(request.metadata)}. Add it")
     return [request.metadata[column] for request in requests]
 
 
 def after_marker(text: str, marker: str | None) -> str | None:
-    """What follows the last occurrence of the marker; the whole text without a marker; None when it is not there."""
+    """The text after the last occurrence of the marker; the whole text if the marker is None; None if it is absent."""
     if marker is None:
         return text
     _, found, rest = text.rpartition(marker)

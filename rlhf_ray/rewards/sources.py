@@ -1,4 +1,4 @@
-"""From the configuration's sections to sources of rewards."""
+"""Creation of reward sources from the configuration, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class WeightedSum:
         self._sources = dict(sources)
 
     async def start(self) -> dict[str, float]:
-        """Start all sources side by side; the largest of each of the numbers that they give. The first failure is
-        raised once all have ended."""
-        told = await _all(*(source.start() for _, source in self._sources.values()))
+        """Start all sources concurrently; returns the largest of each of their measurements. The first failure is
+        raised after all have ended."""
+        measurements = await _all(*(source.start() for _, source in self._sources.values()))
         largest: dict[str, float] = {}
-        for name, number in ((name, number) for numbers in told for name, number in (numbers or {}).items()):
+        for name, number in ((name, number) for numbers in measurements for name, number in (numbers or {}).items()):
             largest[name] = max(number, largest.get(name, number))
         return largest
 
@@ -87,8 +87,8 @@ class WeightedSum:
         """The weighted sum and its components.
 
         Raises:
-            RewardError: a source failed, or answered otherwise than agreed, or the sum is beyond float32. What the
-                others said is not used.
+            RewardError: a source failed, or violated the protocol, or the sum is beyond float32. The other
+                sources' scores are not used.
         """
         answers: list[RewardAnswer] = await _all(*(source.score(requests) for _, source in self._sources.values()))
         named = {name: checked(a, requests, name) for name, a in zip(self._sources, answers, strict=True)}
@@ -105,18 +105,18 @@ class WeightedSum:
         )
 
     async def stop(self) -> None:
-        """Stop all sources, whatever state they are in."""
+        """Stop all sources, in any state."""
         await asyncio.gather(*(source.stop() for _, source in self._sources.values()), return_exceptions=True)
 
 
 def _failures(answers: Mapping[str, RewardAnswer]) -> dict[str, int]:
-    """Component -> requests that were not judged in the ordinary way; component/kind -> how often that went wrong."""
+    """Component -> number of `RewardAnswer.failures`; component/kind -> number of failures of that kind."""
     kinds = {f"{name}/{kind}": count for name, a in answers.items() for kind, count in a.failure_kinds.items()}
     return {name: a.failures for name, a in answers.items()} | kinds
 
 
 async def _all(*calls: object) -> list[Any]:
-    """Results in order. Every call is awaited to its end, so that none goes on after a failure was told."""
+    """Results in order. Every call is awaited, so that none continues after a failure is raised."""
     results = await asyncio.gather(*calls, return_exceptions=True)  # type: ignore[call-overload]
     for result in results:
         if isinstance(result, BaseException):

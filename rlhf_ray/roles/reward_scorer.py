@@ -11,7 +11,7 @@ from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, RewardScores, Rollout
-from rlhf_ray.rewards.failed_samples import score_or_blame
+from rlhf_ray.rewards.failed_samples import score_or_name_failed
 from rlhf_ray.rewards.local_model import PROBED
 from rlhf_ray.rewards.protocol import requests_of
 from rlhf_ray.rewards.sources import make_sources
@@ -46,7 +46,7 @@ class RewardScorer:
         """
         requests = requests_of(rollout, prompts, self._tokenizer)
         if self._names_samples:
-            return await score_or_blame(self._sources.score, requests)
+            return await score_or_name_failed(self._sources.score, requests)
         try:
             return await self._sources.score(requests)
         except SampleError as error:

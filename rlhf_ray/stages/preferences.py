@@ -125,5 +125,5 @@ class _Sampler:
     async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
         prompts = await self.prompts.of(keys)
-        call = await self._dispatcher.ask("generate", prompts, keys, self._config.run.seed, work=len(keys))
+        call = await self._dispatcher.call("generate", prompts, keys, self._config.run.seed, work=len(keys))
         return await self._ranker.call(0, "rank", call.ref).value()

@@ -156,7 +156,7 @@ def test_a_reward_that_is_nan_stops_the_run_and_is_never_made_up(command_line, c
     outcome = command_line("ppo", configure(tmp_path / "run", **LEAN, rewards=rewards))
     assert outcome.code == FAILED
     assert f"the reward model {str(broken)!r} (rewards.main) gave nan" in outcome.err and "Traceback" not in outcome.err
-    assert "epoch 0 row" in outcome.err and "No score is made up" in outcome.err
+    assert "epoch 0 row" in outcome.err and "A missing score is never" in outcome.err
     assert [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row or "eval/reward" in row] == []
     assert not (tmp_path / "run/model").exists() and not (tmp_path / "run/summary.json").exists()
     assert descendants() == []

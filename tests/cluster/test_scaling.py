@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.live_status import whereabouts
+from rlhf_ray.coordinator.live_status import worker_locations
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.control import ask
 from rlhf_ray.replay.audit import audit, counts
@@ -65,12 +65,12 @@ def scaled(configure, tmp_path_factory, finished, own_ray):
     async def scale(coordinator, step, number):
         await busy(coordinator, step)
         seen.answers.append(await asyncio.to_thread(ask, directory, "scale", {"generators": number}, 200))
-        seen.workers.append(whereabouts(coordinator.roles))
+        seen.workers.append(worker_locations(coordinator.roles))
 
     async def run_and_scale(self):
         if self.config.run.steps > 4:
             return await run(self)
-        seen.workers.append(whereabouts(self.roles))
+        seen.workers.append(worker_locations(self.roles))
         seen.kinds.update({node: kind for kind, node in nodes.ids().items()})
         await asyncio.sleep(2)
         seen.received.append(await asyncio.to_thread(nodes.received))

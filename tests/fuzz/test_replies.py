@@ -185,7 +185,7 @@ def test_a_reply_is_scores_or_an_error_that_names_the_server(asking, reply):
     try:
         scores = asking(reply)
     except RewardError as error:
-        assert "'far'" in str(error) and "http://127.0.0.1:" in str(error) and "No score is made up" in str(error)
+        assert "'far'" in str(error) and "http://127.0.0.1:" in str(error) and "A missing score is never" in str(error)
         return
     assert scores == [float(np.float32(x)) for x in json.loads(body_of(reply))["scores"]]
 

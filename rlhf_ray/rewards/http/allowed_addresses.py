@@ -1,8 +1,8 @@
-"""Which addresses a reward service may have.
+"""Checks of the addresses of a reward service (SSRF protection).
 
-A name is resolved for every connection, what it resolves to is judged, and the connection goes to the address that was
-judged, so that a name which changes between the two leads nowhere (DNS rebinding). Cloud machines tell secrets to
-whoever asks their link-local metadata address; no configuration opens those.
+A name is resolved for every connection, its addresses are checked, and the connection goes to the checked address, so
+that a name cannot change in between (DNS rebinding). The metadata services of cloud machines hand out credentials on
+link-local addresses; no configuration allows these.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _NAT64 = ip_network("64:ff9b::/96")
 
 
 class ForbiddenAddressError(Exception):
-    """A host that resolves to where no request may go."""
+    """A host that resolves to a forbidden address."""
 
 
 async def resolve(host: str, port: int, allow_hosts: Collection[str]) -> list[str]:
@@ -36,8 +36,8 @@ async def resolve(host: str, port: int, allow_hosts: Collection[str]) -> list[st
         ForbiddenAddressError: one of them is not permitted.
         OSError: the name cannot be resolved.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     allowed = host.lower() in {h.lower() for h in allow_hosts}
     for text in addresses:
         reason = refusal(ip_address(text), allowed, is_loopback(host))
@@ -47,20 +47,20 @@ async def resolve(host: str, port: int, allow_hosts: Collection[str]) -> list[st
 
 
 def refusal(address: Address, allowed: bool, local_by_name: bool) -> str | None:
-    """Why no request may go to an address; None when one may.
+    """Why an address is forbidden; None if it is allowed.
 
     Args:
-        allowed: the host is on the allow-list, which opens loopback and private addresses.
-        local_by_name: the host is written as this machine, which opens loopback addresses.
+        allowed: the host is in allow_hosts, which allows loopback and private addresses.
+        local_by_name: the host is named as this machine, which allows loopback addresses.
     """
     address = _inner(address)
     if address.is_link_local or any(address in network for network in METADATA):
-        return "a link-local or metadata address, which is never asked"
+        return "a link-local or metadata address, which is never allowed; give another host"
     if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
-        return "which is no server's address"
+        return "which cannot be a server's address; give another host"
     if allowed or address.is_global or (address.is_loopback and local_by_name):
         return None
-    return "a private address; if that is meant, name the host in allow_hosts"
+    return "a private address; if that is intended, add the host to allow_hosts"
 
 
 def _inner(address: Address) -> Address:

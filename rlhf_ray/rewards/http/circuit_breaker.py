@@ -1,4 +1,4 @@
-"""When a server may be asked: a circuit breaker, and the rest it asked for itself. Times are seconds of one clock."""
+"""A circuit breaker for one server, which also respects Retry-After. Times are seconds of one clock."""
 
 FAILURES = 5
 """Failures in a row that open the breaker."""
@@ -18,21 +18,21 @@ class Breaker:
         self._trying = False
 
     def wait(self, now: float) -> float:
-        """Seconds until a request may pass; 0 when one may now. Infinite while another one tries the server."""
+        """Seconds until a request may pass; 0 when one may now. Infinite while another request tries the server."""
         if self._open and self._trying:
             return float("inf")
         return max(0.0, self._rest_until - now, self._closed_until - now if self._open else 0.0)
 
     def begin(self) -> None:
-        """A request passes."""
+        """A request starts."""
         self._trying = self._open
 
     def succeeded(self) -> None:
-        """It was answered with what was asked for."""
+        """The request succeeded."""
         self._failures, self._pause, self._open, self._trying = 0, FIRST_PAUSE_S, False, False
 
     def failed(self, now: float) -> None:
-        """It was not."""
+        """The request failed."""
         self._failures += 1
         if self._trying or (not self._open and self._failures >= FAILURES):
             self._open, self._trying = True, False
@@ -40,10 +40,10 @@ class Breaker:
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
 
     def cancelled(self) -> None:
-        """Nobody waits for it any more; it says nothing of the server."""
+        """The request was cancelled, which says nothing about the server."""
         self._trying = False
 
     def rest(self, until: float) -> None:
-        """The server asked to be left alone (Retry-After). It is there and speaks, so the breaker closes."""
+        """The server sent Retry-After. It is alive, so the breaker closes."""
         self.succeeded()
         self._rest_until = max(self._rest_until, until)

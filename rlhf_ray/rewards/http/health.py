@@ -1,4 +1,4 @@
-"""Whether servers are there, and serve one and the same model."""
+"""Health checks of the servers of a reward service, and that all serve the same model."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ LARGEST_ANSWER = 65536
 
 @dataclass(frozen=True)
 class Health:
-    """What a server says of itself. Services that are not ours need not say more than that they are there."""
+    """A server's answer to GET /health. Other services than `rlhf-ray serve-reward` may omit the digests."""
 
     url: str
     digest: str | None
@@ -24,37 +24,37 @@ class Health:
 
 
 async def ask_health(name: str, servers: Sequence[Server], needed: int) -> list[Health]:
-    """What the servers that are there say, in the order of `servers`.
+    """The health of the servers that answer, in the order of `servers`.
 
     Raises:
-        RewardError: fewer than `needed` are there; says what is wrong with each.
+        RewardError: fewer than `needed` answer; names the failure of each.
     """
     answers = await asyncio.gather(*(_ask(server) for server in servers))
-    there = [answer for answer in answers if isinstance(answer, Health)]
-    if len(there) < needed:
+    healths = [answer for answer in answers if isinstance(answer, Health)]
+    if len(healths) < needed:
         wrong = "; ".join(f"{server.url}: {answer}" for server, answer in zip(servers, answers, strict=True)
                           if isinstance(answer, FailedTry))
         raise RewardError(f"the reward service {name!r} is not ready: {wrong}. Each of rewards.{name}.urls must answer "
                           "GET /health with 200 and JSON; start the servers first (rlhf-ray serve-reward)")
-    return there
+    return healths
 
 
 def one_model(name: str, healths: Sequence[Health]) -> str | None:
-    """Digest of the model that all servers serve; None when none of them tells.
+    """Digest of the model that all servers serve; None if no server reports one.
 
     Raises:
-        RewardError: they serve different ones.
+        RewardError: they serve different models.
     """
-    told = {health.digest: health.url for health in healths if health.digest}
-    if len(told) > 1:
-        models = ", ".join(f"{url} serves {digest}" for digest, url in told.items())
+    urls = {health.digest: health.url for health in healths if health.digest}
+    if len(urls) > 1:
+        models = ", ".join(f"{url} serves {digest}" for digest, url in urls.items())
         raise RewardError(f"the servers of rewards.{name}.urls serve different models ({models}), and a score would "
-                          "depend on who happens to give it; serve the same model everywhere")
-    return next(iter(told), None)
+                          "depend on the server; serve the same model everywhere")
+    return next(iter(urls), None)
 
 
 async def _ask(server: Server) -> Health | FailedTry:
-    """What a server says, or its last failure."""
+    """A server's health, or its last failure."""
     for attempt in range(TRIES):
         try:
             answer = json.loads(await server.ask("GET", "/health", most_bytes=LARGEST_ANSWER))
@@ -67,8 +67,8 @@ async def _ask(server: Server) -> Health | FailedTry:
             return FailedTry("json", "its answer to GET /health is not JSON")
         else:
             if not isinstance(answer, dict):
-                return FailedTry("schema", "its answer to GET /health is no JSON object")
-            told = {key: value if isinstance(value := answer.get(key), str) else None
+                return FailedTry("schema", "its answer to GET /health is not a JSON object")
+            digests = {key: value if isinstance(value := answer.get(key), str) else None
                     for key in ("digest", "tokenizer")}
-            return Health(server.url, told["digest"], told["tokenizer"])
+            return Health(server.url, digests["digest"], digests["tokenizer"])
     return last

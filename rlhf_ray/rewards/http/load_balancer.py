@@ -1,4 +1,4 @@
-"""Several servers of one service: who is asked next."""
+"""Load balancing over the servers of one reward service: fewest requests under way first."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 
 from rlhf_ray.rewards.http.server import FailedTry, Server
 
-LONGEST_LOOK_AWAY_S = 0.05
-"""How long a try by another caller may go unnoticed while all servers are shut."""
+LONGEST_PAUSE_S = 0.05
+"""Longest pause between two checks while the circuit breakers of all servers are open."""
 
 
 class Balancer:
-    """Gives each request to the server with the fewest under way, among those whose breaker lets it pass."""
+    """Gives each request to the server with the fewest under way, among those whose circuit breaker is closed."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self.servers = list(servers)
@@ -19,7 +19,7 @@ class Balancer:
 
     @asynccontextmanager
     async def server(self) -> AsyncIterator[Server]:
-        """A server for one try. Waits while none may be asked; what the body raises tells how the try went."""
+        """A server for one try. Waits while none is available; the block's exception is the outcome of the try."""
         chosen, loop = await self._next(), asyncio.get_running_loop()
         chosen.breaker.begin()
         chosen.outstanding += 1
@@ -48,4 +48,4 @@ class Balancer:
                 self._turn += 1
                 return min(ready, key=lambda s: (s.outstanding, (self.servers.index(s) - self._turn)
                                                  % len(self.servers)))
-            await asyncio.sleep(min(min(waits), LONGEST_LOOK_AWAY_S))
+            await asyncio.sleep(min(min(waits), LONGEST_PAUSE_S))

@@ -1,6 +1,6 @@
-"""One server of a reward service: a single try to get an answer from it, and how that went.
+"""HTTP client of one server of a reward service: a single try, its answer or its failure.
 
-Nothing is repeated here and nothing followed: no redirect, no proxy, no credentials but the token.
+There are no retries here, no redirects, no proxies, and no credentials except the token.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from rlhf_ray.rewards.http.circuit_breaker import Breaker
 
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 2.0
-"""Idle connections are closed before servers close them (uvicorn: after 5 s), which would look like a failure."""
+"""Idle connections are closed before servers close them (uvicorn: after 5 s), which would be a failure."""
 LONGEST_REST_S = 60.0
-"""A server that asks for a longer rest than this is asked again all the same."""
+"""Upper bound of a server's Retry-After."""
 EXCERPT = 200
 """Characters of a server's answer in an error message."""
 
 
 class FailedTry(Exception):
-    """A try without an answer that can be used.
+    """A try without a usable answer.
 
     Args:
         kind: one word for statistics: timeout, connection, dns, address, certificate, truncated, too_large, redirect,
             other_model, http_CODE, content_type, or a kind of `wire.AnswerError`.
-        words: what happened, for a person; holds no secret.
+        words: what happened, for messages; without secrets.
         again: whether another try may succeed.
-        rest_s: how long the server wants to be left alone.
+        rest_s: the server's Retry-After.
     """
 
     def __init__(self, kind: str, words: str, again: bool = True, rest_s: float | None = None) -> None:
@@ -43,7 +43,7 @@ class FailedTry(Exception):
 
 @dataclass(frozen=True)
 class Access:
-    """How servers are reached, the same for all of them."""
+    """Settings of the connections to all servers."""
 
     token: SecretStr | None
     allow_hosts: tuple[str, ...]
@@ -62,7 +62,7 @@ class Server:
         """Requests under way."""
         self._access = access
         self._unreachable = 0
-        """How often an address could not be connected to: which of several is taken."""
+        """How often a connection to an address failed: selects one of several addresses."""
         self._client = httpx.AsyncClient(
             verify=access.tls, trust_env=False, follow_redirects=False,
             timeout=httpx.Timeout(access.timeout_s, connect=min(CONNECT_TIMEOUT_S, access.timeout_s)),
@@ -78,7 +78,7 @@ class Server:
         """The body of a JSON answer with status 200.
 
         Raises:
-            FailedTry: there is none within the time limit, or it is not what was asked for.
+            FailedTry: there is no answer within the time limit, or an invalid one.
         """
         try:
             async with asyncio.timeout(self._access.timeout_s):
@@ -90,7 +90,7 @@ class Server:
         except ForbiddenAddressError as error:
             raise FailedTry("address", str(error), again=False) from None
         except httpx.InvalidURL as error:
-            raise FailedTry("address", f"its address cannot be used: {error}", again=False) from None
+            raise FailedTry("address", f"its URL is invalid: {error}", again=False) from None
         except (OSError, UnicodeError) as error:
             raise FailedTry("dns", f"its name cannot be resolved: {error}") from None
         except httpx.TransportError as error:
@@ -110,15 +110,15 @@ class Server:
             try:
                 content = await _content(response, most_bytes)
             except httpx.RemoteProtocolError as error:
-                raise FailedTry("truncated", f"the answer breaks off: {error}") from None
+                raise FailedTry("truncated", f"the answer is incomplete: {error}") from None
         finally:
             await response.aclose()
         self._check(response, content)
         return content
 
     async def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> httpx.Request:
-        """A request to the address that was checked, in the name of the host: virtual hosts and certificates are
-        still those of the name."""
+        """A request to the checked address, with the host's name in the headers and in the TLS handshake, so that
+        virtual hosts and certificates work."""
         url = httpx.URL(self.url.rstrip("/") + path)
         port = url.port or (443 if url.scheme == "https" else 80)
         addresses = await resolve(url.host, port, self._access.allow_hosts)
@@ -133,16 +133,16 @@ class Server:
                                           extensions={"sni_hostname": url.host})
 
     def _check(self, response: httpx.Response, content: bytes) -> None:
-        """Refuse what is not a JSON answer with status 200."""
+        """Raise unless the response is JSON with status 200."""
         status, rest = response.status_code, None
         if 300 <= status < 400:
-            raise FailedTry("redirect", f"it answers {status}, a redirect, and none is followed: set urls to where "
-                            "the service really is", again=False)
+            raise FailedTry("redirect", f"it answers {status}, a redirect, which is not followed: set urls to the "
+                            "final address of the service", again=False)
         if status != 200:
             again = status in (408, 429) or status >= 500
             if status in (429, 503):
                 rest = _seconds(response.headers.get("Retry-After"))
-            hint = "; is the token right?" if status in (401, 403) else ""
+            hint = "; check the token" if status in (401, 403) else ""
             raise FailedTry(f"http_{status}", f"it answers {status}: {self._excerpt(content)}{hint}", again, rest)
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "application/json" or response.headers.get("Content-Encoding", "identity") != "identity":
@@ -150,7 +150,7 @@ class Server:
                             f"application/json: {self._excerpt(content)}")
 
     def _excerpt(self, content: bytes) -> str:
-        """The beginning of an answer as printable text on one line, the token blotted out should it be in there."""
+        """The beginning of an answer as printable text on one line, with the token masked."""
         return self._redacted(" ".join(content.decode("utf-8", "replace").split()))[:EXCERPT]
 
     def _redacted(self, text: str) -> str:
@@ -160,7 +160,7 @@ class Server:
 
 
 async def _content(response: httpx.Response, most_bytes: int) -> bytes:
-    """The body, read no further than it may be long."""
+    """The body, if it is not too large."""
     content = bytearray()
     async for part in response.aiter_raw():
         content += part

@@ -17,22 +17,22 @@ from rlhf_ray.errors import ConfigError, RewardError, SampleError
 from rlhf_ray.rewards.http.health import Health, ask_health, one_model
 from rlhf_ray.rewards.http.load_balancer import Balancer
 from rlhf_ray.rewards.http.server import Access, FailedTry, Server
-from rlhf_ray.rewards.http.wire import AnswerError, idempotency_key, question, scores_of
+from rlhf_ray.rewards.http.wire import AnswerError, idempotency_key, request_body, scores_of
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 
 IN_FLIGHT = 4
-"""Requests to each server at a time: enough that its next batch gathers while it computes one."""
+"""Concurrent requests to each server: enough that its next batch arrives while it computes one."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 10.0
 OF_SAMPLES = frozenset({"http_400", "http_413", "http_422", "schema", "not_finite"})
-"""Failures of a server that is there and at work: something about the samples it cannot judge."""
+"""Failures of a working server that are caused by the samples."""
 BYTES_PER_SCORE, BYTES_OF_ANSWER = 64, 65536
-"""An answer may be this long: twenty times what scores need, and what surrounds them."""
+"""Longest answer: twenty times the length of the scores, and the rest of the JSON."""
 
 
 class HTTPSource:
-    """One component of the reward, asked over HTTP.
+    """One component of the reward, served over HTTP.
 
-    Scoring is pure, so a repeated request does no harm; it carries the same idempotency key as the first.
+    Scoring is pure, so a repeated request does no harm; it has the same idempotency key as the first.
 
     Args:
         name: the component's name in `rewards`.
@@ -44,7 +44,7 @@ class HTTPSource:
         self._digest: str | None = None
 
     async def start(self) -> None:
-        """Reach the servers. One that answers is enough: others may come back later.
+        """Connect to the servers. One that answers is enough: others may recover later.
 
         Raises:
             ConfigError: the token or the certificates cannot be read.
@@ -53,10 +53,10 @@ class HTTPSource:
         await self._start(needed=1)
 
     async def check(self, tokenizer: str | None = None) -> None:
-        """Reach every server, and let go again.
+        """Check that every server answers, and disconnect.
 
         Args:
-            tokenizer: digest of the policy's tokenizer, which a service that is sent token ids must share.
+            tokenizer: digest of the policy's tokenizer; a service that receives token ids must have the same one.
 
         Raises:
             ConfigError: the token or the certificates cannot be read.
@@ -72,11 +72,11 @@ class HTTPSource:
             await self.stop()
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
-        """Scores of the requests, in batches to all servers side by side.
+        """Scores of the requests, sent in batches to all servers concurrently.
 
         Raises:
-            RewardError: a batch has no scores within the tries and the time there are; names the server, the samples
-                and what came last.
+            RewardError: a batch has no scores within `retries` and `timeout_s`; names the server, the samples and the
+                last failure.
         """
         batches = [requests[i : i + self._config.batch_size] for i in range(0, len(requests), self._config.batch_size)]
         failures = [Counter[str]() for _ in batches]
@@ -118,8 +118,8 @@ class HTTPSource:
 
     async def _score(self, requests: Sequence[RewardRequest], failures: Counter[str],
                      last: list[tuple[Server, FailedTry]]) -> NDArray[np.float32]:
-        """Tries until one succeeds; `last` remembers the failed ones for whoever ends this from outside."""
-        body = self._question(requests)
+        """Tries until one succeeds; `last` collects the failed ones, for the message after a timeout."""
+        body = self._body(requests)
         headers = {"Idempotency-Key": idempotency_key(requests, body)}
         for attempt in range(self._config.retries + 1):
             if attempt:
@@ -133,16 +133,17 @@ class HTTPSource:
                 assert server is not None
                 last.append((server, failure))
                 if not failure.again:
-                    raise self._error(requests, last, "asking again would not help") from None
+                    raise self._error(requests, last, "a retry would not help") from None
                 failures[failure.kind] += 1
         raise self._error(requests, last, f"{self._config.retries + 1} tries failed")
 
-    def _question(self, requests: Sequence[RewardRequest]) -> bytes:
+    def _body(self, requests: Sequence[RewardRequest]) -> bytes:
         try:
-            return question(requests, self._config.send, self._config.columns)
+            return request_body(requests, self._config.send, self._config.columns)
         except (TypeError, ValueError) as error:
             raise RewardError(f"rewards.{self._name}.columns={self._config.columns} of samples "
-                              f"{sample_names([r.key for r in requests])} cannot be sent as JSON: {error}") from None
+                              f"{sample_names([r.key for r in requests])} cannot be sent as JSON: {error}. Remove the "
+                              "column or change its values") from None
 
     async def _try(self, server: Server, body: bytes, headers: dict[str, str], count: int) -> NDArray[np.float32]:
         answer = await server.ask("POST", "/score", body, headers,
@@ -162,8 +163,8 @@ class HTTPSource:
         return (SampleError if of_samples else RewardError)(
             f"the reward service {self._name!r} gave no scores for {len(requests)} samples "
             f"({sample_names([r.key for r in requests])}): {outcome}. "
-            f"{'Last, ' + what if what else 'No server could be asked: all of them had failed before'}. No score is "
-            f"made up in their place: fix the service, or give rewards.{self._name} more timeout_s or retries.")
+            f"{'Last, ' + what if what else 'No server was available: all of them had failed before'}. A missing score "
+            f"is never replaced by a default: fix the service, or raise rewards.{self._name}.timeout_s or retries.")
 
 
 def _latest_by_server(tries: list[tuple[Server, FailedTry]]) -> list[tuple[Server, FailedTry]]:
@@ -172,26 +173,26 @@ def _latest_by_server(tries: list[tuple[Server, FailedTry]]) -> list[tuple[Serve
 
 
 def _delay(attempt: int) -> float:
-    """Seconds before a try: doubling, up to a bound, and half of it by chance, so that callers do not come back in
+    """Seconds before a try: exponential backoff up to a bound, half of it random, so that callers do not retry in
     step ("equal jitter", Brooker 2015)."""
     full = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**attempt)
     return full * (0.5 + 0.5 * random.random())
 
 
 def _certificates(name: str, config: HTTPReward) -> ssl.SSLContext:
-    """Verifying certificates and names, against the system's authorities and the configured one."""
+    """A TLS context that verifies certificates and names, against the system's authorities and the configured one."""
     import certifi
 
     context = ssl.create_default_context(cafile=certifi.where())
     context.load_default_certs()
     if config.ca_file:
         if not Path(config.ca_file).is_file():
-            raise ConfigError(f"rewards.{name}.ca_file={config.ca_file!r}: no such file")
+            raise ConfigError(f"rewards.{name}.ca_file={config.ca_file!r}: no such file; correct the path")
         try:
             context.load_verify_locations(config.ca_file)
         except ssl.SSLError as error:
-            raise ConfigError(f"rewards.{name}.ca_file={config.ca_file!r} holds no certificates (PEM): "
-                              f"{error.reason or error}") from None
+            raise ConfigError(f"rewards.{name}.ca_file={config.ca_file!r} contains no certificates (PEM): "
+                              f"{error.reason or error}. Give another file") from None
     return context
 
 
@@ -199,7 +200,7 @@ def read_token(name: str, config: HTTPReward) -> SecretStr | None:
     """The token from the file or environment variable that the configuration names; None when it names neither.
 
     Raises:
-        ConfigError: there is nothing there, or it cannot stand in a header.
+        ConfigError: there is no token, or it cannot be used in a header.
     """
     if config.token_file is not None:
         where = f"rewards.{name}.token_file={config.token_file!r}"
@@ -207,14 +208,14 @@ def read_token(name: str, config: HTTPReward) -> SecretStr | None:
             token = Path(config.token_file).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-            raise ConfigError(f"{where} cannot be read: {reason}") from None
+            raise ConfigError(f"{where} cannot be read: {reason}; correct the path or the file") from None
     elif config.token_variable is not None:
         where = f"rewards.{name}.token_variable={config.token_variable!r}"
         token = os.environ.get(config.token_variable, "").strip()
     else:
         return None
     if not token:
-        raise ConfigError(f"{where} holds no token; put it there (on every node where reward scorers run)")
+        raise ConfigError(f"{where} is empty; set it on every node where reward scorers run")
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"{where} holds more than a token: one word of printable ASCII is needed")
+        raise ConfigError(f"{where} is not a token: give one word of printable ASCII")
     return SecretStr(token)

@@ -1,4 +1,4 @@
-"""What a service is asked and what counts as its answer. See docs/serve_reward.md for the schema, version 1."""
+"""Request and answer of a reward service as JSON. See docs/serve_reward.md for the schema, version 1."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ SCHEMA_VERSION = 1
 
 
 class AnswerError(Exception):
-    """An answer that holds no scores we could trust. `kind` is one of json, schema, not_finite."""
+    """An answer without valid scores. `kind` is one of json, schema, not_finite."""
 
     def __init__(self, kind: str, words: str) -> None:
         super().__init__(words)
         self.kind = kind
 
 
-def question(requests: Sequence[RewardRequest], send: Literal["text", "tokens"], columns: Sequence[str]) -> bytes:
+def request_body(requests: Sequence[RewardRequest], send: Literal["text", "tokens"], columns: Sequence[str]) -> bytes:
     """The body of a request, UTF-8 JSON."""
     samples = [_sample(request, send, columns) for request in requests]
     return json.dumps({"version": SCHEMA_VERSION, "samples": samples}, ensure_ascii=False, allow_nan=False).encode()
@@ -47,7 +47,7 @@ def idempotency_key(requests: Sequence[RewardRequest], body: bytes) -> str:
 
 
 def scores_of(body: bytes, count: int) -> tuple[NDArray[np.float32], str | None]:
-    """([count] finite scores, digest of the model if the service tells it) of an answer.
+    """([count] finite scores, digest of the model if the service reports it) of an answer.
 
     Raises:
         AnswerError: it is not JSON, not of the schema, of another length, or not finite in float32.
@@ -64,7 +64,7 @@ def scores_of(body: bytes, count: int) -> tuple[NDArray[np.float32], str | None]
     if len(given) != count:
         raise AnswerError("schema", f"has {len(given)} scores for {count} samples")
     if wrong := [x for x in given if isinstance(x, bool) or not isinstance(x, (int, float))]:
-        raise AnswerError("schema", f"has a score that is no number: {str(wrong[0])[:40]!r}")
+        raise AnswerError("schema", f"has a score that is not a number: {str(wrong[0])[:40]!r}")
     scores = _float32(given)
     if not np.isfinite(scores).all():
         first = int(np.flatnonzero(~np.isfinite(scores))[0])
@@ -73,7 +73,7 @@ def scores_of(body: bytes, count: int) -> tuple[NDArray[np.float32], str | None]
 
 
 def _float32(numbers: list[float]) -> NDArray[np.float32]:
-    """Numbers beyond float32 become infinite, for the caller to find."""
+    """As float32; numbers beyond it become infinite, which the caller refuses."""
     with np.errstate(over="ignore"):
         return np.array([np.float32(_float(x)) for x in numbers], dtype=np.float32)
 

@@ -79,7 +79,7 @@ class HealingHarness:
 
     async def ask_all(self, calls, again=None):
         """Ask so many at once; who answered."""
-        asked = [self.dispatcher.ask("generate", work=4, again=again) for _ in range(calls)]
+        asked = [self.dispatcher.call("generate", work=4, again=again) for _ in range(calls)]
         return sorted(call.rank for call in await asyncio.gather(*asked))
 
 

@@ -135,7 +135,7 @@ def test_another_metric_begins_anew(tmp_path):
 
 
 def test_an_unknown_metric_names_those_there_are(tmp_path):
-    with pytest.raises(ConfigError, match=r"best_metric='rewad' is not what this run measures .kl, reward"):
+    with pytest.raises(ConfigError, match=r"best_metric='rewad' is not a metric of this run .kl, reward"):
         Run(tmp_path, metric="rewad").evaluate(0, reward=1.0, kl=0.0)
 
 

@@ -127,14 +127,15 @@ def test_scores_and_failures_of_a_chunk(ask):
 @pytest.mark.parametrize("metadata", [{}, {"truth": None}, {"answer": 4}])
 def test_a_row_without_an_answer_is_an_error_not_a_wrong_response(ask, metadata):
     source = exact_match_source("match", ExactMatchReward(type="exact_match", answer="truth"))
-    said = r"rewards\.match\.answer='truth': the prompt of epoch 0 row 3 sample 0 has no such column or nothing in it"
+    said = r"rewards\.match\.answer='truth': the prompt of epoch 0 row 3 sample 0 has no such column or an empty one"
     with pytest.raises(RewardError, match=said):
         asyncio.run(source.score([ask("a", 1, metadata={"truth": "a"}), ask("a", 3, metadata=metadata)]))
 
 
 def test_an_answer_without_a_number_is_an_error_not_a_wrong_response(ask):
     source = number_source("sum", NumberReward(type="number"))
-    with pytest.raises(RewardError, match=r"rewards\.sum: answer='unknown' of epoch 0 row 3 sample 0 is nothing that"):
+    with pytest.raises(RewardError, match=r"rewards\.sum: answer='unknown' of epoch 0 row 3 sample 0 cannot be "
+                                          r"compared"):
         asyncio.run(source.score([ask("4", 1, metadata={"answer": 4}), ask("4", 3, metadata={"answer": "unknown"})]))
 
 

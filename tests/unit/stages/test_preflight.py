@@ -286,7 +286,7 @@ def test_sound_rewards_pass(with_rewards, tmp_path):
     ({"type": "function", "function": "TMP/mine.py:odd"}, ConfigError, "it requires texts"),
     ({"type": "function", "function": "no_such_module:f"}, ConfigError, "No module named 'no_such_module'"),
     ({"type": "json_schema", "accepts": "TMP/none.json"}, ConfigError, "rewards.extra.accepts="),
-    ({"type": "json_schema", "accepts": {"type": 3}}, ConfigError, "rewards.extra.accepts is no JSON schema"),
+    ({"type": "json_schema", "accepts": {"type": 3}}, ConfigError, "rewards.extra.accepts is not a JSON schema"),
     ({"type": "number"}, DataError, "p.jsonl, line 1 (prompts.path) has no such column"),
     ({"type": "exact_match", "answer": "truth"}, DataError, "has no such column; it has [] beside the prompt"),
     ({"type": "exact_match", "answer": "prompt"}, DataError, "has no such column; it has [] beside the prompt"),

@@ -47,7 +47,7 @@ def test_one_of_two_servers_missing(check):
 
 def test_a_token_that_is_nowhere(check, monkeypatch):
     monkeypatch.delenv("FAR_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match=r"rewards\.far\.token_variable='FAR_TOKEN' holds no token"):
+    with pytest.raises(ConfigError, match=r"rewards\.far\.token_variable='FAR_TOKEN' is empty"):
         check("https://scorer.example", token_variable="FAR_TOKEN")
 
 

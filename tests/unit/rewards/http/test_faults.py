@@ -54,13 +54,13 @@ def test_a_fault_that_stays_is_an_error_and_never_a_score(behaviour):
 
 
 @pytest.mark.parametrize(("behaviour", "words"), [
-    ("400", 'it answers 400: {"error": "no such sample"}'), ("401", "is the token right?"), ("404", "nothing here"),
-    ("redirect", "none is followed"),
+    ("400", 'it answers 400: {"error": "no such sample"}'), ("401", "check the token"), ("404", "nothing here"),
+    ("redirect", "which is not followed"),
 ])
 def test_an_answer_that_will_not_change_is_not_asked_for_again(behaviour, words):
     async def run():
         async with faulty([behaviour]) as server, source_of(server.url) as source:
-            with pytest.raises(RewardError, match="asking again would not help") as caught:
+            with pytest.raises(RewardError, match="a retry would not help") as caught:
                 await source.score(requests_of(2))
             return str(caught.value), server.seen
 

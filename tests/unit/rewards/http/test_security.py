@@ -100,7 +100,7 @@ class TestAddresses:
             async with source_of("https://scorer.example"):
                 pass
 
-        with pytest.raises(RewardError, match="a link-local or metadata address, which is never asked"):
+        with pytest.raises(RewardError, match="a link-local or metadata address, which is never allowed"):
             asyncio.run(run())
 
 
@@ -193,7 +193,7 @@ class TestCertificates:
 
     def test_files_without_certificates(self, tmp_path):
         (tmp_path / "empty.pem").write_text("nothing")
-        for name, words in (("none.pem", "no such file"), ("empty.pem", "holds no certificates")):
+        for name, words in (("none.pem", "no such file"), ("empty.pem", "contains no certificates")):
             with pytest.raises(ConfigError, match=words):
                 asyncio.run(HTTPSource("q", reward("https://a", ca_file=str(tmp_path / name))).start())
 
@@ -262,7 +262,7 @@ class TestToken:
         assert caplog.text and not [text for text in everything if CANARY in text]
 
     @pytest.mark.parametrize(("content", "words"), [
-        (None, "cannot be read"), ("", "holds no token"), ("two words", "more than a token"), ("tök", "not ASCII")])
+        (None, "cannot be read"), ("", "is empty"), ("two words", "is not a token"), ("tök", "not ASCII")])
     def test_a_file_without_one(self, content, words, tmp_path):
         if content is not None:
             (tmp_path / "token").write_text(content)
@@ -273,7 +273,7 @@ class TestToken:
     def test_a_variable_without_one(self, monkeypatch):
         monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
         source = HTTPSource("q", reward("https://a", token_variable="NO_SUCH_TOKEN"))
-        with pytest.raises(ConfigError, match=r"rewards\.q\.token_variable='NO_SUCH_TOKEN' holds no token"):
+        with pytest.raises(ConfigError, match=r"rewards\.q\.token_variable='NO_SUCH_TOKEN' is empty"):
             asyncio.run(source.start())
 
     def test_two_places(self):

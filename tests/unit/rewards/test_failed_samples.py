@@ -9,7 +9,7 @@ import pytest
 from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.errors import RewardError, SampleError, UnscoredSamples
 from rlhf_ray.records import SampleKey
-from rlhf_ray.rewards.failed_samples import score_or_blame
+from rlhf_ray.rewards.failed_samples import score_or_name_failed
 from rlhf_ray.rewards.function_source import FunctionSource
 from rlhf_ray.rewards.sources import WeightedSum
 from tests.unit.rewards.http.conftest import requests_of, source_of
@@ -38,7 +38,7 @@ def blamed(source, requests):
         await total.start()
         try:
             with pytest.raises(UnscoredSamples) as caught:
-                await score_or_blame(total.score, requests)
+                await score_or_name_failed(total.score, requests)
             return {sample.key.row: sample for sample in caught.value.samples}, caught.value
         finally:
             await total.stop()
@@ -64,7 +64,7 @@ def test_an_answer_of_the_wrong_length_that_no_sample_alone_has_ends_in_the_erro
         total = WeightedSum({"main": (1.0, source)})
         await total.start()
         try:
-            await score_or_blame(total.score, requests_of(3))
+            await score_or_name_failed(total.score, requests_of(3))
         finally:
             await total.stop()
 
@@ -86,7 +86,7 @@ def asked(server_of, requests, **settings):
     async def run():
         async with server_of as server, source_of(server.url, retries=1, **settings) as source:
             total = WeightedSum({"far": (1.0, source)})
-            return await score_or_blame(total.score, requests)
+            return await score_or_name_failed(total.score, requests)
 
     return asyncio.run(run())
 
@@ -118,7 +118,7 @@ def test_whole_scores_are_asked_for_once():
         calls.append(len(requests))
         return np.zeros(len(requests))
 
-    asyncio.run(score_or_blame(score, requests_of(5)))
+    asyncio.run(score_or_name_failed(score, requests_of(5)))
     assert calls == [5]
 
 

@@ -103,8 +103,8 @@ def test_a_schema_out_of_a_file(ask, tmp_path):
 
 
 @pytest.mark.parametrize("accepts, said", [
-    ({"type": "strnig"}, r"rewards\.form\.accepts is no JSON schema: .*strnig.* at \$\.type"),
-    ({"required": "name"}, "is no JSON schema"), ("/nowhere/schema.json", "cannot be read as a JSON schema"),
+    ({"type": "strnig"}, r"rewards\.form\.accepts is not a JSON schema: .*strnig.* at \$\.type"),
+    ({"required": "name"}, "is not a JSON schema"), ("/nowhere/schema.json", "cannot be read as a JSON schema"),
 ])
 def test_a_schema_that_is_none(accepts, said):
     with pytest.raises(ConfigError, match=said):

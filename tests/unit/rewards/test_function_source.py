@@ -141,7 +141,7 @@ NAMES = r"epoch 0 row 0 sample 0, epoch 0 row 1 sample 0, epoch 0 row 2 sample 0
 
 @pytest.mark.parametrize("code, said", [
     ("def score(responses): return [1 / (len(r) - 3) for r in responses]",
-     rf"failed for {NAMES}: ZeroDivisionError: .* \(.*mine\.py:1\)\. No score is made up"),
+     rf"failed for {NAMES}: ZeroDivisionError: .* \(.*mine\.py:1\)\. A missing score is never"),
     ("import sys\ndef score(responses): sys.exit(2)", rf"failed for {NAMES}: SystemExit: 2"),
     ("def score(responses): return [1, float('nan'), 2]", r"gave nan for 1 of 3 samples \(epoch 0 row 1 sample 0\)"),
     ("def score(responses): return [1, 2, float('-inf')]", r"gave -inf for 1 of 3 samples \(epoch 0 row 2 sample 0\)"),
@@ -178,7 +178,7 @@ def test_a_process_that_ends_in_a_call_is_told_with_the_function_and_the_samples
     ("def other(responses): return []", "score", r"AttributeError: module 'mine' has no attribute 'score'"),
     ("score = 3", "score", r"TypeError: score is int 3, which cannot be called"),
     ("def score(completions, texts, n=1): pass", "score",
-     r"TypeError: it requires completions, texts; it is called with keyword arguments out of prompts, responses"),
+     r"TypeError: it requires completions, texts; it is called with keyword arguments from prompts, responses"),
     ("def score(responses, /): pass", "score", r"it requires responses"),
     ("def score(): pass", "score", r"it takes none of prompts, responses, labels, finish_reasons"),
     ("raise SystemExit(1)", "score", r"SystemExit: 1"),
