@@ -103,7 +103,7 @@ def test_two_services_share_the_work_and_give_the_local_models_scores(pair, mode
     assert sum(h["samples"] for h in healths) == 400 and sum(h["requests"] for h in healths) == 100
     assert min(h["requests"] for h in healths) >= 25
     assert all(h["forward_passes"] < h["requests"] / 1.5 for h in healths), healths
-    with pytest.raises(RewardError, match=r"401.*is the token right"):
+    with pytest.raises(RewardError, match=r"401.*check the token"):
         asking(urls, work)
 
 
