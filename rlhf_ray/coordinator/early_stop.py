@@ -1,4 +1,4 @@
-"""When a run is past saving: its KL from the reference blew up, or its reward collapsed, for several steps in a row."""
+"""Early stopping: the KL from the reference is too high, or the reward has collapsed, for several consecutive steps."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,12 +8,12 @@ from rlhf_ray.config.training_loop import EarlyStopConfig
 
 @dataclass
 class EarlyStop:
-    """Watches two numbers of every step. It keeps what it saw and no verdict, so that a resumed run whose limits were
-    moved is judged by the new ones, and one whose limits were not is told the same again."""
+    """Checks two metrics of every step. Its state has the metrics and no verdict, so that a resumed run is checked
+    against its present limits."""
 
     config: EarlyStopConfig
     step: int = 0
-    """Step seen last."""
+    """The last step."""
     kl: list[float] = field(default_factory=list)
     """Mean sequence KL of the last `patience` steps, in nats."""
     reward: list[float] = field(default_factory=list)
@@ -22,15 +22,15 @@ class EarlyStop:
     """Mean reward of the run's first `patience` steps."""
 
     def observe(self, step: int, kl: float, reward: float) -> None:
-        """Take the numbers of a step that is over."""
+        """Add the metrics of a finished step."""
         patience = self.config.patience
         self.step = step
         self.kl, self.reward = [*self.kl, kl][-patience:], [*self.reward, reward][-patience:]
-        if step <= patience:  # by the step: patience that grew on the way makes no later step a first one
+        if step <= patience:  # by the step number, since patience may have been raised meanwhile
             self.start.append(reward)
 
     def reason(self) -> str | None:
-        """Why the run should end, naming metric, value, limit and steps; None while nothing is wrong."""
+        """Why the run should end: metric, value, limit and steps; None to continue."""
         return self._kl_blew_up() or self._reward_collapsed()
 
     def state_dict(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class EarlyStop:
         return {"step": self.step, "kl": self.kl, "reward": self.reward, "start": self.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, also one made with another patience."""
+        """Continue from a `state_dict`, also with another patience."""
         self.step = state["step"]
         self.kl, self.reward = (list(state[name])[-self.config.patience :] for name in ("kl", "reward"))
         self.start = list(state["start"])[: self.config.patience]
@@ -61,7 +61,7 @@ class EarlyStop:
                 f"{self._when()}, and {self.reward[-1]:.4g} in the last")
 
     def _all_over(self, within: list[bool]) -> bool:
-        """Whether the last `patience` steps were all over the limit. What is not a number is within no limit."""
+        """Whether the last `patience` steps were all over the limit. NaN exceeds every limit."""
         return len(within) == self.config.patience and not any(within)
 
     def _when(self) -> str:

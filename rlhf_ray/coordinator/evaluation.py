@@ -1,4 +1,4 @@
-"""The policy on prompts it never trained on: the same prompts, the same seeds, before, during and after training."""
+"""Evaluation of the policy on held-out prompts: always the same prompts and the same seeds."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,30 +27,30 @@ class Evaluation:
 
 
 class Evaluator:
-    """Generates responses to every held-out prompt and sums up what the scorers and the judge say.
+    """Generates responses to every held-out prompt and aggregates their scores.
 
-    Responses are drawn as `evaluation.sampling` says. Where that is not the distribution under training, no KL is told:
+    Responses are sampled with `evaluation.sampling`. If that is not the distribution under training, no KL is reported:
     the generators' log-probabilities are not the policy's then.
 
-    Where prompts without a score leave the run (`reward.on_failure: quarantine`), a held-out one is left out of the
-    evaluation that it has no score in, with all its responses: told, and counted as `unscored`.
+    With `reward.on_failure: quarantine`, a held-out prompt with a response without a score is left out of this
+    evaluation with all its responses, with a warning, and counted as `unscored`.
     """
 
     def __init__(self, config: EvaluationConfig, pipeline: Pipeline, prompts: PromptSource,
                  warn: Callable[[str], None] = lambda _: None) -> None:
         self.config, self._pipeline, self._prompts, self._warn = config, pipeline, prompts, warn
         self.rows = prompts.rows
-        self._room = self._room_now()
-        # First samples first: the texts that are kept answer different prompts.
+        self._slots = self._present_slots()
+        # First samples first, so that the texts that are kept are for different prompts.
         self._keys = [SampleKey(0, row, n) for n in range(config.samples_per_prompt) for row in range(prompts.rows)]
 
     async def measure(self) -> Evaluation:
         """Evaluate the policy that the generators hold now.
 
         Raises:
-            RewardError: no held-out prompt has a score, or one has none and none may be left out.
+            RewardError: no held-out prompt has a score, or one has none and may not be left out.
         """
-        config, roles, self._room = self._pipeline.config, self._pipeline.roles, self._room_now()
+        config, roles, self._slots = self._pipeline.config, self._pipeline.roles, self._present_slots()
         size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)
@@ -61,8 +61,8 @@ class Evaluator:
             metrics["unscored"] = float(unscored)
         return Evaluation(metrics, texts)
 
-    def _room_now(self) -> asyncio.Semaphore:
-        """For as many chunks as keep the present generators busy."""
+    def _present_slots(self) -> asyncio.Semaphore:
+        """A slot for each chunk that the present generators can process concurrently."""
         generator, workers = self._pipeline.config.generator, len(self._pipeline.roles.generators)
         return asyncio.Semaphore(workers * (generator.samples_in_flight // generator.chunk))
 
@@ -81,19 +81,19 @@ class Evaluator:
                     chunks[i] = [key for key in chunk if key.row not in failed]
                     parts.pop(i, None)
             left_out |= failed
-        self._tell(left_out)
+        self._report(left_out)
         return [part for _, part in sorted(parts.items())], len(left_out)
 
-    def _tell(self, left_out: dict[int, str]) -> None:
+    def _report(self, left_out: dict[int, str]) -> None:
         for row, reason in sorted(left_out.items()):
-            self._warn(f"the held-out prompt of row {row} is left out of the evaluation, for a response to it has no "
+            self._warn(f"the held-out prompt of row {row} is left out of the evaluation: a response to it has no "
                        f"score: {reason}")
         if len(left_out) == self.rows:
-            raise RewardError(f"none of the {self.rows} held-out prompts has a score, the first for this reason: "
+            raise RewardError(f"none of the {self.rows} held-out prompts has a score. The first reason: "
                               f"{left_out[min(left_out)]}")
 
     async def _all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """What all parts give. When one fails, none goes on: others are about to need the workers."""
+        """Results of all parts. When one fails, the others are cancelled, since the workers are needed elsewhere."""
         parts = [asyncio.ensure_future(part) for part in work]
         try:
             return await asyncio.gather(*parts)
@@ -110,7 +110,7 @@ class Evaluator:
             return await roles.dispatcher(roles.assembler).call(
                 "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference, phase="evaluate")
 
-        async with self._room:  # deadlines run from the call on, so a long queue must wait here
+        async with self._slots:  # deadlines run from the call on, so a long queue must wait here
             try:
                 return await kept(measured, self._pipeline.config.cluster.max_restarts)
             except UnscoredSamples as error:

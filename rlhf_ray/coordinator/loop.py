@@ -1,4 +1,4 @@
-"""PPO's loop on one page: get a batch, learn from it, publish the new policy, keep the books."""
+"""PPO's training loop: get a batch, learn from it, publish the new policy, record metrics."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ from rlhf_ray.replay.buffer_state import BufferStats, Lease
 
 @dataclass
 class Coordinator:
-    """One run. Synchronous PPO and bounded staleness are one loop: `coordinator.max_staleness` is the only knob."""
+    """One run. Synchronous PPO and bounded staleness are one loop, configured by `coordinator.max_staleness`."""
 
     config: PPOConfig
     roles: RoleGroups
@@ -51,30 +51,30 @@ class Coordinator:
     progress: StageProgress
     stop: StopRequest
     on_evaluation: Callable[[int, Evaluation], None]
-    """Writes every evaluation and the step it belongs to; called in the thread for records."""
+    """Writes an evaluation and its step; called in the thread for records."""
     profiler: StepProfiler
     files: RunFiles = field(default_factory=RunFiles)
     phases: Phases | None = None
-    """Turns on GPUs that generators and learners share; `weights` takes those around a publication."""
+    """GPU sharing of generators and learners; `weights` switches it around a publication."""
     _saved_at: int | None = None
     """Step of the newest checkpoint of this process, which may still be written."""
     _row: Future[None] | None = None
-    """The newest row of metrics, on its way to the disk."""
+    """The newest row of metrics, while it is being written."""
     _pause_s: float | None = None
-    """How long training stood still for a checkpoint since the last row of metrics."""
+    """How long training paused for a checkpoint since the last row of metrics."""
 
     def __post_init__(self) -> None:
         self._learning = Learning(self.config, self.roles, self.state, self.pipeline, self.progress.warn)
 
     async def run(self) -> None:
-        """Make the run's remaining steps, or as many as `early_stop` allows.
+        """Run the remaining steps, or as many as `early_stop` allows.
 
         Raises:
-            RunInterrupted: asked to stop; everything done so far is in a checkpoint.
+            RunInterrupted: stopped on request; everything done so far is in a checkpoint.
             DiskStalled: the disk of the run hangs.
         """
         self.stop.can_save = True
-        gc.freeze()  # modules and configuration outlive the loop: no use in looking through them for garbage
+        gc.freeze()  # modules and configuration outlive the loop; exclude them from garbage collection
         try:
             if self.state.unmeasured and await self._evaluate():
                 await self._keep_best()
@@ -85,7 +85,7 @@ class Coordinator:
         except asyncio.CancelledError:
             await self.recovery.close(patience_s=0)
             raise
-        except WorkerError:  # ranks that wait for a lost one answer nobody, until a deadline of hours perhaps
+        except WorkerError:  # ranks that wait for a lost one may not answer for hours
             await self.recovery.close(self.config.cluster.heartbeat_timeout_s)
             raise
         except DiskStalled:
@@ -98,11 +98,12 @@ class Coordinator:
             await self.recovery.close()
 
     async def _step_or_stop(self) -> None:
-        """One step; when asked to stop, a checkpoint instead. Chunks under way are in it, and are made again."""
+        """One step; after a request to stop, a checkpoint instead. Chunks under way are generated again after a
+        resume."""
         await self.recovery.settled(wait=False)
         await self.profiler.begin(self.state.step + 1)
         began, received = self.roles.clock.now(), traffic.received
-        # A batch that is ready would be given first, time and again.
+        # Without this check a batch that is ready would be trained before the stop, again and again.
         lease = None if self.stop.requested else await self.stop.unless_asked(self._next_batch())
         if lease is not None:
             await self._step(lease, began, received)
@@ -111,20 +112,20 @@ class Coordinator:
             await self._save()
         await self.recovery.settled()
         raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
-                             f"{self.config.run.steps}; the checkpoint is saved, --resume goes on from it")
+                             f"{self.config.run.steps}; the checkpoint is saved, --resume continues from it")
 
     async def _next_batch(self) -> Lease:
-        """A batch; when the workers that make one cannot be kept alive, the run ends with everything saved."""
+        """A batch; if its workers cannot be kept alive, save everything before the run ends."""
         try:
             return await self.pipeline.next_batch()
         except WorkerError as error:
             if not self.roles.trains(error.role) and self._saved_at != self.state.step:
-                with suppress(RLHFError):  # what the error says is more to the point; an older checkpoint may be there
+                with suppress(RLHFError):  # the first error is the cause; an older checkpoint may exist
                     await self._save()
             raise
 
     async def _step(self, lease: Lease, began: float, received: int) -> None:
-        """Learn from a batch, publish, keep the books. `began`, `received`: clock and traffic before its rollout."""
+        """Learn from a batch, publish, record. `began`, `received`: clock and traffic before its rollout."""
         version, coef = self.state.step, self.state.kl.value
         depth = self.buffer.stats()
         async with self.weights.changing():
@@ -147,7 +148,7 @@ class Coordinator:
         await self.profiler.end(self.state.step, began, outcome.ended)
         await self._recorded()
         self._record(outcome, depth)
-        # Evaluation comes first: a run that is killed after its last checkpoint has measured what it made.
+        # Evaluation comes first: a run that is killed after its last checkpoint has evaluated it.
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
         if self.state.unmeasured and await self._evaluate():
             await self._keep_best()
@@ -155,7 +156,7 @@ class Coordinator:
             await self._save()
 
     async def _keep_best(self) -> None:
-        """Keep the present step, which is the best so far."""
+        """Save the present step, which is the best so far."""
         await self._save()
         await self.recovery.settled()
         await self.best.keep()
@@ -166,8 +167,8 @@ class Coordinator:
         self._saved_at = self.state.step
 
     async def _recorded(self) -> None:
-        """The last row is on disk. It is waited for when the next one comes, or what must not be there without it: the
-        pause would be in no step's time."""
+        """Wait until the last row is on disk. This happens before the next row, and before files that must not exist
+        without it, so that the wait is part of a step's time."""
         if self._row is not None:
             row, self._row = self._row, None
             await self.files.records.wait(row)
@@ -186,7 +187,7 @@ class Coordinator:
         if row["staleness/max"] == 0 and row["rollout/logprob_gap"] > self.config.weights.logprob_gap_alarm:
             self.progress.warn(
                 f"generators and learner of the same version differ by {row['rollout/logprob_gap']:.3f} nats a token "
-                f"(weights.logprob_gap_alarm={self.config.weights.logprob_gap_alarm}): other weights or precision"
+                f"(weights.logprob_gap_alarm={self.config.weights.logprob_gap_alarm}): weights or precision differ"
             )
 
     def _write(self, step: int, row: dict[str, float], texts: list[dict[str, Any]]) -> None:
@@ -194,15 +195,15 @@ class Coordinator:
         self.samples.write(step, texts)
 
     async def _evaluate(self) -> bool:
-        """Measure the policy; True when it is the best so far, and not the one that the run began with. Where a request
-        to stop cuts it short, the step stays unmeasured, and a resumed run begins with it."""
+        """Evaluate the policy; True if it is the best so far, and not the initial one. If a request to stop interrupts
+        it, a resumed run starts with this evaluation."""
         if self.evaluator is None:
             self.state.unmeasured = False
             return False
         await self._recorded()
         self.progress.note(f"evaluating on {self.evaluator.rows} held-out prompts")
         work = self.evaluator.measure()
-        # What ends now ends well, whoever asks meanwhile.
+        # At the end of the run a request to stop does not interrupt the evaluation.
         evaluation = await (work if self._ended else self.stop.unless_asked(work))
         if evaluation is None:
             return False
@@ -211,17 +212,17 @@ class Coordinator:
         return self.best.consider(self.state.step, evaluation.metrics)
 
     def _due(self, every: int) -> bool:
-        """Whether something that happens every so many steps (0: at the end alone) happens after this one."""
+        """Whether something due every `every` steps (0: only at the end) is due after this one."""
         return self._ended or (every > 0 and self.state.step % every == 0)
 
     @property
     def _pauses(self) -> bool:
-        """Whether an evaluation or a checkpoint follows this step; new batches are begun after it."""
+        """Whether an evaluation or a checkpoint follows this step; new chunks are admitted after it."""
         return self._due(self.config.checkpoint.every) or (
             self.config.evaluation is not None and self._due(self.config.evaluation.every))
 
     def open_keys(self) -> list[SampleKey]:
-        """The samples that were admitted and not trained on: under way, to be made again, or waiting for learners."""
+        """Samples that were admitted and not trained: under way, to be generated again, or ready."""
         ready = (entry.keys for entry in self.buffer.ready_entries())
         return [key for keys in (*self.state.in_flight.values(), self.state.returned, *ready) for key in keys]
 

@@ -1,9 +1,9 @@
-"""Whose turn it is on GPUs that generators and learners share: each gives back what the other needs meanwhile.
+"""GPU sharing of generators and learners: sleep and wake of generators, offload and reload of optimizer state.
 
     generation ──learning()──► update ──publishing()──► publication ──generation()──► generation
 
-Before an update generators go to sleep, then learners fetch their optimizer state; afterwards learners put it aside
-before generators take memory again, the weights first, the cache when the publication is over.
+Before an update generators sleep, then learners reload their optimizer state. Before a publication learners offload it
+and generators wake their weights; after the publication generators wake their cache.
 """
 
 import asyncio
@@ -15,35 +15,35 @@ from rlhf_ray.coordinator.role_groups import RoleGroups
 
 
 class Phases:
-    """Takes the turns that the configuration asks for; none by default. Nothing is in flight when they change."""
+    """Switches between generation and learning as configured; does nothing by default. No call may be under way."""
 
     def __init__(self, config: PPOConfig, roles: RoleGroups) -> None:
         self._dispatcher, self._level = roles.dispatcher(roles.generators), config.generator.sleep_level
         learners = [(config.policy, roles.policy), *([(config.critic, roles.critic)] if roles.critic else [])]
         self._offloading: list[WorkerGroup] = [group for own, group in learners if own.offload_between_phases]
         self._asleep: set[int] = set()
-        """Ranks of the generators that were put to sleep; one that was lost meanwhile comes back awake."""
+        """Ranks of the generators that sleep; one that is replaced meanwhile is awake."""
 
     @property
     def drops_weights(self) -> bool:
-        """Whether generators have no weights left to which a publication could add."""
+        """Whether sleeping generators drop their weights, so that a publication must be whole."""
         return self._level > 1
 
     async def learning(self) -> None:
-        """An update comes."""
+        """Prepare for an update."""
         if self._level:
             asleep = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
             await asleep.each("sleep")
             self._asleep = set(asleep.ranks)
-        await self._tell("reload_state")
+        await self._call_learners("reload_state")
 
     async def publishing(self) -> None:
-        """Weights come for the generators."""
-        await self._tell("offload_state")
+        """Prepare for a publication."""
+        await self._call_learners("offload_state")
         await self._wake("weights")
 
     async def generation(self) -> None:
-        """The new weights are in service."""
+        """Prepare for generation."""
         await self._wake("kv_cache")
         self._asleep.clear()
 
@@ -51,6 +51,6 @@ class Phases:
         up = [rank for rank in self._dispatcher.scheduler.up if rank in self._asleep]
         await BroadcastGroup(self._dispatcher, up).each("wake", [part])
 
-    async def _tell(self, method: str) -> None:
+    async def _call_learners(self, method: str) -> None:
         calls = [call for group in self._offloading for call in group.call_all(method)]
         await asyncio.gather(*(call.done() for call in calls))

@@ -1,4 +1,4 @@
-"""Where chunks get their prompts: rows asked for by number, answered by the prompt reader into the object store."""
+"""Prompts of chunks: rows read by number from the prompt reader, returned as references."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +14,11 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.data_readers import HELD_OUT
 
 AHEAD = 8
-"""Chunks whose prompts one call brings. Each role that reads a chunk's prompts is sent all of them."""
+"""Chunks whose prompts are read in one call. Each role that reads a chunk's prompts receives all of them."""
 
 
 class Prompter(Protocol):
-    """Whoever knows the prompts of a chunk."""
+    """A source of the prompts of a chunk."""
 
     async def of(self, keys: Iterable[SampleKey]) -> Any:
         """Reference to `Prompts` that hold at least the rows of these keys."""
@@ -32,11 +32,11 @@ class PromptSource:
     reader: WorkerDispatcher
     table: str
     sizes: list[int]
-    """Rows of each of its data sets, numbered through from 0."""
+    """Rows of each of its data sets; rows are numbered from 0 over all of them."""
     reports: list[str]
-    """What was left out of each."""
+    """Load report of each."""
     held_out: "PromptSource | None" = None
-    """The rows that were kept out of this table, if any."""
+    """The held-out rows of this table, if any."""
 
     @property
     def rows(self) -> int:
@@ -45,17 +45,17 @@ class PromptSource:
 
     @classmethod
     async def open(cls, reader: WorkerDispatcher, table: str, config: PromptsConfig) -> "PromptSource":
-        """Let the reader, which has one worker, tokenise the data of a section.
+        """Have the reader, which has one worker, tokenise the data of a section.
 
         Raises:
             DataError, ModelError: it cannot be read; see `data.prompt_table.open_prompts`.
         """
-        _, found = await reader.call_and_get(0, "open", table, config)
-        held_out = cls(reader, HELD_OUT, [found["held_out"]], []) if found["held_out"] else None
-        return cls(reader, table, found["sizes"], found["reports"], held_out)
+        _, table_info = await reader.call_and_get(0, "open", table, config)
+        held_out = cls(reader, HELD_OUT, [table_info["held_out"]], []) if table_info["held_out"] else None
+        return cls(reader, table, table_info["sizes"], table_info["reports"], held_out)
 
     def first_held_out(self, limit: int | None) -> "PromptSource | None":
-        """The rows kept out of this table, or the first `limit` of them."""
+        """The held-out rows of this table, or the first `limit` of them."""
         if self.held_out is None:
             return None
         return replace(self.held_out, sizes=[min(self.held_out.rows, limit or self.held_out.rows)])
@@ -65,12 +65,12 @@ class PromptSource:
         return await self.read(key.row for key in keys)
 
     async def read(self, rows: Iterable[int]) -> Any:
-        """Reference to the prompts of some rows, each once; they are there."""
+        """Reference to the prompts of some rows, each once, after they were read."""
         return (await self.reader.call("rows", list(dict.fromkeys(rows)), self.table)).ref
 
 
 def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig]) -> Ready:
-    """What makes a reader that has just started know the tables that another one had: the same rows by number."""
+    """A callback that opens the tables again in a restarted reader, with the same row numbers."""
     async def ready(rank: int, readmit: Callable[[], None]) -> str:
         for table, config in tables.items():
             await reader.call(rank, "open", table, config).value()
@@ -81,7 +81,7 @@ def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig]) -> Ready:
 
 
 class PromptsAhead:
-    """A source whose rows a cursor goes through: one call brings the prompts of the next several chunks."""
+    """A source read ahead in the order of a cursor: one call reads the prompts of the next several chunks."""
 
     def __init__(self, source: PromptSource, cursor: PromptCursor) -> None:
         self._source, self._cursor = source, cursor

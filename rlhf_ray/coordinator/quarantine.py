@@ -1,7 +1,7 @@
-"""Prompts that leave the run because no score could be given to a sample of theirs: set aside by name, within a budget.
+"""Quarantine of prompts with a sample that has no score: they leave the run, up to a limit.
 
-A prompt leaves with all its samples, for estimators compare them with each other. It leaves for the present epoch: the
-next one visits its row again, and the budget counts rows, however often they fail.
+A prompt leaves with all its samples, because estimators compare them with each other. It leaves for the present epoch:
+the next one visits its row again. The limit counts rows, not failures.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from rlhf_ray.records import SampleKey, Unscored
 from rlhf_ray.replay.ledger import Ledger
 
 SHOWN = 3
-"""Reasons in the message that ends a run."""
+"""Reasons in the error that ends a run."""
 
 
 class Quarantine:
-    """The samples that were set aside: in the ledger with their reasons, in a file with their texts."""
+    """The quarantined samples: in the ledger with their reasons, in a file with their texts."""
 
     def __init__(self, ledger: Ledger, file: Path, limit: float, rows: int, warn: Callable[[str], None],
                  term: Term | None = None, thread: FileThread | None = None) -> None:
-        """Go on with those in the ledger; what the file says of others was lost with the process that wrote it.
+        """Start with the samples in the ledger; lines of the file about other samples are removed.
 
         Args:
             limit: largest share of the prompts.
             rows: prompts of the data set.
             term: of the owner of the run's directory, where the file is.
-            thread: writes the file, beside the ledger; without one it is written at once.
+            thread: writes the file; without one it is written at once.
         """
         self._term = term
         self._ledger, self._file, self._limit, self._rows, self._warn = ledger, file, limit, rows, warn
         self._thread = thread
         self._allowed = max(1, int(limit * rows))
         self._reasons: dict[int, str] = {}
-        """By row: why it left first."""
+        """By row: the first reason."""
         known = ledger.quarantined()
         self.samples = len(known)
         """Samples set aside."""
@@ -51,10 +51,10 @@ class Quarantine:
             _keep_lines(file, {key.numbers for key, _ in known}, term)
 
     def set_aside(self, keys: Sequence[SampleKey], error: UnscoredSamples) -> list[SampleKey]:
-        """Of a chunk's samples those whose prompts stay; the others are set aside.
+        """Quarantine the prompts of a chunk that have samples without a score; returns the other samples.
 
         Raises:
-            RewardError: more prompts would leave than may; says why the first ones did.
+            RewardError: more prompts would leave than the limit allows; names the first reasons.
         """
         reasons = {(s.key.epoch, s.key.row): s.reason for s in error.samples if s.key in keys}
         leaving = [key for key in keys if (key.epoch, key.row) in reasons]
@@ -74,7 +74,7 @@ class Quarantine:
         self.samples += len(leaving)
         places = {row: place for place, row in enumerate(self._reasons, start=1)}
         for (epoch, row), reason in reasons.items():
-            self._warn(f"the prompt of row {row} leaves epoch {epoch}, for it has a sample without a score "
+            self._warn(f"the prompt of row {row} leaves epoch {epoch}: it has a sample without a score "
                        f"({places[row]} of at most {self._allowed} prompts; see {self._file.name}): {reason}")
         return [key for key in keys if (key.epoch, key.row) not in reasons]
 
@@ -87,15 +87,16 @@ class Quarantine:
         append_json_lines(self._file, rows, self._term)
 
     def _too_many(self) -> RewardError:
-        told = "\n".join(f"- row {row}: {reason}" for row, reason in list(self._reasons.items())[:SHOWN])
+        listed = "\n".join(f"- row {row}: {reason}" for row, reason in list(self._reasons.items())[:SHOWN])
         return RewardError(
             f"{len(self._reasons)} of {self._rows} prompts have samples without a score, and "
-            f"reward.quarantine_limit={self._limit:g} lets {self._allowed} leave the run. The first:\n{told}\nMend the "
-            "reward or the prompts (no score is made up in their place), or raise the limit, and go on with --resume")
+            f"reward.quarantine_limit={self._limit:g} lets {self._allowed} leave the run. The first:\n{listed}\nFix "
+            "the "
+            "reward or the prompts (a missing score is never replaced by a default), or raise the limit, and --resume")
 
 
 def _keep_lines(file: Path, keys: set[tuple[int, ...]], term: Term | None) -> None:
-    """Leave the lines that speak of these samples; the last one may be torn."""
+    """Keep only the lines of these samples; the last one may be torn."""
     kept = []
     for line in file.read_bytes().splitlines(keepends=True):
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: every learner rank's part, the coordinator's state, its ledger, waiting experience."""
+"""Checkpoints of a whole run: the parts of all learner ranks, the coordinator's state, the ledger, ready experience."""
 
 import asyncio
 import time
@@ -24,8 +24,8 @@ from rlhf_ray.replay.ledger import Ledger
 LEDGER = "ledger.sqlite"
 """Name of the ledger's copy in a checkpoint."""
 STATE = "coordinator.json"
-ASK_AGAIN_S = 0.1
-"""Between two looks whether a checkpoint's parts are written."""
+POLL_S = 0.1
+"""Between two checks whether the parts of a checkpoint are written."""
 
 
 class UnderWay(NamedTuple):
@@ -37,10 +37,10 @@ class UnderWay(NamedTuple):
 
 
 class Recovery:
-    """Saves a run between two steps and brings it back. One checkpoint is under way at a time.
+    """Saves a run between two steps and restores it. One checkpoint is under way at a time.
 
-    Its files are written by the thread for checkpoints, so that a disk that is slow, or hangs, holds up no other work;
-    what makes no progress for too long ends the run with `DiskStalled`.
+    Its files are written by the thread for checkpoints, so that a slow or hanging disk blocks no other work; if it
+    makes no progress for too long, the run ends with `DiskStalled`.
     """
 
     def __init__(self, store: CheckpointStore, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
@@ -48,26 +48,26 @@ class Recovery:
                  old_logprobs: str = "policy", files: RunFiles | None = None) -> None:
         """
         Args:
-            summaries: what the pipeline knows of the entries in the buffer, by admission number.
-            geometry: values of the configuration (by field) that must be the same when the run goes on.
-            old_logprobs: which ones experience brings with it, see `PPOConfig.old_logprobs`. Where that is another when
-                the run goes on, as it may be with another max_staleness, what waits is made anew.
+            summaries: of the entries in the buffer, by admission number.
+            geometry: values of the configuration (by field) that must be the same when the run resumes.
+            old_logprobs: which ones experience contains, see `PPOConfig.old_logprobs`. If that has changed when the run
+                resumes, as it may with another max_staleness, ready experience is generated again.
         """
         self.geometry, self.old_logprobs = geometry, old_logprobs
         self.store, self.roles, self.state, self.buffer = store, roles, state, buffer
         self.summaries, self.ledger, self.files = summaries, ledger, files or RunFiles()
         self.longest_pause_s = 0.0
-        """Of those that `save` told."""
+        """The longest pause that `save` returned."""
         self.writing: UnderWay | None = None
         """The checkpoint that is being written; None between two."""
         self._under_way: asyncio.Task[None] | None = None
 
     async def save(self) -> float:
-        """Begin the checkpoint of the present step, when the one before is in place: everything is copied now, and
-        training may go on while it is written.
+        """Start the checkpoint of the present step, after the previous one is complete: all state is copied now, and
+        training may continue while it is written.
 
         Returns:
-            seconds for which training stood still.
+            seconds for which training paused.
 
         Raises:
             CheckpointError: the disk is full or cannot be written; the previous checkpoint is intact.
@@ -80,7 +80,7 @@ class Recovery:
             directory = await self.files.checkpoints.run(self.store.begin, step)
             async with whole_or_nothing(self.files, self.store, directory, step):
                 waiting = self.buffer.ready_entries()
-                copy = self.ledger.save(directory / LEDGER)  # of this moment, as the snapshot
+                copy = self.ledger.save(directory / LEDGER)  # as of now, like the snapshot
                 snapshot = encoded_state({
                     "geometry": dict(self.geometry), "run": self.state.state_dict(),
                     "buffer": self.buffer.state_dict(),
@@ -100,10 +100,10 @@ class Recovery:
         return pause_s
 
     async def settled(self, wait: bool = True) -> None:
-        """The checkpoint under way, if there is one, is in its place.
+        """Wait until the checkpoint under way, if there is one, is complete.
 
         Args:
-            wait: for it; else only what went wrong already is told.
+            wait: False raises its error if it has failed already, without waiting.
 
         Raises:
             CheckpointError, DiskStalled: as `save`.
@@ -113,7 +113,7 @@ class Recovery:
             await under_way
 
     async def close(self, patience_s: float | None = None) -> None:
-        """Let the checkpoint under way come to its end, whatever that is; or drop it after `patience_s`."""
+        """Wait for the end of the checkpoint under way, successful or not; or abandon it after `patience_s`."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             if patience_s is not None:
@@ -121,14 +121,14 @@ class Recovery:
                 if under_way.cancel():
                     self.files.checkpoints.interrupt()
             await asyncio.gather(under_way, return_exceptions=True)
-            if under_way.cancelled():  # perhaps before it began
+            if under_way.cancelled():  # perhaps before it started
                 self.writing = None
                 with suppress(DiskStalled, OSError):
                     await self.files.checkpoints.run(self.store.clean)
 
     async def _finish(self, directory: Path, step: int, copy: Future[None], snapshot: bytes,
                       waiting: Sequence[Entry]) -> None:
-        """Wait until all parts are on disk, and make a checkpoint of them. The ledger follows."""
+        """Wait until all parts are on disk, and commit the checkpoint. The ledger follows."""
         files = self.files
         try:
             async with whole_or_nothing(self.files, self.store, directory, step):
@@ -145,11 +145,11 @@ class Recovery:
         await self.ledger.settled()
 
     async def _write_experience(self, path: Path, entry: Entry) -> None:
-        """Have an assembler write what waits for the learners.
+        """Have an assembler write ready experience.
 
         Raises:
-            WorkerLost: it lay on a node that is gone; the update that is to learn from it cannot be made either, and so
-                it is told as that update would tell it.
+            WorkerLost: the experience was lost with a node. The update that needs it would fail as well, so the error
+                is the one that the update would raise.
         """
         try:
             await self.roles.dispatcher(self.roles.assembler).call("save", str(path), entry.ref)
@@ -161,14 +161,14 @@ class Recovery:
                              policy.incarnation(0), error.method, error.kind, error.age_s) from error
 
     async def restore(self, directory: Path) -> list[Reservation]:
-        """Bring a verified checkpoint back into workers, state and buffer.
+        """Restore workers, state and buffer from a verified checkpoint.
 
         Returns:
             Places in the buffer whose chunks were under way and must be started again.
 
         Raises:
-            CheckpointError: it is another version's, or of other data.
-            ConfigError: it is another configuration's.
+            CheckpointError: it is of another version, or of other data.
+            ConfigError: it is of another configuration.
         """
         saved = load_state(directory / STATE)
         check_complete(saved, ("geometry", "run", "buffer", "summaries", "old_logprobs"), str(directory))
@@ -178,7 +178,7 @@ class Recovery:
         self.state.load_state_dict(saved["run"])
         if saved["old_logprobs"] != self.old_logprobs:
             self._drop_waiting(saved, f"made with old log-probabilities of the {saved['old_logprobs']}, and the run "
-                                      f"went on with those of the {self.old_logprobs}")
+                                      f"resumed with those of the {self.old_logprobs}")
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"
@@ -187,7 +187,7 @@ class Recovery:
         return self.buffer.load_state_dict(saved["buffer"], refs)
 
     def _drop_waiting(self, saved: dict[str, Any], reason: str) -> None:
-        """Let the samples of waiting experience be admitted anew."""
+        """Admit the samples of ready experience again."""
         keys = [SampleKey(*key) for entry in saved["buffer"]["ready"] for key in entry["keys"]]
         saved["buffer"]["ready"], saved["summaries"] = [], []
         self.ledger.give_up(keys, reason)
@@ -200,7 +200,7 @@ async def whole_or_nothing(files: RunFiles, store: CheckpointStore, directory: P
     try:
         yield
     except BaseException as error:
-        with suppress(DiskStalled):  # what is left is removed when the run goes on
+        with suppress(DiskStalled):  # leftovers are removed when the run resumes
             reported = await files.checkpoints.run(store.discard, directory, step, error)
             if reported is not error:
                 raise reported from error
@@ -208,10 +208,10 @@ async def whole_or_nothing(files: RunFiles, store: CheckpointStore, directory: P
 
 
 async def parts_on_disk(groups: Iterable[WorkerGroup], timeout_s: float) -> None:
-    """Ask, between their other calls, whether all ranks have written what `begin_save` began.
+    """Wait until all ranks have written the files of `begin_save`; other calls may run in between.
 
     Raises:
-        DiskStalled: none of a group's ranks has moved for `timeout_s`.
+        DiskStalled: no rank of a group has made progress for `timeout_s`.
     """
     await asyncio.gather(*(_on_disk(group, timeout_s) for group in groups))
 
@@ -221,17 +221,17 @@ async def _on_disk(group: WorkerGroup, timeout_s: float) -> None:
     while late := [(rank, part) for rank, part in enumerate(await group.values("save_progress")) if not part.done]:
         deadline.check([(rank, part.moved) for rank, part in late],
                       ", ".join(f"{group.role}/{rank}: {part.doing}" for rank, part in late))
-        await asyncio.sleep(ASK_AGAIN_S)
+        await asyncio.sleep(POLL_S)
 
 
 def check_geometry(directory: Path, wanted: Mapping[str, int | str], saved: Mapping[str, int | str]) -> None:
-    """Places in the buffer, shards of learners and waiting advantages mean something only for what made them.
+    """Check that the fields match on which places in the buffer, optimizer shards and ready advantages depend.
 
     Raises:
-        ConfigError: names the fields of the configuration that differ.
+        ConfigError: fields of the configuration differ; names them.
     """
     other = [f"{name} was {saved.get(name)} and is {value}" for name, value in wanted.items()
              if saved.get(name) != value]
     if other:
-        raise ConfigError(f"{directory} cannot go on with another configuration: {'; '.join(other)}. Set these back, "
-                          "or begin a new run in another run.dir")
+        raise ConfigError(f"{directory} cannot be resumed with another configuration: {'; '.join(other)}. Set these "
+                          "back, or start a new run in another run.dir")

@@ -1,8 +1,8 @@
-"""More or fewer generators while a run goes on (`rlhf-ray scale`).
+"""Changes the number of generators during a run (`rlhf-ray scale`).
 
-A generator that comes is started, brought to the present weights, and only then given prompts. One that goes is given
-no new prompts, finishes what it has, and is ended; what it does not finish within a lease is made again by others. A
-sample has a seed of its own, so it comes out the same whoever makes it, and the ledger tells of it as of any other.
+A new generator is started, receives the present weights, and only then gets prompts. A removed one gets no new prompts,
+finishes its work, and is ended; work that it does not finish within `cluster.heartbeat_timeout_s` is repeated by
+others. A sample has a seed of its own, so its result does not depend on the generator.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from rlhf_ray.files.thread import RunFiles
 
 REMOVED = "it was removed by rlhf-ray scale"
 SHUTDOWN_GRACE_S = 10.0
-"""What a generator gets to shut its engine down."""
+"""Time for a generator to shut its engine down."""
 
 
 class Scaling:
-    """Changes the number of generators of a team; one request after the other."""
+    """Changes the number of generators of a run; one request at a time."""
 
     def __init__(self, config: ClusterConfig, roles: RoleGroups, weights: WeightSync, possible: Callable[[int], object],
                  changed: Callable[[int], None], say: Callable[[str], None], files: RunFiles | None = None) -> None:
         """
         Args:
-            possible: raises a `ConfigError` where the run cannot have so many, wherever there is room.
-            changed: keeps every new number; called in the thread for records.
-            say: told what happens, in words.
+            possible: raises a `ConfigError` if the configuration does not allow this number.
+            changed: stores the new number; called in the thread for records.
+            say: receives messages about the progress.
         """
         self._config, self._roles, self._weights = config, roles, weights
         self._possible, self._changed, self._say = possible, changed, say
@@ -38,19 +38,19 @@ class Scaling:
         self._one_at_a_time = asyncio.Lock()
 
     async def asked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what `rlhf-ray scale` asks for: `generators`, how many there are to be.
+        """Handle a request of `rlhf-ray scale`, with the new number `generators`.
 
         Returns:
-            their ranks, and what happened in words.
+            their ranks, and a message.
 
         Raises:
-            ConfigError: that is no such number, or one that the run cannot have.
-            ClusterError: there is no room for them.
+            ConfigError: the number is invalid, or not possible in this run.
+            ClusterError: the cluster lacks resources for them.
             WorkerError: one could not be started.
         """
         wanted = arguments.get("generators")
         if not isinstance(wanted, int) or wanted < 1:
-            raise ConfigError(f"generators={wanted!r}: a run needs one generator at least; to end it, stop it")
+            raise ConfigError(f"generators={wanted!r}: a run needs at least one generator; stop the run to end it")
         self._possible(wanted)
         async with self._one_at_a_time:
             group = self._roles.generators
@@ -82,8 +82,8 @@ class Scaling:
             raise
 
     async def _started(self, dispatcher: WorkerDispatcher, rank: int) -> None:
-        """Start one that is new, bring it to the present weights, and let it work: from then on it is looked after like
-        the others, whoever is still starting."""
+        """Start a new generator, send it the present weights, and make it available. From then on it is monitored like
+        the others, even while more are starting."""
         with self._roles.healing.set_aside(dispatcher, [rank]):
             await dispatcher.group.start_one(rank, timeout_s=self._config.start_timeout_s)
             await self._weights.catch_up(rank, lambda: dispatcher.take_back(rank))
@@ -93,16 +93,16 @@ class Scaling:
         dispatcher = self._roles.dispatcher(group)
         away = [rank for rank in group.ranks if (group.role, rank) in healing.down]
         ranks = sorted((away + [rank for rank in reversed(group.ranks) if rank not in away])[:count])
-        self._say(f"removing {_named(ranks)} when what they have begun is done")
+        self._say(f"removing {_named(ranks)} after their work under way")
         for rank in ranks:
             dispatcher.leave_out(rank)
         with healing.set_aside(dispatcher, ranks):
-            done = await asyncio.gather(*(self._dismissed(dispatcher, rank) for rank in ranks))
+            done = await asyncio.gather(*(self._retire(dispatcher, rank) for rank in ranks))
         again = sum(done)
-        self._say(f"{_named(ranks)} removed" + (f"; {again} samples are made again by others" if again else ""))
+        self._say(f"{_named(ranks)} removed" + (f"; {again} samples are generated again by others" if again else ""))
 
-    async def _dismissed(self, dispatcher: WorkerDispatcher, rank: int) -> int:
-        """End a generator that gets no more work; how many samples it leaves to others."""
+    async def _retire(self, dispatcher: WorkerDispatcher, rank: int) -> int:
+        """End a generator that gets no more work; returns how many of its samples others must generate."""
         await dispatcher.idle(rank, self._config.heartbeat_timeout_s)
         await self._weights.over()  # the next one begins without it
         left = dispatcher.scheduler.load(rank)
@@ -111,7 +111,7 @@ class Scaling:
 
 
 async def _all(*work: Any) -> None:
-    """Wait for everything; then the first failure is raised, in words of this project."""
+    """Wait for everything; then raise the first failure, as an error of this package."""
     for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, RLHFError):
             raise outcome

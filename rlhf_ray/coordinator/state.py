@@ -1,4 +1,4 @@
-"""What the coordinator knows and a checkpoint must keep: step, data order, KL coefficient, what is under way."""
+"""The coordinator's state that checkpoints contain: step, data cursor, KL coefficient, samples under way."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -18,7 +18,7 @@ from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 
 
 def kl_controller(config: KLConfig) -> FixedKL:
-    """The controller of the KL coefficient that the configuration asks for."""
+    """The configured controller of the KL coefficient."""
     if config.kind == "adaptive":
         return AdaptiveKL(config.coef, config.target, config.horizon)
     return FixedKL(config.coef)
@@ -35,25 +35,25 @@ class RunState:
     samples: int = 0
     """Samples trained on so far."""
     scores: RunningMoments = field(default_factory=RunningMoments)
-    """Of the scores trained on so far, as the reward model gave them."""
+    """Of the scores trained on so far, before shaping."""
     unmeasured: bool = True
-    """Whether an evaluation of the present step is due, and not made."""
+    """Whether an evaluation of the present step is due."""
     best: BestSoFar = field(default_factory=BestSoFar)
     """The best evaluation so far."""
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
-    """What the last steps looked like, to tell a run that went wrong."""
+    """Metrics of the last steps, to stop a run that diverges."""
     in_flight: dict[int, list[SampleKey]] = field(default_factory=dict)
-    """Keys of admitted chunks that are not committed yet, by admission number; fewer than the chunk has where it lost
-    prompts that are not replaced yet."""
+    """Keys of admitted chunks that are not committed yet, by admission number; fewer than the chunk's size while lost
+    prompts are not replaced yet."""
     returned: list[SampleKey] = field(default_factory=list)
     """Samples that were admitted and lost their place; they are the next to be admitted."""
 
     def observe_scores(self, scores: np.ndarray) -> None:
-        """Take the scores `[N]` of a batch that was trained on into the running moments."""
+        """Update the running moments with the scores `[N]` of a trained batch."""
         self.scores.update(torch.from_numpy(scores))
 
     def reward_terms(self, normalisation: str) -> RewardTerms:
-        """What the rewards of a chunk assembled now are made with; `normalisation` as in `AlgorithmConfig`."""
+        """Terms for the rewards of a chunk assembled now; `normalisation` as in `AlgorithmConfig`."""
         mean = self.scores.mean if normalisation == "standardise" and self.scores.count > 1 else 0.0
         return RewardTerms(self.kl.value, mean, 1.0 if normalisation == "none" else self.scores.deviation)
 
@@ -73,10 +73,10 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`.
+        """Continue from a `state_dict`.
 
         Raises:
-            CheckpointError: the state lacks something, or as `PromptCursor.load_state_dict`.
+            CheckpointError: the state is incomplete, or as `PromptCursor.load_state_dict`.
         """
         check_complete(state, self.state_dict(), "the checkpoint's state of the run")
         self.cursor.load_state_dict(state["cursor"])
@@ -90,12 +90,12 @@ class RunState:
 
 
 def summary_state(summary: ExperienceSummary) -> dict[str, Any]:
-    """What a checkpoint keeps of a summary whose experience waits in the buffer; arrays stay arrays."""
+    """A summary of ready experience as plain types, for a checkpoint; arrays stay arrays."""
     return {f.name: getattr(summary, f.name) for f in fields(summary)}
 
 
 def summary_of(state: dict[str, Any]) -> ExperienceSummary:
-    """The summary that `summary_state` described."""
+    """The summary from a `summary_state`."""
     return ExperienceSummary(**state)
 
 

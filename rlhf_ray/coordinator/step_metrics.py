@@ -1,4 +1,4 @@
-"""One step's row of metrics, from the small numbers that came back."""
+"""The row of metrics of one step, from summaries and statistics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ CRITIC_PHASES = ("values", "critic_update")
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step did."""
+    """The results of one step."""
 
     summaries: Sequence[ExperienceSummary]
     policy: UpdateStats | None
@@ -30,23 +30,23 @@ class StepOutcome:
     trained_version: int
     """Version the update started from."""
     kl_coef: float
-    """Coefficient that the batch's token rewards were made with."""
+    """KL coefficient in the batch's token rewards."""
     published: Published
     bytes_received: int
-    """What workers sent to this process during the step."""
+    """Bytes from workers to this process during the step."""
     faults: Mapping[str, float]
-    """Metrics of workers that were lost."""
+    """Metrics of lost workers."""
     began: float
     ended: float
     """Seconds of the step clock."""
     save_pause: float | None = None
-    """Seconds for which training stood still before the step, to copy what a checkpoint keeps; None without one."""
+    """Seconds for which training paused before the step to copy the state for a checkpoint; None without one."""
 
 
 def step_metrics(
     outcome: StepOutcome, depth: BufferStats, clock: StepClock, workers: Mapping[str, int]
 ) -> dict[str, float]:
-    """Flat metrics by name, as the report and the sinks know them. `depth` is the buffer when the update began."""
+    """Flat metrics by name. `depth` is the buffer when the update began."""
     seconds = outcome.ended - outcome.began
     samples = sum(len(s.scores) for s in outcome.summaries)
     metrics = {
@@ -70,7 +70,7 @@ def step_metrics(
         if stats is not None:
             metrics.update({f"{name}/{key}": value for key, value in stats.metrics.items()})
             metrics[f"{name}/skipped_steps"] = float(stats.skipped)
-    if "policy/logprob_gap" in metrics:  # measured in the update where no pass before it did
+    if "policy/logprob_gap" in metrics:  # measured in the update if no separate pass did
         metrics["rollout/logprob_gap"] = metrics.pop("policy/logprob_gap")
     phases = [p for p in PHASES if "critic_learner" in workers or p not in CRITIC_PHASES]
     busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in phases}})

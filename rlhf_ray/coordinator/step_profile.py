@@ -1,8 +1,8 @@
-"""A profile of one step, when somebody asks for it: what its models compute, and who worked when.
+"""Profile of one step on request: operators of its models, and a timeline of the workers.
 
-A step is what its row of metrics is about: from the wait for its batch to the end of its publication. Everything goes
-into `profile/step_N/` of the run's directory. Profiling changes no number and ends no run: a worker that cannot be
-profiled is left out.
+A step is the span of its row of metrics: from the wait for its batch to the end of its publication. The files are in
+`profile/step_N/` of the run's directory. Profiling changes no result and ends no run: a worker that cannot be profiled
+is left out.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from rlhf_ray.observability.spans import Span, chrome_trace
 from rlhf_ray.records import WorkerProfile
 
 MOST_RANKS = 4
-"""Workers of each role that are profiled, the first ones; the others of a role do the same."""
+"""Workers of each role that are profiled, the first ones; the others of a role behave alike."""
 BEGIN_S = 60.0
 """A worker that does not begin by then is left out: the step waits for those that do."""
 RAY_TRACE = "ray.trace.json"
@@ -28,23 +28,22 @@ NO_STEP = "the run went on to no other step: it has ended, or lost a learner; as
 
 
 class StepProfiler:
-    """Profiles a step that was named beforehand, and the next one whenever it is asked to."""
+    """Profiles a configured step, and the next step on each request."""
 
     def __init__(self, directory: RunDirectory, roles: RoleGroups, at_step: int | None = None,
                  say: Callable[[str], None] = lambda _: None,
                  write_timeline: Callable[[Path], None] | None = None) -> None:
-        """Nothing is profiled unless it is asked for.
-
+        """
         Args:
-            at_step: a step to profile whoever asks or not.
-            say: tells a person.
-            write_timeline: writes the cluster's own record of calls to a file, where it keeps one.
+            at_step: a step to profile without a request.
+            say: shows a message to the user.
+            write_timeline: writes Ray's timeline of calls to a file, if Ray records it.
         """
         self._directory, self._roles, self._at_step, self._say = directory, roles, at_step, say
         self._write_timeline = write_timeline
         self._asked: list[asyncio.Future[dict[str, Any]]] = []
         self._workers: list[tuple[WorkerGroup, int]] | None = None
-        """Those that are being profiled; None while no step is."""
+        """Workers that are being profiled; None between profiles."""
         self._closed = False
 
     async def requested(self, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class StepProfiler:
         return await answer
 
     async def begin(self, step: int) -> None:
-        """A step begins."""
+        """Start a profile with this step, if one is due."""
         if not self._asked and step != self._at_step:
             return
         roles = self._roles

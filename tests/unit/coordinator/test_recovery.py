@@ -249,7 +249,7 @@ def test_experience_with_other_old_logprobs_than_updates_need_now_is_made_again(
     again, buffer, found, open_places, told = asyncio.run(run())
     assert again.returned == [*keys[2:4], *keys[4:]] and again.in_flight == {0: keys[:2]}
     assert [place.order for place in open_places] == [0] and buffer.ready_entries() == [] and found == {}
-    assert told == "made with old log-probabilities of the policy, and the run went on with those of the update"
+    assert told == "made with old log-probabilities of the policy, and the run resumed with those of the update"
 
 
 def test_other_ranks_and_another_estimator_are_refused_by_name(tmp_path):

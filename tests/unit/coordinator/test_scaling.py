@@ -137,7 +137,7 @@ def test_what_it_does_not_finish_within_a_lease_is_made_again_by_others(tmp_path
 
     assert run_in_virtual_time(run()) == [0, 0]
     assert [error.worker for error in again] == ["generator/1"]
-    assert it.said[-1] == "generator/1 removed; 4 samples are made again by others"
+    assert it.said[-1] == "generator/1 removed; 4 samples are generated again by others"
     assert it.healing.down == {} and it.group.incarnations[1] == 1, "nobody brings it back"
 
 
@@ -220,7 +220,7 @@ def test_requests_are_done_one_after_the_other():
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, None, "two"])
 def test_a_number_that_makes_no_sense_is_refused(number):
-    with pytest.raises(ConfigError, match="one generator at least"):
+    with pytest.raises(ConfigError, match="at least one generator"):
         asyncio.run(Scaled().to(number))
 
 

@@ -38,7 +38,7 @@ def test_the_first_signal_is_a_request(name):
             return stop.requested
 
     assert asyncio.run(run()) == name
-    assert said == [f"{name}: saving as soon as an update under way is done; once more stops at once"]
+    assert said == [f"{name}: saving as soon as the update under way is done; a second signal stops at once"]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
