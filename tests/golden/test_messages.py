@@ -166,7 +166,8 @@ def test_no_text_is_left_over():
 
 @pytest.mark.skipif(os.environ.get("MESSAGES") != "write", reason="the texts are kept")
 def test_write_the_texts(tmp_path):
-    lines = ["Whole texts of errors, in the order of test_messages.py; DIR is the directory of the test, CWD the working directory.", ""]
+    lines = ["Texts of errors, in the order of test_messages.py. DIR is the test's directory, CWD the working one.",
+             ""]
     for number, case in enumerate(CASES):
         (tmp_path / str(number)).mkdir()
         lines += [f"== {case}", told(case, tmp_path / str(number)), ""]
