@@ -11,7 +11,7 @@ FROM base AS build
 
 RUN pip install --no-cache-dir uv==0.13.8
 WORKDIR /app
-# What changes seldom comes first: a change of our code leaves the layer with all dependencies as it is.
+# Dependencies come first, so that a change of the project's code does not rebuild their layer.
 COPY requirements/cpu.txt requirements/cpu.txt
 RUN uv venv --python "$(command -v python3.11)" /opt/venv && \
     VIRTUAL_ENV=/opt/venv uv pip install --no-cache --torch-backend=cpu --no-deps --require-hashes -r requirements/cpu.txt

@@ -11,7 +11,7 @@ RUN useradd --create-home --uid 1000 trainer && mkdir -p /app/runs /opt/venv && 
 USER 1000
 WORKDIR /app
 ENV PATH=/opt/venv/bin:$PATH VIRTUAL_ENV=/opt/venv PYTHONUNBUFFERED=1
-# What changes seldom comes first: a change of our code leaves the layer with all dependencies as it is.
+# Dependencies come first, so that a change of the project's code does not rebuild their layer.
 COPY requirements/gpu.txt requirements/gpu.txt
 RUN uv venv --clear --managed-python --python 3.11 /opt/venv && \
     uv pip install --no-cache --no-deps --require-hashes -r requirements/gpu.txt

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes this machine a node of a Ray cluster that wants a token, until Ctrl-C: the head first, then each worker.
+# Makes this machine a node of a Ray cluster that requires a token, until Ctrl-C: the head first, then each worker.
 #   launch/node.sh head                          where the job server (port 8265, on loopback) will be
 #   launch/node.sh worker HEAD[:6379]            on every other machine
 # More arguments go to `ray start`: --labels pool=generation, --num-gpus 4, --resources '{"disk": 1}', --temp-dir ...
-# The token: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, one and the same on all machines.
+# The token: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, the same on all machines.
 # DRY_RUN=1 prints the command instead of running it.
 set -euo pipefail
 
@@ -25,7 +25,7 @@ export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
 case $role in
   head)
     require_token
-    # Small results alone travel through the driver; whole chunks of tokens go from worker to worker.
+    # Only small results go through the driver; chunks of tokens go from worker to worker.
     run ray start --head --block --port=6379 --dashboard-host=127.0.0.1 --dashboard-port=8265 \
       --system-config='{"max_direct_call_object_size": 4096}' "$@" ;;
   worker)

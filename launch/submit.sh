@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Submits a stage to an existing cluster whose job server listens on its head alone, through a tunnel.
+# Submits a stage to an existing cluster whose job server listens only on its head, through a tunnel.
 #   launch/submit.sh USER@HEAD ppo.yaml --run.dir=/shared/runs/mine [options of rlhf-ray submit]
-# The tunnel (local port ${PORT:-8265}) is closed when this ends; the job goes on without it.
+# The tunnel (local port ${PORT:-8265}) is closed when this ends; the job continues.
 # DRY_RUN=1 prints the commands instead of running them.
 set -euo pipefail
 

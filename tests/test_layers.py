@@ -1,4 +1,4 @@
-"""The map of the rooms: who imports whom, which room holds which engine, and that importing does nothing heavy."""
+"""The layers of the packages: which may import which, where each engine is imported, and that imports are cheap."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "rlhf_ray"
-FLOORS = [
+LAYERS = [
     {"records", "errors"},
     {"failpoints"},
     {"config", "files"},
@@ -24,7 +24,7 @@ FLOORS = [
     {"stages"},
     {"cli"},
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 HOMES = {"ray": {"cluster", "cli", "observability"}, "deepspeed": {"engine"}, "vllm": {"roles", "weights"}}
 HEAVY = {"torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "plotly", "numpy", "pandas"}
 
@@ -55,33 +55,35 @@ def imported(path: Path, tree: ast.AST) -> Iterator[str]:
                 yield full if full in MODULES else base
 
 
-def room_of(module: str) -> str | None:
+def package_of(module: str) -> str | None:
     parts = module.split(".")
     return parts[1] if parts[0] == "rlhf_ray" and len(parts) > 1 else None
 
 
 def graph(name: str) -> dict[str, set[str]]:
-    """Who imports whom, between "rooms" or between "modules"."""
+    """Edges from importer to imported, between "packages" or between "modules"."""
     edges: dict[str, set[str]] = {}
     for path, tree in SOURCES.items():
         for target in imported(path, tree):
-            a, b = (room_of(module_of(path)), room_of(target)) if name == "rooms" else (module_of(path), target)
-            if a and b and a != b and (name == "rooms" or b in MODULES):
+            a, b = module_of(path), target
+            if name == "packages":
+                a, b = package_of(a), package_of(b)
+            if a and b and a != b and (name == "packages" or b in MODULES):
                 edges.setdefault(a, set()).add(b)
     return edges
 
 
-def test_every_room_is_on_the_map():
-    rooms = {room for path in SOURCES if (room := room_of(module_of(path)))}
-    assert rooms <= set(FLOOR), f"not on the map: {sorted(rooms - set(FLOOR))}"
+def test_every_package_has_a_layer():
+    packages = {package for path in SOURCES if (package := package_of(module_of(path)))}
+    assert packages <= set(LAYER), f"without a layer: {sorted(packages - set(LAYER))}"
 
 
-def test_rooms_import_downhill_only():
-    upward = {f"{a} -> {b}" for a, targets in graph("rooms").items() for b in targets if FLOOR[a] < FLOOR[b]}
+def test_packages_import_lower_layers_only():
+    upward = {f"{a} -> {b}" for a, targets in graph("packages").items() for b in targets if LAYER[a] < LAYER[b]}
     assert not upward
 
 
-@pytest.mark.parametrize("kind", ["rooms", "modules"])
+@pytest.mark.parametrize("kind", ["packages", "modules"])
 def test_no_import_circles(kind):
     try:
         TopologicalSorter(graph(kind)).prepare()
@@ -105,12 +107,12 @@ def test_the_package_imports_neither_benchmarks_nor_chaos():
 
 
 @pytest.mark.parametrize("library", sorted(HOMES))
-def test_an_engine_is_imported_in_its_rooms_only(library):
+def test_an_engine_is_imported_in_its_packages_only(library):
     strays = [
         str(path.relative_to(ROOT))
         for path, tree in SOURCES.items()
         if any(name.split(".")[0] == library for name in imported(path, tree))
-        and room_of(module_of(path)) not in HOMES[library]
+        and package_of(module_of(path)) not in HOMES[library]
     ]
     assert not strays
 
