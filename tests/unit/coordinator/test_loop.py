@@ -112,7 +112,7 @@ def test_scores_that_were_trained_on_are_remembered(ppo_config, summary):
 
 def test_a_request_to_stop_is_met_after_the_step_with_a_checkpoint(ppo_config, summary):
     run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary, stop_after=2)
-    with pytest.raises(RunInterrupted, match="stopped by SIGTERM after step 2 of 5; the checkpoint is saved, --resume"):
+    with pytest.raises(RunInterrupted, match="SIGTERM after step 2 of 5.*--resume"):
         run.go()
     assert run.events[-2:] == ["publish 2", "save 2"]
 

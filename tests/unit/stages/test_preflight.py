@@ -127,10 +127,10 @@ def test_prompt_and_response_fill_the_context_and_no_more(llama):
 
 def test_rows_fit_into_the_context(llama):
     check_row_length(config(llama), 64, "data.max_tokens")
-    with pytest.raises(ModelError, match=r"^data\.max_tokens=65 tokens is over the context of .*, 64; lower it"):
+    with pytest.raises(ModelError, match=r"^data\.max_tokens=65 .*, 64"):
         check_row_length(config(llama), 65, "data.max_tokens")
     scratch = NewModelConfig(architecture=ArchitectureConfig(max_positions=32), tokenizer="t")
-    with pytest.raises(ModelError, match=r"data\.max_tokens=33 tokens is over the context of 'the new model', 32"):
+    with pytest.raises(ModelError, match=r"data\.max_tokens=33 .*'the new model', 32"):
         check_row_length(scratch, 33, "data.max_tokens")
 
 
@@ -142,7 +142,7 @@ def test_pretraining_text_is_there_and_its_rows_fit(llama, tmp_path):
         check_pretraining_text(SimpleNamespace(model=config(llama), ptx=ptx))
 
     check(tmp_path / "text.jsonl", 64)
-    with pytest.raises(ModelError, match=r"^ptx\.max_tokens=65 tokens is over the context of .*, 64; lower it"):
+    with pytest.raises(ModelError, match=r"^ptx\.max_tokens=65 .*, 64"):
         check(tmp_path / "text.jsonl", 65)
     with pytest.raises(DataError, match=r"^ptx\.path=.*none\.jsonl.*no such file"):
         check(tmp_path / "none.jsonl", 64)
