@@ -1,6 +1,6 @@
 """A comparison of two ways to do the same work: what they are, and turns taken by one and the other.
 
-Each side lives in a process of its own, kept for the whole comparison; an idle side only waits. Turns alternate, and
+Each side lives in a separate process, kept for the whole comparison; an idle side only waits. Turns alternate, and
 the order within a pair does too, so a machine that grows slower for a while slows both. A comparison is refused when
 the two sides did not do the same work.
 """

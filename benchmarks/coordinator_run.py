@@ -1,4 +1,4 @@
-"""One run of the real coordinator over stand-ins, in a process of its own; what it cost is written as JSON.
+"""One run of the real coordinator over stand-ins, in a separate process; what it cost is written as JSON.
 
 `python -m benchmarks.coordinator_run OUT --generators 256 --roles ray` is one point of `coordinator_scale`.
 """
@@ -201,7 +201,7 @@ def measure(generators: int, samples: int, batch: int, over: str, directory: Pat
 
 
 def main() -> None:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator_run", description=__doc__)
     parser.add_argument("out", type=Path, help="file to write")
     parser.add_argument("--generators", type=int, default=256)

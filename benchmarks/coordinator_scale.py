@@ -69,7 +69,7 @@ def figure(repeats: list[float], better: Literal["higher", "lower"], goal: float
 
 
 def run(directory: Path, generators: int, over: str) -> dict[str, Any]:
-    """One run in a process of its own; see `coordinator_run`.
+    """One run in a separate process; see `coordinator_run`.
 
     Raises:
         SideFailed: it failed or hung; quotes the end of what it printed.

@@ -42,20 +42,20 @@ class Figure:
 
 
 TITLES = {
-    "vs_trl_samples_per_second": "Samples a second beside TRL",
-    "rollout_vs_raw_vllm": "Rollouts beside vLLM itself",
-    "learner_vs_torch": "Learner beside bare torch",
-    "learner_vs_padded": "Packed rows beside padded ones",
-    "learner_vs_padded_torch": "Learner beside bare torch on padded rows",
-    "publish_vs_copies_100mb": "Publishing 100 MB beside its copies",
-    "publish_vs_copies_400mb": "Publishing 400 MB beside its copies",
-    "publish_pause_share": "Generation paused while publishing",
-    "async_speedup": "One version of staleness beside none",
-    "coordinator_efficiency_256": "Throughput of 256 generators beside the ideal",
-    "coordinator_ms_per_sample": "The coordinator's CPU time a sample",
-    "coordinator_bytes_per_sample": "Bytes through the coordinator a sample",
+    "vs_trl_samples_per_second": "Samples per second, compared with TRL",
+    "rollout_vs_raw_vllm": "Rollouts, compared with vLLM",
+    "learner_vs_torch": "Learner, compared with plain torch",
+    "learner_vs_padded": "Packed rows, compared with padded rows",
+    "learner_vs_padded_torch": "Learner, compared with plain torch on padded rows",
+    "publish_vs_copies_100mb": "Publication of 100 MB, compared with its memory copies",
+    "publish_vs_copies_400mb": "Publication of 400 MB, compared with its memory copies",
+    "publish_pause_share": "Generation paused during a publication",
+    "async_speedup": "One version of staleness, compared with none",
+    "coordinator_efficiency_256": "Throughput of 256 generators, compared with the ideal",
+    "coordinator_ms_per_sample": "The coordinator's CPU time per sample",
+    "coordinator_bytes_per_sample": "Bytes through the coordinator per sample",
     "first_token_seconds": "From the command to the first token",
-    "plan_memory_error": "Memory planned beside memory held",
+    "plan_memory_error": "Planned memory, compared with measured memory",
 }
 """The figures that the project promises."""
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.logprob_memory`: memory of log-probabilities at a large vocabulary, in chunks and all at once.
 
 A small model with a vocabulary of 131,072 tokens answers for 2,048 of them, and its gradients are taken: in float32
-the logits alone are a GiB. Each way runs in a process of its own, which says how far its resident memory rose over what
+the logits alone are a GiB. Each way runs in a separate process, which says how far its resident memory rose over what
 it had before, how long it took, and what came out.
 """
 

@@ -1,6 +1,6 @@
 """`python -m benchmarks.million_prompts`: what a million prompts cost in seconds and in memory.
 
-Writes a file of prompts, lets a prompt reader open it in a process of its own as a run does, and asks it for chunks in
+Writes a file of prompts, lets a prompt reader open it in a separate process as a run does, and asks it for chunks in
 the order in which a run would visit them. USS is memory that is a process's own, mapped pages that only it has touched
 included: what ending it would give back to the machine. It must not grow with the data.
 """

@@ -86,7 +86,7 @@ def compare(case: Case, directory: Path) -> list[dict[str, Any]]:
 
 
 def run(case: Case, directory: Path) -> dict[str, Any]:
-    """The run in a process of its own; errors as in `measure`."""
+    """The run in a separate process; errors as in `measure`."""
     directory.mkdir(parents=True, exist_ok=True)
     given, out = directory / "case.json", directory / "out.json"
     given.write_text(json.dumps({"stage": case.stage, "shape": case.shape, "config": whole_config(case, directory)}))

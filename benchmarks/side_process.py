@@ -1,4 +1,4 @@
-"""One side of a comparison in a process of its own: built once, then asked for one turn after another."""
+"""One side of a comparison in a separate process: built once, then asked for one turn after another."""
 
 import multiprocessing
 import os

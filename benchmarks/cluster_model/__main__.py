@@ -13,7 +13,7 @@ from rlhf_ray.planning.roofline import Workload
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_model", description=__doc__)
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="kind of GPU (default: %(default)s)")
     for field in fields(Workload):

@@ -14,7 +14,7 @@ HOME = Path("runs/estimators")
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimators", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED",
                         help="seeds of data order, sampling and mini-batches (default: 0 1 2)")

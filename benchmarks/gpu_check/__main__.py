@@ -15,7 +15,7 @@ from benchmarks.gpu_check.table import Row, as_text
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="launch/gpu_check", description=__doc__)
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU: the same code, a tiny model, float32")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, too")

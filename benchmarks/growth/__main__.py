@@ -14,7 +14,7 @@ from benchmarks.growth.settings import SIZES
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     names = [size.name for size in SIZES]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=names, default=names, metavar="SIZE",

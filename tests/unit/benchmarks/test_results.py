@@ -137,7 +137,7 @@ class TestPage:
         assert "missed" in rows["learner_vs_torch"] and "reached" not in rows["learner_vs_torch"]
         assert "reached" in rows["async_speedup"]
         assert "1 of 2 measured figures reach their goal" in text
-        assert "Missed: Learner beside bare torch." in text
+        assert "Missed: Learner, compared with plain torch." in text
 
     def test_each_figure_tells_its_spread_sides_date_and_commit(self, text: str) -> None:
         row = next(row for row in Cells(text).rows if "learner_vs_torch" in row)
@@ -151,7 +151,7 @@ class TestPage:
     def test_what_is_missing_is_said(self, text: str) -> None:
         missing = [title for name, title in TITLES.items() if name not in ("learner_vs_torch", "async_speedup")]
         assert escape(f"Not measured yet: {', '.join(missing)}.") in text
-        assert "Kept from earlier runs, of the date and commit beside them: Learner beside bare torch." in text
+        assert "Kept from earlier runs, of the date and commit beside them: Learner, compared with plain torch." in text
 
     def test_what_other_commands_drew_is_shown_and_carried_inside(self, tmp_path: Path) -> None:
         (tmp_path / "growth.svg").write_text("<svg/>")
