@@ -10,8 +10,8 @@ EXTRA ?= cpu
 PYTHON ?=
 ARGS ?=
 BIN := $(VENV)/bin
-# A process for each core; tests that start a Ray cluster share one process, and tests of one file another (tests/conftest.py).
-PARALLEL := -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder --durations 15 --durations-min 2
+# A process for each core; tests/conftest.py says which tests share one.
+PARALLEL := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 2
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 
 # Another virtual environment's or conda's settings must not reach ours.

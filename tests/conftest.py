@@ -1,16 +1,16 @@
 """Settings of all tests: which run together in one process, and what the suite says of its own duration."""
 
 import time
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # How long one example takes says more about the machine's other work than about the code.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-TESTS = Path(__file__).parent
 EXPECTED_S = 12 * 60
 """The default suite takes less than ten minutes on two quiet cores. Machines are noisy: past this it only warns."""
 _started = pytest.StashKey[float]()
@@ -20,20 +20,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_started] = time.monotonic()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under `pytest -n`: tests that start a Ray cluster run one after the other in one process, which begins with them;
-    tests of one file share a process, and with it the file's fixtures."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    items.sort(key=lambda item: not _needs_a_cluster(item))
-    for item in items:
-        group = "cluster" if _needs_a_cluster(item) else str(item.path.relative_to(TESTS))
-        item.add_marker(pytest.mark.xdist_group(group))
+class ByFile(LoadScopeScheduling):
+    """Under `pytest -n` tests of one file share a process, and with it the file's fixtures. All tests that start a Ray
+    cluster share one process: two clusters would wait for each other's cores."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "cluster" if file.startswith(("tests/cluster/", "tests/slow/")) else file
 
 
-def _needs_a_cluster(item: pytest.Item) -> bool:
-    return item.get_closest_marker("cluster") is not None or (TESTS / "cluster") in item.path.parents
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
