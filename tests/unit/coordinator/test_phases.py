@@ -113,7 +113,7 @@ class TestFromGPUToGPU:
         routes = {event[0]: event[3] for event in met}
         assert routes["policy"] == routes["generators"]
         route = routes["policy"]
-        assert (route.transport, route.host, route.port, route.harness) == ("nccl", "10.0.0.1", 777, 4)
+        assert (route.transport, route.host, route.port, route.world) == ("nccl", "10.0.0.1", 777, 4)
         assert {event[2]: event[4] for event in met if event[0] == "generators"} == {0: 1, 1: 2}
 
     def test_they_meet_anew_when_one_of_them_is_new(self, roles):
