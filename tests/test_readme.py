@@ -16,6 +16,7 @@ from rlhf_ray.config.load import STAGES, load
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted(ROOT.glob("*/README.md"))]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DIFF = re.compile(r"^```diff[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|(?:src|href)=\"([^\"]+)\"")
 SETTING = re.compile(r"^[A-Z_][A-Z0-9_]*=")
@@ -71,6 +72,18 @@ def test_the_patterns_find_what_they_should(tmp_path, monkeypatch):
 def test_make_commands_exist():
     for arguments in commands("make"):
         answer = subprocess.run(["make", "-n", *shlex.split(arguments)], cwd=ROOT, capture_output=True, text=True,
+                                timeout=30)
+        assert answer.returncode == 0, answer.stderr
+
+
+def test_the_patches_in_the_guides_apply(tmp_path):
+    """`git apply` takes the text of a page; this page's text is its only copy, and code that it changes moves."""
+    patches = [text for page in PAGES for text in DIFF.findall(page.read_text(encoding="utf-8"))]
+    assert patches
+    for number, text in enumerate(patches):
+        file = tmp_path / f"{number}.patch"
+        file.write_text(text, encoding="utf-8")
+        answer = subprocess.run(["git", "apply", "--check", str(file)], cwd=ROOT, capture_output=True, text=True,
                                 timeout=30)
         assert answer.returncode == 0, answer.stderr
 
