@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tests.mutants import fork_server
 from tests.mutants.fork_server import Ended, ForkServer
+from tests.mutants.line_coverage import LineCoverage, Recorder
 from tests.mutants.report import Outcome, Summary, read_equivalents, reason_for, without_source
 from tests.mutants.sites import Mutant, draw
-from tests.mutants.test_map import Recorder, TestMap
 from tests.mutants.tree_copy import TreeCopy, copies_of
 
 CHECKOUT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, sources: Mapping[str, str], mutants: Iterat
     started = time.monotonic()
     copies = copies_of(CHECKOUT, [scratch / f"copy-{slot}" for slot in range(options.workers)])
     server = ForkServer(scratch, options.workers)
-    tests = test_map(server, copies, sources)
+    tests = measure_coverage(server, copies, sources)
     fork_server.import_others(tests.modules)
     equivalents = read_equivalents(EQUIVALENT)
     outcomes: list[Outcome] = []
@@ -86,17 +86,17 @@ def run(options: argparse.Namespace, sources: Mapping[str, str], mutants: Iterat
                    without_source(equivalents, sources.values()) if not options.only else ())
 
 
-def test_map(server: ForkServer, copies: list[TreeCopy], sources: Mapping[str, str]) -> TestMap:
+def measure_coverage(server: ForkServer, copies: list[TreeCopy], sources: Mapping[str, str]) -> LineCoverage:
     """Runs the unit tests once, a package at a time, unless the same code was measured before."""
     digest = hashlib.sha256()
     for path in sorted([*copies[0].path.glob("rlhf_ray/**/*.py"), *copies[0].path.glob("tests/**/*.py")]):
         digest.update(path.read_bytes())
     saved = RESULTS / f"tests-{digest.hexdigest()[:16]}.json"
     if saved.exists():
-        return TestMap.load(saved)
+        return LineCoverage.load(saved)
     fork_server.import_others(["torch", "transformers", "hypothesis", "pydantic"])
     targets = sorted(str(path.relative_to(CHECKOUT)) for pattern in MUTATED for path in CHECKOUT.glob(pattern))
-    tests = TestMap()
+    tests = LineCoverage()
 
     def measure(package: str, slot: int) -> str:
         copy, temporary = copies[slot].path, server.scratch / f"temporary-{slot}"
@@ -122,29 +122,29 @@ def test_map(server: ForkServer, copies: list[TreeCopy], sources: Mapping[str, s
     return tests
 
 
-def try_mutant(mutant: Mutant, tests: TestMap, copy: TreeCopy, scratch: Path) -> str | None:
+def try_mutant(mutant: Mutant, tests: LineCoverage, copy: TreeCopy, scratch: Path) -> str | None:
     """In a fork: the test that notices the mutant, or None."""
     batches = tests.tests_for(mutant)
     copy.mutate(mutant.path, mutant.source)
     temporary = scratch / f"temporary-{copy.path.name}"
     fork_server.enter(copy.path, temporary)
     try:
-        return fork_server.run_tests(batches, temporary, test_limit_s(mutant, tests))
+        return fork_server.run_tests(batches, temporary, seconds_per_test(mutant, tests))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def test_limit_s(mutant: Mutant, tests: TestMap) -> float:
+def seconds_per_test(mutant: Mutant, tests: LineCoverage) -> float:
     slowest = max((tests.seconds[test] for batch in tests.tests_for(mutant) for test in batch), default=0.0)
     return max(20.0, 5 * slowest)
 
 
-def limit_s(mutant: Mutant, tests: TestMap) -> float:
+def limit_s(mutant: Mutant, tests: LineCoverage) -> float:
     expected = sum(tests.seconds[test] for batch in tests.tests_for(mutant) for test in batch)
-    return 30 + test_limit_s(mutant, tests) + 3 * expected
+    return 30 + seconds_per_test(mutant, tests) + 3 * expected
 
 
-def outcome_of(ended: Ended, tests: TestMap, reason: str | None) -> Outcome:
+def outcome_of(ended: Ended, tests: LineCoverage, reason: str | None) -> Outcome:
     mutant: Mutant = ended.job
     by = "time limit" if ended.timed_out else "crash" if ended.crashed else ended.answer
     return Outcome(mutant.path, mutant.line, mutant.function, mutant.before, mutant.after, by,

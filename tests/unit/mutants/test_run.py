@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.fork_server import ForkServer, enter, run_tests
+from tests.mutants.line_coverage import LineCoverage, Recorder
 from tests.mutants.sites import Mutant
-from tests.mutants.test_map import Recorder, TestMap
 from tests.mutants.tree_copy import TreeCopy, copies_of
 
 ROOT = Path(__file__).parents[3]
@@ -51,14 +51,14 @@ def only(server: ForkServer, work, limit_s: float = 60.0):
 
 
 @pytest.fixture
-def measured(copies, tmp_path) -> TestMap:
+def measured(copies, tmp_path) -> LineCoverage:
     def measure(_: str, slot: int) -> dict:
         enter(copies[slot].path, tmp_path / "t")
         recorder = Recorder(copies[slot].path, ["shop/arithmetic.py"])
         pytest.main(["-q", "-p", "no:cacheprovider", TEST_FILE], plugins=[recorder])
         return recorder.recorded()
 
-    tests = TestMap()
+    tests = LineCoverage()
     tests.add(only(ForkServer(tmp_path, 2), measure).answer)
     return tests
 
@@ -69,7 +69,7 @@ def mutant(line: int, after: str) -> Mutant:
     return Mutant("shop/arithmetic.py", "", range(line, line + 1), line, "", after, "\n".join(lines))
 
 
-def killer(copies: list[TreeCopy], tests: TestMap, mutant: Mutant, tmp_path: Path):
+def killer(copies: list[TreeCopy], tests: LineCoverage, mutant: Mutant, tmp_path: Path):
     def work(_: str, slot: int) -> str | None:
         copies[slot].mutate(mutant.path, mutant.source)
         enter(copies[slot].path, tmp_path / "t")

@@ -16,10 +16,8 @@ from tests.mutants.sites import Mutant
 
 
 @dataclass
-class TestMap:
+class LineCoverage:
     """Seconds of every test that passes, and for {path: {line: tests}} those that run the line."""
-
-    __test__ = False
 
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
@@ -41,7 +39,7 @@ class TestMap:
         path.write_text(json.dumps(vars(self)))
 
     @classmethod
-    def load(cls, path: Path) -> "TestMap":
+    def load(cls, path: Path) -> "LineCoverage":
         read = cls()
         read.add(json.loads(path.read_text()))
         return read
@@ -93,7 +91,7 @@ class Recorder:
             print(f"FAILED {report.nodeid}\n{report.longreprtext}")
 
     def recorded(self) -> dict[str, Any]:
-        """Ends the measurement; what `TestMap.add` takes."""
+        """Ends the measurement; what `LineCoverage.add` takes."""
         self._coverage.stop()
         data = self._coverage.get_data()
         lines: dict[str, dict[int, list[str]]] = {}
