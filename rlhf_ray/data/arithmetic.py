@@ -1,9 +1,9 @@
-"""Sums worked out column by column: an example task whose answers can be checked.
+"""Sums computed column by column: an example task with verifiable answers.
 
 A prompt is a sum, `358+467=`; a response adds the columns, units first, and ends with the answer: `8+7+0=15
-5+6+1=12 3+4+1=08 825`. The demonstrations come from pupils who usually forget the carry (`5+6+0=11`), so a model that
-imitates them is right now and then, and its likeliest answer is wrong wherever a carry is due.
-Rewards for right answers alone must teach it what few demonstrations show. Everything follows from the seed.
+5+6+1=12 3+4+1=08 825`. Most demonstrations omit the carry (`5+6+0=11`), so a model that imitates them is
+sometimes right, and its likeliest answer is wrong for every sum with a carry. Only rewards for correct answers teach
+it what few demonstrations show. The seed determines all files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import json_lines
 
 FORGETFULNESS = 0.8
-"""Chance that a demonstration forgets a carry that is due; each time anew."""
+"""Probability that a demonstration omits a carry; independent for each carry."""
 DIGITS = 3
 """Of each number."""
 
@@ -31,32 +31,32 @@ class Sum(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """What the model is given."""
+        """The prompt of the model."""
         return f"{self.a}+{self.b}="
 
     @property
     def answer(self) -> str:
-        """The right answer."""
+        """The correct answer."""
         return str(self.a + self.b)
 
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """The three files of the arithmetic example. No sum is in two of them."""
+    """The three files of the arithmetic example. They have no sum in common."""
 
     sft: Path
     """{"prompt", "response"} a line: demonstrations, many of them wrong."""
     prompts: Path
-    """{"prompt", "answer"} a line, to learn from rewards."""
+    """{"prompt", "answer"} a line, for PPO."""
     eval_prompts: Path
     """{"prompt", "answer"} a line, held out."""
 
 
 def work_out(problem: Sum, forgets: Iterable[bool]) -> str:
-    """The columns of a sum, units first, and the answer they lead to.
+    """The columns of a sum, units first, and the answer that follows from them.
 
     Args:
-        forgets: whether the carry into the second, third, ... column is forgotten if one is due.
+        forgets: whether the carry into the second, third, ... column is omitted, if there is one.
     """
     columns: list[str] = []
     digits, carry, lapses = "", 0, iter(forgets)
@@ -69,7 +69,7 @@ def work_out(problem: Sum, forgets: Iterable[bool]) -> str:
 
 
 def demonstrate(rng: random.Random, problem: Sum) -> str:
-    """A pupil's work, with whatever carries it forgot."""
+    """A demonstration for a sum; each carry is omitted with probability `FORGETFULNESS`."""
     return work_out(problem, (rng.random() < FORGETFULNESS for _ in range(DIGITS)))
 
 
@@ -77,7 +77,7 @@ def make_sums(count: int, seed: int) -> Iterator[Sum]:
     """`count` different sums of two numbers of `DIGITS` digits, in random order.
 
     Raises:
-        DataError: there are not that many.
+        DataError: fewer such sums exist.
     """
     low, numbers = 10 ** (DIGITS - 1), 9 * 10 ** (DIGITS - 1)
     if count > numbers**2:
@@ -88,10 +88,10 @@ def make_sums(count: int, seed: int) -> Iterator[Sum]:
 
 def write_arithmetic(directory: Path, seed: int, *, sft: int = 40_000, prompts: int = 8_000,
                      eval_prompts: int = 1_024) -> ArithmeticFiles:
-    """Write the example's data into `directory` (made if missing); counts are lines per file.
+    """Write the example's data into `directory` (created if missing); counts are lines per file.
 
     Raises:
-        DataError: more sums asked for than there are.
+        DataError: the files need more sums than exist.
     """
     directory.mkdir(parents=True, exist_ok=True)
     files = ArithmeticFiles(*(directory / f"{name}.jsonl" for name in ("sft", "prompts", "eval_prompts")))

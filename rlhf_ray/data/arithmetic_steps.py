@@ -1,8 +1,9 @@
-"""Sums with every column judged: step labels for the arithmetic example, known exactly instead of collected.
+"""Exact step labels for the arithmetic example.
 
-A step is a column, or the answer at the end. *Hard* labels say whether the step is the one of the right working. *Soft*
-labels are what Monte-Carlo estimation (Wang et al. 2024, Math-Shepherd, section 3.3) would approach with ever more
-completions: the probability that the pupil of `arithmetic`, going on from there, arrives at the right answer.
+A step is a column, or the answer at the end. *Hard* labels: whether the step is that of the correct solution. *Soft*
+labels are the limit of Monte-Carlo estimation (Wang et al. 2024, Math-Shepherd, section 3.3) with infinitely many
+completions: the probability that a demonstration of `arithmetic`, continued from this step, ends with the correct
+answer.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from rlhf_ray.files.writing import json_lines
 
 SEPARATOR = " "
 SLIPS = 0.1
-"""Share of steps that go wrong in some other way than by a forgotten carry."""
+"""Share of steps with an error other than an omitted carry."""
 
 
 def right_steps(problem: Sum) -> list[str]:
-    """The right working of a sum, step by step."""
+    """The steps of the correct solution of a sum."""
     return work_out(problem, [False] * DIGITS).split(SEPARATOR)
 
 
 def hard_labels(problem: Sum, steps: Sequence[str]) -> list[bool]:
-    """[S] whether each step is the one of the right working. Steps beyond its length are wrong."""
+    """[S] whether each step is that of the correct solution. Steps beyond its length are wrong."""
     right = right_steps(problem)
     return [i < len(right) and step == right[i] for i, step in enumerate(steps)]
 
 
 def soft_labels(problem: Sum, steps: Sequence[str]) -> list[float]:
-    """[S] probability that a pupil who stands behind each step ends with the right answer: 0 after a wrong step, else
-    the chance that it remembers every carry still due."""
+    """[S] probability that a demonstration, continued after each step, ends with the correct answer: 0 after a wrong
+    step, else the probability that it omits none of the remaining carries."""
     columns = right_steps(problem)[:DIGITS]
     due = [column.split("+")[2].startswith("1") for column in columns]  # "5+6+1=12" adds a carry
     labels, right = [], True
@@ -44,10 +45,10 @@ def soft_labels(problem: Sum, steps: Sequence[str]) -> list[float]:
 
 
 def right_share(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """[N] right steps of each response, over its steps or those of the right working, whichever are more.
+    """[N] correct steps of each response, divided by its number of steps or that of the correct solution, if larger.
 
-    A reward function (`rewards: {NAME: {type: function}}`) to measure by: what a reward model says of steps may be
-    gamed, this may not.
+    A reward function (`rewards: {NAME: {type: function}}`) for measurements: unlike a reward model's scores of steps,
+    it cannot be gamed.
     """
     shares = []
     for prompt, response in zip(prompts, responses, strict=True):
@@ -69,14 +70,14 @@ def sums_in(file: Path) -> list[Sum]:
 
 
 def attempt(rng: random.Random, problem: Sum) -> list[str]:
-    """Somebody's working of a sum: half the carries that are due are forgotten, and now and then a step slips."""
+    """An attempt at a sum: each carry is omitted with probability 0.5, and a share `SLIPS` of steps is altered."""
     steps = work_out(problem, [rng.random() < 0.5 for _ in range(DIGITS)]).split(SEPARATOR)
     return [slip(rng, step) if rng.random() < SLIPS else step for step in steps]
 
 
 def slip(rng: random.Random, step: str) -> str:
-    """A step gone wrong in a way that no pupil's does: a judge that a policy is trained against should know more errors
-    than the policy begins with."""
+    """A step with an error that no demonstration has: a reward model should know more errors than the policy makes at
+    the start of training."""
     place = rng.randrange(len(step))
     x, y = rng.randrange(10), rng.randrange(10)
     return rng.choice([

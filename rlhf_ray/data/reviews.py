@@ -1,8 +1,8 @@
-"""The quickstart's own data: made-up reviews of films, hotels, gadgets, ... with a latent sentiment.
+"""The quickstart's data: synthetic reviews of films, hotels, gadgets, ... with a latent sentiment.
 
 A review is a neutral opening (which serves as a prompt) and a continuation of two clauses and a closing remark. The
-opening says nothing of the sentiment, so each prompt may go on well or badly; the judge's mean over continuations lies
-a little above zero, and a policy has room to move. Everything follows from the seed.
+opening is independent of the sentiment, so each prompt may continue positively or negatively; the judge's mean over
+continuations is a little above zero, so a policy can improve. The seed determines all files.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import json_lines
 
 SENTIMENT_WEIGHTS = {"positive": 0.38, "negative": 0.34, "neutral": 0.28}
-"""How often each sentiment is drawn; puts the judge's mean over continuations near +0.08."""
+"""How often each sentiment is drawn; the judge's mean over continuations is about +0.08."""
 CLAUSE_FAITHFULNESS = 0.85
-"""Share of clauses that carry the review's own sentiment; the others are drawn afresh."""
+"""Share of clauses with the review's sentiment; the others draw their own."""
 
 
 class Review(NamedTuple):
-    """One made-up review: `text` is `opening + continuation`."""
+    """A synthetic review: `text` is `opening + continuation`."""
 
     opening: str
     continuation: str
@@ -49,11 +49,11 @@ class ReviewFiles:
     pair_prompts: Path
     """{"prompt"} a line, for the pairs that train the reward model."""
     eval_prompts: Path
-    """{"prompt"} a line; none of them opens any text of the other files."""
+    """{"prompt"} a line; no text of the other files starts with one of them."""
 
 
 class _Draw(Mapping[str, str]):
-    """Fills the slots of a phrase: looking up a table draws one of its phrases and fills that one's slots too."""
+    """Fills the slots of a phrase: looking up a table draws one of its phrases and fills its slots too."""
 
     def __init__(self, rng: random.Random, tables: Mapping[str, tuple[str, ...]]):
         self._random, self._tables = rng.random, tables
@@ -99,7 +99,7 @@ def _sentence_case(clause: str, after: str) -> str:
 
 
 def _continuation(rng: random.Random, opening: str, domain: str, sentiment: str) -> str:
-    """Two clauses and a remark, most of them of `sentiment`; begins with a space, so that it tokenises apart."""
+    """Two clauses and a remark, most of them of `sentiment`; begins with a space, so that it is tokenized apart."""
     aspects = rng.sample(phrases.DOMAINS[domain].aspects, 3)
     moods = [sentiment if rng.random() < CLAUSE_FAITHFULNESS else _draw_sentiment(rng) for _ in aspects]
     parts = [_Draw(rng, _clause_tables(aspect, mood))[kind]
@@ -112,13 +112,13 @@ def _continuation(rng: random.Random, opening: str, domain: str, sentiment: str)
 
 
 def write_review(rng: random.Random, opening: str, domain: str) -> Review:
-    """A review that goes on from `opening`, with a sentiment of its own."""
+    """A review that continues `opening`, with a random sentiment."""
     sentiment = _draw_sentiment(rng)
     return Review(opening, _continuation(rng, opening, domain, sentiment), sentiment, domain)
 
 
 def make_reviews(count: int, seed: int, avoid: frozenset[str] = frozenset()) -> Iterator[Review]:
-    """`count` reviews whose openings are none of `avoid`."""
+    """`count` reviews whose openings are not in `avoid`."""
     rng = random.Random(f"reviews/{seed}")
     domains = tuple(phrases.DOMAINS)
     made = 0
@@ -134,7 +134,7 @@ def make_openings(count: int, seed: int) -> list[str]:
     """`count` different openings in random order.
 
     Raises:
-        DataError: the grammar has not that many.
+        DataError: the grammar has fewer.
     """
     rng = random.Random(f"openings/{seed}")
     domains, openings, idle = tuple(phrases.DOMAINS), dict[str, None](), 0
@@ -149,12 +149,12 @@ def make_openings(count: int, seed: int) -> list[str]:
 
 def write_reviews(directory: Path, seed: int, *, sft: int = 40_000, prompts: int = 8_000, pair_prompts: int = 6_500,
                   eval_prompts: int = 1_024) -> ReviewFiles:
-    """Write the quickstart's data into `directory` (made if missing); counts are lines per file.
+    """Write the quickstart's data into `directory` (created if missing); counts are lines per file.
 
     No prompt is in two of the prompt files, and no review starts with an evaluation prompt.
 
     Raises:
-        DataError: more prompts asked for than the grammar has.
+        DataError: the files need more prompts than the grammar has.
     """
     directory.mkdir(parents=True, exist_ok=True)
     openings = make_openings(eval_prompts + prompts + pair_prompts, seed)

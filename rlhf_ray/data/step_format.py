@@ -1,7 +1,7 @@
-"""How a solution in steps becomes tokens: the same for training a process reward model and for asking it.
+"""Tokenization of a solution in steps, for training a process reward model and for scoring with it.
 
 A row is the prompt, then each step with the placeholder after it, with the separator between one placeholder and the
-next step. Steps are tokenised one by one, so a step's tokens never depend on its neighbours.
+next step. Steps are tokenized one by one, so a step's tokens never depend on the steps before and after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FILE = "process_reward.json"
-"""Stands beside the weights of a process reward model and holds its `StepsConfig`."""
+"""File with the `StepsConfig` of a process reward model, in the folder of its weights."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class StepTokens:
 
     @classmethod
     def of(cls, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase) -> StepTokens:
-        """Look the texts up.
+        """Look up the ids.
 
         Raises:
-            ModelError: the placeholder, the good or the bad one is no single token, or two are the same.
+            ModelError: the placeholder, good or bad text is not a single token, or two of them are the same token.
         """
         ids = {name: _single_token(tokenizer, name, getattr(steps, name)) for name in ("placeholder", "good", "bad")}
         if len(set(ids.values())) < 3:
@@ -50,7 +50,7 @@ class StepTokens:
     def rows(
         self, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], solutions: list[list[str]]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """([N] token ids, [N] positions in them of the placeholders, one per step).
+        """([N] token ids, [N] positions of the placeholders in them, one per step).
 
         Args:
             prompts: [N] token ids.
@@ -69,29 +69,29 @@ class StepTokens:
 
 
 def save_steps(steps: StepsConfig, directory: Path) -> None:
-    """Write the format beside a model's weights."""
+    """Write the format into the folder of a model's weights."""
     (directory / FILE).write_text(json.dumps(steps.model_dump(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_steps(model: ModelConfig, field: str) -> StepsConfig:
-    """The format that `save_steps` left in a model's directory, or that lies beside the weights on the Hub.
+    """The format that `save_steps` wrote into a model's directory, or that is in the model's repository on the Hub.
 
     Raises:
-        ModelError: there is none, or it is damaged; names the configuration field.
+        ModelError: the file is missing or damaged; names the configuration field.
     """
     file = Path(model.path) / FILE if Path(model.path).is_dir() else _from_hub(model)
     if file is None or not file.is_file():
-        raise ModelError(f"{field}.path={model.path!r} has no {FILE}, which says at which token the model judges a "
-                         "step. Train one with `rlhf-ray process-reward`; for a process reward model from elsewhere, "
-                         'write it yourself: {"placeholder": ..., "good": ..., "bad": ..., "separator": ...}')
+        raise ModelError(f"{field}.path={model.path!r} has no {FILE}, which names the token at which the model judges "
+                         "a step. Train one with `rlhf-ray process-reward`; for another process reward model, "
+                         'write the file yourself: {"placeholder": ..., "good": ..., "bad": ..., "separator": ...}')
     try:
         return StepsConfig(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError, ValidationError) as error:
-        raise ModelError(f"{file} is no step format of a process reward model: {error}") from None
+        raise ModelError(f"{file} is not the step format of a process reward model; fix the file: {error}") from None
 
 
 def _from_hub(model: ModelConfig) -> Path | None:
-    """The file of a model on the Hub; None when it has none or cannot be reached."""
+    """The file of a model on the Hub; None if the model has none or the Hub cannot be reached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -102,14 +102,15 @@ def _from_hub(model: ModelConfig) -> Path | None:
 
 
 def _single_token(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> int:
-    """The id of a text that is one token.
+    """The id of a single-token text.
 
     Raises:
-        ModelError: it is none, or several.
+        ModelError: the text is not a single token.
     """
     known = tokenizer.get_vocab().get(text)
     ids = [known] if known is not None else encode(tokenizer, [text], leading=False)[0]
     if len(ids) != 1 or tokenizer.decode(ids).strip() != text.strip():
-        raise ModelError(f"steps.{name}={text!r} is no single token of {tokenizer.name_or_path or 'the tokenizer'} (it "
-                         f"becomes {ids}); choose a text that is one, such as a special token or a rare character")
+        raise ModelError(f"steps.{name}={text!r} is not a single token of "
+                         f"{tokenizer.name_or_path or 'the tokenizer'} (its ids: {ids}); choose a text that is one, "
+                         "such as a special token or a rare character")
     return int(ids[0])

@@ -1,4 +1,4 @@
-"""Tokenizers: training one from texts, and telling whether two models speak the same token ids."""
+"""Tokenizers: training one from texts, and checking whether two models use the same token ids."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 PAD, EOS = "<|pad|>", "<|eos|>"
 SMALLEST_VOCABULARY = 256 + len((PAD, EOS))
-"""All bytes and the special tokens: what any text needs."""
+"""All bytes and the special tokens: enough to encode any text."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most `vocab_size` tokens and save it to `directory` in Hugging Face format.
 
-    Ids 0 and 1 are the padding and the end-of-sequence token; there is no beginning-of-sequence token, and none is ever
-    added. Any text decodes to itself again.
+    Ids 0 and 1 are the padding and the end-of-sequence token; there is no beginning-of-sequence token, and none is
+    added. Encoding and decoding returns the same text.
 
     Raises:
         ConfigError: `vocab_size` cannot hold all bytes and the special tokens.
@@ -48,8 +48,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> P
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hex digest of the vocabulary (token to id) and the ids of the special tokens.
 
-    Equal digests mean that a row of token ids says the same to both models. How text is cut into tokens is not part of
-    it: models here exchange ids, not text.
+    Equal digests mean that token ids have the same meaning for both models. The rules that split text into tokens are
+    not part of it: the models exchange ids, not text.
     """
     specials = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
     content = json.dumps([sorted(tokenizer.get_vocab().items()), specials], sort_keys=True)

@@ -155,8 +155,8 @@ def _numbers(side: Any) -> dict[str, float]:
 
 
 def _kind(rows: Rows, config: Mapping[str, Any]) -> str:
-    rooms = {name.split("/")[0] for row in rows for name in row} or set(config)
-    return next((kind for room, kind in KINDS.items() if room in rooms), "Run")
+    prefixes = {name.split("/")[0] for row in rows for name in row} or set(config)
+    return next((kind for prefix, kind in KINDS.items() if prefix in prefixes), "Run")
 
 
 def _lead(rows: Rows, summary: Mapping[str, Any]) -> str:

@@ -307,8 +307,9 @@ def test_steps_with_a_loss_that_is_not_finite_are_left_out_by_all_ranks(ranks, f
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_an_update_in_vain_leaves_weights_and_optimizer_as_they_were(ranks, files, experiences, zero, world):
-    """Whitened, one advantage spoils all; the update after it is as if there had been none in between."""
+def test_a_skipped_update_leaves_weights_and_optimizer_unchanged(ranks, files, experiences, zero, world):
+    """Whitened, one advantage that is not finite makes all of them so. The next update has the result that it has
+    without this one."""
     found = []
     for spoilt in (True, False):
         learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, SMALL))

@@ -142,10 +142,10 @@ class CoordinatorHarness:
     """A coordinator that records what it does in `events`; `left` has the chunks under way when the run was over."""
 
     def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True, best_at=(),
-                 stop_in_evaluation=None, in_vain=()):
+                 stop_in_evaluation=None, skipped=()):
         self.events, self.rows, self.warnings, self.update_arguments, self.patience = [], {}, [], [], []
         self.stop_after, self.fail_at, self.best_at = stop_after, fail_at, best_at
-        self.stop_in_evaluation, self.in_vain = stop_in_evaluation, in_vain
+        self.stop_in_evaluation, self.skipped = stop_in_evaluation, skipped
         harness = self.harness = PipelineHarness(config, summary)
         learners = {role: StandInGroup(role, self.learner(role), workers=2) for role in ("policy", "critic")}
         if not critic:
@@ -172,8 +172,8 @@ class CoordinatorHarness:
             if rank == 0:
                 self.events.append(f"{role} {args[0]}")
                 self.update_arguments.append((role, *args))
-            vain = (role, args[0]) in self.in_vain
-            stats = UpdateStats(step=args[0], applied=int(not vain), skipped=int(vain), seconds=0.1, tokens=1,
+            skipped = (role, args[0]) in self.skipped
+            stats = UpdateStats(step=args[0], applied=int(not skipped), skipped=int(skipped), seconds=0.1, tokens=1,
                                 metrics={"loss": 1.0})
             return stats if method == "update" else [stats, replace(stats, metrics={"loss": 2.0})]
 

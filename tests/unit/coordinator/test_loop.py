@@ -257,7 +257,7 @@ def test_generators_and_learner_that_disagree_raise_an_alarm(ppo_config, summary
 
 def test_a_batch_that_changed_nothing_is_not_applied_and_teaches_the_controllers_nothing(ppo_config, summary):
     run = CoordinatorHarness(ppo_config(prompts=4, steps=3), summary,
-                             in_vain=[("policy", 0), ("policy", 1), ("critic", 1)])
+                             skipped=[("policy", 0), ("policy", 1), ("critic", 1)])
     run.go()
     with closing(open_for_reading(run.harness.pipeline.ledger.path)) as db:
         told = dict(db.execute("SELECT step, state FROM samples GROUP BY step"))

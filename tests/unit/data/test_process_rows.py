@@ -96,9 +96,9 @@ def test_rows_of_one_prompt_are_held_out_together(write_jsonl, tokenizer):
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"placeholder": "what now"}, r"steps\.placeholder='what now' is no single token of .*choose a text that is one"),
-    ({"good": "perfectly right"}, r"steps\.good='perfectly right' is no single token"),
-    ({"bad": "utterly wrong"}, r"steps\.bad='utterly wrong' is no single token"),
+    ({"placeholder": "what now"}, r"steps\.placeholder='what now' is not a single token of .*choose a text that"),
+    ({"good": "perfectly right"}, r"steps\.good='perfectly right' is not a single token"),
+    ({"bad": "utterly wrong"}, r"steps\.bad='utterly wrong' is not a single token"),
 ])
 def test_the_three_tokens_must_be_single(write_jsonl, tokenizer, changes, said):
     steps = StepsConfig(**{**STEPS.model_dump(), **changes})

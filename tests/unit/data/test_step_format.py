@@ -28,7 +28,7 @@ def test_a_model_without_one_is_named_with_the_way_out(tmp_path):
                                      '{"placeholder": "?", "good": "?"}'])
 def test_a_damaged_one_is_named(tmp_path, content):
     (tmp_path / FILE).write_text(content)
-    with pytest.raises(ModelError, match=r"process_reward\.json is no step format"):
+    with pytest.raises(ModelError, match=r"process_reward\.json is not the step format"):
         load_steps(ModelConfig(path=str(tmp_path)), "rewards.steps")
 
 
@@ -43,7 +43,7 @@ def test_a_tokenizer_that_knows_no_such_word_says_so(tmp_path):
     from tests.models import make_tiny_tokenizer
 
     make_tiny_tokenizer(tmp_path, 20)  # unknown words become <pad>
-    with pytest.raises(ModelError, match=r"steps\.good='\+' is no single token"):
+    with pytest.raises(ModelError, match=r"steps\.good='\+' is not a single token"):
         StepTokens.of(StepsConfig(placeholder="w9"), AutoTokenizer.from_pretrained(tmp_path))
     ids = StepTokens.of(StepsConfig(placeholder="w9", good="w2", bad="w3", separator="w4"),
                         AutoTokenizer.from_pretrained(tmp_path))

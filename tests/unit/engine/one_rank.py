@@ -90,16 +90,16 @@ def failing_step(spoil: Any, zero_stage: int) -> dict[str, Any]:
             "disturbed": found[0], "plain": found[1]}
 
 
-def in_vain() -> dict[str, Any]:
-    """How many updates in a row may come to nothing, and what is said then; one that is well begins the count anew."""
-    it, told, said = engine(), [], "nothing"
+def skipped_updates() -> dict[str, Any]:
+    """The count of consecutive skipped updates after each update, and the error; an applied update resets the count."""
+    it, counts, message = engine(), [], "nothing"
     for applied in (0, 0, 4, 0, 0, 0):
         try:
             it.count_update(applied)
         except RLHFError as error:
-            said = f"{type(error).__name__}: {error}"
-        told.append(it.consecutive_skipped_updates)
-    return {"counts": told, "said": said}
+            message = f"{type(error).__name__}: {error}"
+        counts.append(it.consecutive_skipped_updates)
+    return {"counts": counts, "error": message}
 
 
 class Sentinel:
@@ -170,7 +170,7 @@ def main(folder: Path) -> dict[str, Any]:
         "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
         "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
         "spoiled": {kind: [failing_step(spoil, stage) for stage in range(4)] for kind, spoil in SPOILED.items()},
-        "in_vain": in_vain(), "modes": modes(engine()),
+        "skipped_updates": skipped_updates(), "modes": modes(engine()),
         "at_another_stage": at_another_stage(folder),
         "put_aside": put_aside(folder),
         "poisoned": poisoned(folder / "poisoned"),

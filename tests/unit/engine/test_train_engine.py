@@ -82,7 +82,7 @@ def test_a_step_with_a_number_that_is_not_finite_is_as_if_it_had_never_been_trie
 
 
 def test_several_updates_in_a_row_that_apply_nothing_are_too_many(told):
-    assert told["in_vain"]["counts"] == [1, 2, 0, 1, 2, 3]
-    said = told["in_vain"]["said"]
-    assert said.startswith("TrainingError: ")
-    assert "3 consecutive updates (optimizer.max_consecutive_skipped_updates)" in said
+    assert told["skipped_updates"]["counts"] == [1, 2, 0, 1, 2, 3]
+    error = told["skipped_updates"]["error"]
+    assert error.startswith("TrainingError: ")
+    assert "3 consecutive updates (optimizer.max_consecutive_skipped_updates)" in error

@@ -138,7 +138,7 @@ def test_a_model_without_its_step_format_is_refused(model, policy, tmp_path):
     with pytest.raises(ModelError, match=r"rewards\.steps\.path='.*' has no process_reward\.json"):
         source(make_tiny_llama(tmp_path / "plain", vocab=40, hidden=32, heads=1), policy)
     save_steps(StepsConfig(placeholder="w99"), other := make_tiny_llama(tmp_path / "other", 40, hidden=32, heads=1))
-    with pytest.raises(ModelError, match=r"steps\.placeholder='w99' is no single token"):
+    with pytest.raises(ModelError, match=r"steps\.placeholder='w99' is not a single token"):
         source(other, policy)
 
 
