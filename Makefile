@@ -67,7 +67,7 @@ chaos: install-test ## Kill, stop and damage what runs depend on, in about 20 mi
 	@$(BIN)/python -m chaos $(ARGS)
 
 docs: install ## Write docs/configuration.md from the configuration's models
-	@$(BIN)/python -m rlhf_ray.config.reference docs/configuration.md
+	@$(BIN)/python -m rlhf_ray.config.config_docs docs/configuration.md
 
 monitoring: install ## Write Grafana's dashboard from the catalogue of metrics
 	@$(BIN)/python -m rlhf_ray.observability.grafana launch/monitoring/grafana/dashboards/rlhf_ray.json

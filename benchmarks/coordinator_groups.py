@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 
 Answer = Callable[..., Awaitable[Any]]
 """Answers a call: (rank, method, *arguments)."""

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.workload import SEED, model_config, prompts
-from rlhf_ray.checkpoint.state import load_records, save_records
+from rlhf_ray.checkpoint.state_files import load_records, save_records
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
-from rlhf_ray.data.sequences import Sequences, sequences_of
+from rlhf_ray.data.supervised_records import Sequences, sequences_of
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing

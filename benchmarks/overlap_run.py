@@ -23,12 +23,12 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.data.reviews import make_openings
+from rlhf_ray.data.synthetic_reviews import make_openings
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Span, StepClock, timeline
 from rlhf_ray.replay.buffer import ReplayBuffer

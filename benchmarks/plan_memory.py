@@ -1,7 +1,7 @@
 """What `rlhf-ray plan` says of memory, beside what the workers of small real runs hold at most.
 
-Runs of several model sizes, token budgets and ZeRO stages. Constants of `rlhf_ray/planning/worker_memory.py` come from
-other runs than these, of other shapes; nothing is fitted to a case.
+Runs of several model sizes, token budgets and ZeRO stages. Constants of
+`rlhf_ray/planning/memory_breakdown.py` come from other runs than these, of other shapes; nothing is fitted to a case.
 """
 
 import json
@@ -66,10 +66,10 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
 def compare(case: Case, directory: Path) -> list[dict[str, Any]]:
     """A row for each role of one run: MiB planned and measured, and how far the one is from the other."""
     from rlhf_ray.config.load import STAGES
+    from rlhf_ray.planning.memory_breakdown import RUNTIME
     from rlhf_ray.planning.model_lookup import shape_of
-    from rlhf_ray.planning.nodes import parse_nodes
+    from rlhf_ray.planning.node_spec import parse_nodes
     from rlhf_ray.planning.plan import make_plan
-    from rlhf_ray.planning.worker_memory import RUNTIME
 
     found = run(case, directory)
     plan = make_plan(STAGES[case.stage](**found["config"]), parse_nodes("1x(cpus=8,memory=64)"), shape_of)

@@ -67,7 +67,7 @@ def make_models(shape: dict[str, Any], directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     from benchmarks.workload import SEED
-    from rlhf_ray.data.reviews import make_reviews
+    from rlhf_ray.data.synthetic_reviews import make_reviews
     from rlhf_ray.data.tokenizer import train_tokenizer
 
     torch.manual_seed(SEED)

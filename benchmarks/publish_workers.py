@@ -10,9 +10,9 @@ from shutil import copy
 import torch
 
 from benchmarks.workload import MAX_CONTEXT, SEED
-from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PolicyConfig

@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rlhf_ray.files.thread import at_work
+from rlhf_ray.files.writer_thread import at_work
 
 REAL_S = 0.0005
 """Real time that passes while a file thread works, in seconds."""

@@ -11,8 +11,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.data.encoding import flat_tokens
-from rlhf_ray.data.reviews import make_openings, make_reviews
-from rlhf_ray.data.sequences import Sequences, sequences_of
+from rlhf_ray.data.supervised_records import Sequences, sequences_of
+from rlhf_ray.data.synthetic_reviews import make_openings, make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.models.loading import load_tokenizer, new_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel

@@ -23,7 +23,7 @@ from chaos.nan_injection import nan_order_file, order_nan
 from chaos.nodes import Nodes
 from chaos.reward_service import failure_order_file, order_failure
 from chaos.victims import POLL_S, call_under_way, is_up, log_effect, resume_partitioned
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.failpoints import VARIABLE
 

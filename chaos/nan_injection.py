@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chaos.injection_log import INJECTION_LOG, InjectionLog
-from rlhf_ray.engine.train_engine import StepResult
+from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import AverageMeter

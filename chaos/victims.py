@@ -12,7 +12,7 @@ import psutil
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.nodes import HEARTBEAT_TIMEOUT_S
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.spans import Task
 

@@ -16,13 +16,13 @@ BANNED = {
     "importlib.import_module", "runpy.run_path", "runpy.run_module",
 }
 ALLOWED = {
-    ("checkpoint/state.py", "torch.load"): "with weights_only=True",
-    ("checkpoint/state.py", "np.load"): "with allow_pickle=False",
-    ("rewards/function_process.py", "pickle.loads"): "of requests, from the process that started it",
-    ("rewards/function_process.py", "importlib.import_module"): "of the user's reward function, in its own process",
+    ("checkpoint/state_files.py", "torch.load"): "with weights_only=True",
+    ("checkpoint/state_files.py", "np.load"): "with allow_pickle=False",
+    ("rewards/function_subprocess.py", "pickle.loads"): "of requests, from the process that started it",
+    ("rewards/function_subprocess.py", "importlib.import_module"): "of the user's reward function, in its own process",
     ("cli/stage.py", "importlib.import_module"): "of one of our own stages",
     ("cli/examples.py", "importlib.import_module"): "of one of our own stages",
-    ("stages/submit.py", "importlib.import_module"): "of one of our own stages",
+    ("stages/submission_checks.py", "importlib.import_module"): "of one of our own stages",
 }
 SAFE = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
 

@@ -12,7 +12,7 @@ import psutil
 from benchmarks.gpu_check.settings import ALGORITHM, PROMPT_TOKENS, Round, Scale
 from benchmarks.gpu_check.table import Row
 from benchmarks.gpu_check.workers import SEED, Pair
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.hardware import CORE, Hardware

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check.settings import ALGORITHM, Round, Scale
-from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.data.reviews import make_reviews
+from rlhf_ray.data.synthetic_reviews import make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.models.loading import new_causal_lm

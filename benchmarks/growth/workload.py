@@ -10,7 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.growth.settings import CONTEXT, PROMPT, VOCABULARY, Size
 from benchmarks.workload import REVIEWS_FOR_TOKENIZER, SEED
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.data.reviews import make_reviews
+from rlhf_ray.data.synthetic_reviews import make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.models.loading import load_scalar_model, load_tokenizer, new_causal_lm
 from rlhf_ray.records import Experience, Prompts, Rollout, SampleKey, offsets_of

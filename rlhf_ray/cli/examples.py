@@ -61,7 +61,7 @@ def set_aside(directory: Path) -> Path | None:
 
 
 class Example(StrEnum):
-    """Examples by name: a stage module, and a folder in configs/examples."""
+    """Examples by name: a module `stages.NAME_example`, and a folder in configs/examples."""
 
     arithmetic = "arithmetic"
 
@@ -91,5 +91,5 @@ def example(
     from rlhf_ray.cli.library_logging import quiet_libraries
 
     quiet_libraries()
-    run = importlib.import_module(f"rlhf_ray.stages.{name}").run
+    run = importlib.import_module(f"rlhf_ray.stages.{name}_example").run
     run(directory or Path("runs") / name, str(estimator), seed, list(ctx.args))

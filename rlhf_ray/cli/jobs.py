@@ -12,7 +12,7 @@ from rlhf_ray.errors import ClusterError, RunInterrupted
 
 if TYPE_CHECKING:
     from rlhf_ray.cluster.jobs.job import Job
-    from rlhf_ray.cluster.jobs.server import JobServer
+    from rlhf_ray.cluster.jobs.submission_client import JobServer
 
 Address = Annotated[str | None, typer.Option(
     "--address", envvar="RAY_API_SERVER_ADDRESS", show_default="http://127.0.0.1:8265", help="Address of the cluster's "
@@ -37,7 +37,7 @@ def jobs(
     from rich.console import Console
     from rich.table import Table
 
-    from rlhf_ray.cluster.jobs.server import connect
+    from rlhf_ray.cluster.jobs.submission_client import connect
 
     found = [job for job in connect(address, allow_open).jobs() if everything or job.ours]
     if not found:
@@ -61,7 +61,7 @@ def logs(
                                          "not the job. The exit code is the job's.")] = False,
 ) -> None:
     """Show the output of a submitted run."""
-    from rlhf_ray.cluster.jobs.server import connect
+    from rlhf_ray.cluster.jobs.submission_client import connect
 
     server = connect(address, allow_open)
     found = server.job(job)
@@ -76,7 +76,7 @@ def stop(
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show its output until it has ended.")] = True,
 ) -> None:
     """Let a submitted run save a checkpoint and end; it can be resumed."""
-    from rlhf_ray.cluster.jobs.server import connect
+    from rlhf_ray.cluster.jobs.submission_client import connect
 
     server = connect(address, allow_open)
     found = server.job(job)
@@ -128,7 +128,7 @@ def resume_command(job: "Job", address: str | None) -> str:
 
 def print_job(name: str, address: str) -> None:
     """Print a job's state, its details, and the progress of its run."""
-    from rlhf_ray.cluster.jobs.server import connect
+    from rlhf_ray.cluster.jobs.submission_client import connect
     from rlhf_ray.observability.progress import newest_step
 
     server = connect(address, allow_open=True)  # read-only, and no token is sent unasked

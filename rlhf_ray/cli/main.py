@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from rlhf_ray.cli.data import app as data
+from rlhf_ray.cli.data_inspect import app as data
 from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.examples import example, quickstart
+from rlhf_ray.cli.generate_commands import compare, generate
 from rlhf_ray.cli.jobs import jobs, logs, stop
 from rlhf_ray.cli.ledger import ledger
-from rlhf_ray.cli.model_commands import compare, generate
 from rlhf_ray.cli.plan import plan
 from rlhf_ray.cli.run_commands import profile, report, scale, status
 from rlhf_ray.cli.serve_reward import serve_reward

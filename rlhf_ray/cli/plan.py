@@ -12,7 +12,7 @@ from rlhf_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_ray.config.stages import StageConfig
-    from rlhf_ray.planning.nodes import Node
+    from rlhf_ray.planning.node_spec import Node
     from rlhf_ray.planning.plan import Plan
 
 NodesOption = Annotated[str | None, typer.Option(
@@ -67,8 +67,8 @@ def load_any(path: Path | None, overrides: list[str], stage: str | None) -> Stag
     Raises:
         ConfigError: as `config.load.load`, and for a stage there is not.
     """
+    from rlhf_ray.config.config_layers import read_yaml
     from rlhf_ray.config.load import STAGES, load
-    from rlhf_ray.config.sources import read_yaml
 
     named = stage or stage_of_file(read_yaml(path).values if path else {}, path)
     if named not in STAGES:
@@ -94,7 +94,7 @@ def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list
     Raises:
         ConfigError, ClusterError: the description cannot be read, the cluster not reached.
     """
-    from rlhf_ray.planning.nodes import parse_nodes
+    from rlhf_ray.planning.node_spec import parse_nodes
 
     if spec:
         return parse_nodes(spec)

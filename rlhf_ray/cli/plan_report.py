@@ -10,9 +10,9 @@ from rich.text import Text
 
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.findings import gib
+from rlhf_ray.planning.memory_breakdown import PARTS
 from rlhf_ray.planning.plan import Plan
 from rlhf_ray.planning.roles import Role
-from rlhf_ray.planning.worker_memory import PARTS
 
 STORE = "object store"
 COLOURS = dict(zip((*PARTS, STORE), ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "bright_black",

@@ -67,7 +67,7 @@ def scale(
     --resume begins with the number that was left.
     """
     require_run(run)
-    from rlhf_ray.observability.control import ask
+    from rlhf_ray.observability.control_files import ask
 
     typer.echo(ask(run, "scale", {"generators": generators}, timeout_s=timeout)["said"])
 
@@ -82,7 +82,7 @@ def profile(
     Traces, for ui.perfetto.dev, and a summary lie in RUN/profile/step_N; the report is made anew and shows them.
     """
     require_run(run)
-    from rlhf_ray.observability.control import ask
+    from rlhf_ray.observability.control_files import ask
     from rlhf_ray.observability.report import write_report
 
     made = ask(run, "profile", timeout_s=timeout)

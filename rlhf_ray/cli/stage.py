@@ -101,7 +101,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     config = load(STAGES[command], path, overrides)
     if config.run.auto_resume and not is_child():
         store = CheckpointStore(RunDirectory(config.run.dir).checkpoints, keep=1)
-        from rlhf_ray.cluster.head import is_listening
+        from rlhf_ray.cluster.head_node import is_listening
 
         raise typer.Exit(run_and_resume([command, *arguments], store, resume, Outage(config.cluster, is_listening)))
     quiet_libraries()

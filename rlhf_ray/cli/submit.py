@@ -42,8 +42,14 @@ def submit(
     config, stage = _configuration(stage, path, overrides)
     from rlhf_ray.cli.jobs import follow_job
     from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, list_package
-    from rlhf_ray.cluster.jobs.server import connect
-    from rlhf_ray.stages.submit import about_run, check_before_submission, check_plan, new_job_id, variables_of
+    from rlhf_ray.cluster.jobs.submission_client import connect
+    from rlhf_ray.stages.submission_checks import (
+        about_run,
+        check_before_submission,
+        check_plan,
+        new_job_id,
+        variables_of,
+    )
 
     package = list_package(Path())
     check_paths(config, package)

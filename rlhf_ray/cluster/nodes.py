@@ -9,7 +9,7 @@ from ray._private import state
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.planning.hardware import gpu_of
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.node_spec import Node
 
 ACCELERATOR_LABEL, ACCELERATOR_RESOURCE = "ray.io/accelerator-type", "accelerator_type:"
 HEAD = "node:__internal_head__"

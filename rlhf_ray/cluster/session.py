@@ -16,7 +16,7 @@ import ray
 from ray._private import services, worker
 from ray.job_config import JobConfig
 
-from rlhf_ray.cluster.head import head_watched, is_listening, raise_for_lost_head, require_listener
+from rlhf_ray.cluster.head_node import head_watched, is_listening, raise_for_lost_head, require_listener
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf_ray.cluster.nodes import present_nodes
-from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import ModelReward
 from rlhf_ray.config.stages import PPOConfig, StageConfig

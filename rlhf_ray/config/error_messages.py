@@ -7,6 +7,7 @@ from typing import Any, Union
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
+from rlhf_ray.config.config_layers import Layer
 from rlhf_ray.config.fields import (
     describe_fields,
     section_of_items,
@@ -15,7 +16,6 @@ from rlhf_ray.config.fields import (
     sections_of_values,
     type_tag,
 )
-from rlhf_ray.config.sources import Layer
 
 _SCALARS = {
     "int_parsing": "must be a whole number",

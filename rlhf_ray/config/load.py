@@ -14,8 +14,8 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from rlhf_ray.config.combination_checks import settled_transport
+from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.error_messages import explain, suggestion
-from rlhf_ray.config.sources import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.stages import (
     PPOConfig,
     PreferencesStageConfig,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.errors import RLHFError, WorkerLost
 from rlhf_ray.observability.spans import StepClock, Task
 

@@ -10,21 +10,21 @@ from typing import Any
 
 from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.best import BestKeeper
+from rlhf_ray.coordinator.best_checkpoint import BestKeeper
+from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
-from rlhf_ray.coordinator.learning import Learning
-from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator.update_step import Learning
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, WorkerError
 from rlhf_ray.failpoints import reached
-from rlhf_ray.files.thread import RunFiles
+from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import SampleWriter

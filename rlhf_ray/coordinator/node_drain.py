@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.nodes import draining_nodes, own_node
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 

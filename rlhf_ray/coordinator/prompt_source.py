@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.healing import Ready

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_ray.errors import RewardError, UnscoredSamples, first_line
-from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.files.writing import append_json_lines, write_atomically
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import SampleKey, Unscored

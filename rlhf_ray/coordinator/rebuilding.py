@@ -12,7 +12,7 @@ from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WorkerError, WorkerLost, first_line
-from rlhf_ray.files.thread import RunFiles
+from rlhf_ray.files.writer_thread import RunFiles
 
 
 class Rebuilding:

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_ray.checkpoint.state import check_complete, encoded_state, load_state
+from rlhf_ray.checkpoint.state_files import check_complete, encoded_state, load_state
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.coordinator.state import RunState, summary_of, summary_state
+from rlhf_ray.coordinator.run_state import RunState, summary_of, summary_state
 from rlhf_ray.errors import ConfigError, DiskStalled, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
-from rlhf_ray.files.thread import ProgressDeadline, RunFiles
+from rlhf_ray.files.writer_thread import ProgressDeadline, RunFiles
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_state import Entry, Reservation

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.coordinator.healing import Healing, Ready, as_started
 from rlhf_ray.observability.spans import StepClock

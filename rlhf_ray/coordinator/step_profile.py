@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import ConfigError, RLHFError, first_line
 from rlhf_ray.observability.run_directory import RunDirectory

@@ -11,8 +11,8 @@ from typing import Any
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
+from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.direct_sync import DIRECT, DirectSync
-from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
 from rlhf_ray.failpoints import reached

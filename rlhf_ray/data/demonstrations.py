@@ -13,7 +13,7 @@ from rlhf_ray.data.encoding import Encoded, Piece, TurnEnds, encode_pieces
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import section_rows
 from rlhf_ray.data.rows import Rows
-from rlhf_ray.data.sequences import Sequences, sequences_of
+from rlhf_ray.data.supervised_records import Sequences, sequences_of
 from rlhf_ray.errors import DataError
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from rlhf_ray.config.data import (
 from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.preferences import PreferenceFormat, load_preferences
-from rlhf_ray.data.process_rows import IGNORE, StepFormat, load_process_rows
 from rlhf_ray.data.prompts import prompt_format, stream_prompts
 from rlhf_ray.data.row_readers import section_rows
 from rlhf_ray.data.rows import Rows
+from rlhf_ray.data.stepwise_supervision import IGNORE, StepFormat, load_process_rows
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.records import Ragged
 

@@ -15,7 +15,7 @@ from rlhf_ray.data.held_out import held_out_rows
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import section_rows
 from rlhf_ray.data.rows import Rows, checked_text
-from rlhf_ray.data.sequences import Pairs, sequences_of
+from rlhf_ray.data.supervised_records import Pairs, sequences_of
 from rlhf_ray.errors import DataError
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.models.families import runs_packed
 from rlhf_ray.models.loading import load_scalar_model, pretrained_config
+from rlhf_ray.models.model_families import runs_packed
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits

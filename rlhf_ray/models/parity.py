@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from rlhf_ray.errors import ModelError, first_line
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.models.padded_reference import (
+from rlhf_ray.models.parity_pass import PassResult, dropout_disabled, logits_in_pieces, replace_forward, run_pass
+from rlhf_ray.models.short_row_attention import LONGEST
+from rlhf_ray.models.transformers_forward import (
     PaddedRows,
     attention_implementation_for,
     longest_affordable_row,
     reference_outputs,
     transformers_layers,
 )
-from rlhf_ray.models.parity_pass import PassResult, dropout_disabled, logits_in_pieces, replace_forward, run_pass
-from rlhf_ray.models.short_row_attention import LONGEST
 
 SEED = 20240229
 COMPARED = 256

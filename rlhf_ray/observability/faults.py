@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import DataError, WorkerError, WorkerLost
-from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.files.writing import append_json_lines
 from rlhf_ray.observability.background_task import describe_failure
 from rlhf_ray.observability.owner_record import Term

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_ray.observability.chart_plans import CHARTS, ChartPlan
+from rlhf_ray.observability.chart_specs import CHARTS, ChartPlan
 from rlhf_ray.observability.metric_catalogue import describe
 from rlhf_ray.observability.prometheus import LIVE, series_of
 

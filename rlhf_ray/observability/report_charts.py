@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, mean_shares
-from rlhf_ray.observability.chart_plans import CHARTS, PHASES, ROLE_COLOURS, ChartPlan, reward_components
+from rlhf_ray.observability.chart_specs import CHARTS, PHASES, ROLE_COLOURS, ChartPlan, reward_components
 from rlhf_ray.observability.metric_catalogue import describe, readable
 
 Rows = Sequence[dict[str, Any]]

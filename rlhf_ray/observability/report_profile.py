@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from rlhf_ray.errors import DataError
-from rlhf_ray.observability.chart_plans import ROLE_COLOURS
+from rlhf_ray.observability.chart_specs import ROLE_COLOURS
 from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.report_page import folded
 from rlhf_ray.observability.run_directory import RunDirectory

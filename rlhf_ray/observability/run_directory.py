@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.fsync import fsync_descriptor
-from rlhf_ray.files.thread import RunFiles
+from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.owner_record import FOLDER, ProcessIdentity, Term
 from rlhf_ray.observability.ownership import Ownership, claim

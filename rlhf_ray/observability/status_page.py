@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, diagnosis, mean_shares
-from rlhf_ray.observability.control import SILENT_S
+from rlhf_ray.observability.control_files import SILENT_S
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.metrics import read_metrics

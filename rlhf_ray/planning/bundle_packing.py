@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_ray.config.run import PoolConfig
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.node_spec import Node
 
 ROUNDING = 1e-6
 

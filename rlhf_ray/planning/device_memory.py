@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.stages import StageConfig
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.memory_breakdown import BUFFERS, DRIVER, MIB, RAY_HEAD, RUNTIME, WEIGHTS, Memory
+from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.roles import Role
-from rlhf_ray.planning.worker_memory import BUFFERS, DRIVER, MIB, RAY_HEAD, RUNTIME, WEIGHTS, Memory
 from rlhf_ray.planning.worker_placement import Placement
 
 OBJECT_STORE_SHARE, OBJECT_STORE_MOST = 0.3, 200e9

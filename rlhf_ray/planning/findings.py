@@ -8,9 +8,9 @@ from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
+from rlhf_ray.planning.inference_memory import cache_sequences
+from rlhf_ray.planning.memory_breakdown import GIB, MIB, Memory
 from rlhf_ray.planning.roles import Role
-from rlhf_ray.planning.serving_memory import cache_sequences
-from rlhf_ray.planning.worker_memory import GIB, MIB, Memory
 
 TIGHT = 0.9
 """Share of a device above which a plan is tight: figures are estimates, and memory is lost to fragmentation."""

@@ -12,8 +12,7 @@ from rlhf_ray.planning.activations import (
     training_bytes,
     transient_bytes,
 )
-from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.worker_memory import (
+from rlhf_ray.planning.memory_breakdown import (
     ACTIVATIONS,
     ADAPTERS,
     BUFFERS,
@@ -32,6 +31,7 @@ from rlhf_ray.planning.worker_memory import (
     Memory,
     peak_of,
 )
+from rlhf_ray.planning.model_shape import ModelShape
 
 MOMENTS = 2
 """Numbers that AdamW keeps per weight."""
@@ -130,7 +130,7 @@ def trained(config: LearnerConfig, shape: ModelShape) -> int:
 
 
 def stage_of(config: LearnerConfig) -> int:
-    """The ZeRO stage in effect: a single rank does not shard (engine/train_engine.py)."""
+    """The ZeRO stage in effect: a single rank does not shard (engine/deepspeed_engine.py)."""
     alone = config.workers == 1 and config.zero_stage < 3 and not config.offload_optimizer
     return 0 if alone else config.zero_stage
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.planning.hardware import H100, Hardware, gpu_of
-from rlhf_ray.planning.nodes import Node
-from rlhf_ray.planning.worker_memory import GIB
+from rlhf_ray.planning.memory_breakdown import GIB
+from rlhf_ray.planning.node_spec import Node
 
 QUERY_S = 20.0
 """Timeout of nvidia-smi, which may hang with a broken driver."""

@@ -12,7 +12,7 @@ from rlhf_ray.planning.bundle_packing import (
     node_capacity,
     pool_capacity,
 )
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.node_spec import Node
 
 
 def pool_request(name: str, pool: PoolConfig) -> str:

@@ -13,10 +13,10 @@ from rlhf_ray.planning.config_suggestions import suggest_change
 from rlhf_ray.planning.device_memory import Load, loads_of, worker_memories
 from rlhf_ray.planning.findings import Finding, find_problems, gib
 from rlhf_ray.planning.learner_memory import MOMENTS, trained
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.memory_breakdown import Memory
+from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.roles import Role, Shapes, roles_of
 from rlhf_ray.planning.step_time import StepTime, estimate_step_time
-from rlhf_ray.planning.worker_memory import Memory
 from rlhf_ray.planning.worker_placement import Placement, place
 
 FLOAT = 4

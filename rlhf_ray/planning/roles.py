@@ -17,10 +17,10 @@ from rlhf_ray.config.stages import (
     StageConfig,
 )
 from rlhf_ray.planning.hardware import CORE, Hardware
+from rlhf_ray.planning.inference_memory import generator_memory, scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
+from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, LOGITS, MIB, READER, RUNTIME, SMALL, Memory
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.serving_memory import generator_memory, scorer_memory
-from rlhf_ray.planning.worker_memory import ACTIVATIONS, LOGITS, MIB, READER, RUNTIME, SMALL, Memory
 
 Shapes = Callable[[ModelConfig | NewModelConfig, str], ModelShape]
 """Returns the shape of the model that a section names; raises as `model_lookup.shape_of`."""

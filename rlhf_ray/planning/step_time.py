@@ -13,7 +13,7 @@ from rlhf_ray.planning.batch_layout import passes
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.learner_memory import stage_of, trained
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.roles import Role
 from rlhf_ray.planning.roofline import KEPT, RECOMPUTED, STATE_BYTES, Engine, Group, Workload
 from rlhf_ray.planning.worker_placement import Placement

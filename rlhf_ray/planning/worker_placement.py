@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlhf_ray.config.bundle_assignment import worker_bundles
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 from rlhf_ray.planning.bundle_packing import Arrangement, arrange
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.placement_errors import explain_shortage
 
 CLOSE = 1e-6

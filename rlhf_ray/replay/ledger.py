@@ -34,7 +34,7 @@ from typing import Any, Self
 
 from rlhf_ray.errors import LedgerError
 from rlhf_ray.files.fsync import flushing
-from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger_tables import CREATE, OPEN, SCHEMA, UNDER_WAY, LedgerFacts, State, contents, reading_errors

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.errors import RewardError, SampleError
-from rlhf_ray.rewards.function_process import HEADER
+from rlhf_ray.rewards.function_subprocess import HEADER
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, sample_names
 
 ARGUMENTS = ("prompts", "responses", "labels", "finish_reasons")
@@ -134,7 +134,8 @@ class KillableFunction:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "rlhf_ray.rewards.function_process", str(theirs.fileno()), str(os.getpid())],
+                    [sys.executable, "-m", "rlhf_ray.rewards.function_subprocess", str(theirs.fileno()),
+                     str(os.getpid())],
                     pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
                 )
             except OSError as error:

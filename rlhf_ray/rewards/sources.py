@@ -25,7 +25,7 @@ from rlhf_ray.rewards.answer_matching import exact_match_source, number_source
 from rlhf_ray.rewards.function_source import FunctionSource
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.local_model import PROBED, ModelSource
-from rlhf_ray.rewards.process_model import ProcessModelSource
+from rlhf_ray.rewards.process_reward_model import ProcessModelSource
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, checked, finite_scores
 from rlhf_ray.rewards.regex_and_json_schema import json_schema_source, regex_source
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_ray.algorithms.estimators import ScoredResponses, estimate
+from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.score_shaping import length_adaptive_lambda, overlong_penalty
-from rlhf_ray.checkpoint.state import load_records, save_records
+from rlhf_ray.checkpoint.state_files import load_records, save_records
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.training_loop import LoggingConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf_ray.checkpoint.disk_space import is_disk_full
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.fsync import fsync_path, operation
-from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writer_thread import FileThread
 
 Writers = Mapping[str, Callable[[Path], object]]
 """Functions by file name that write the file. They hold copies, which do not change meanwhile."""

@@ -20,10 +20,10 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
 from rlhf_ray.data.load_report import LoadReport
 from rlhf_ray.data.preferences import load_preferences
-from rlhf_ray.data.process_rows import StepRows, join_step_rows, load_process_rows
 from rlhf_ray.data.prompt_table import PromptRows, open_prompts
-from rlhf_ray.data.sequences import Pairs, Sequences
-from rlhf_ray.data.step_format import StepTokens
+from rlhf_ray.data.stepwise_format import StepTokens
+from rlhf_ray.data.stepwise_supervision import StepRows, join_step_rows, load_process_rows
+from rlhf_ray.data.supervised_records import Pairs, Sequences
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts

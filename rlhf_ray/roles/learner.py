@@ -15,12 +15,12 @@ from torch import Tensor
 from rlhf_ray.checkpoint.export import export_adapter, export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.rng import rng_state, set_rng_state
-from rlhf_ray.checkpoint.state import load_tensors
+from rlhf_ray.checkpoint.state_files import load_tensors
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.engine import distributed
-from rlhf_ray.engine.train_engine import StepResult, TrainEngine
+from rlhf_ray.engine.deepspeed_engine import StepResult, TrainEngine
 from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import ADAPTERS_FILE, Adapters, check_adapter_description, save_adapter_description
@@ -37,7 +37,7 @@ from rlhf_ray.weights.publisher import Publisher
 if TYPE_CHECKING:
     from torch import nn
 
-    from rlhf_ray.weights.sender import Sender
+    from rlhf_ray.weights.direct_sender import Sender
 
 Gather = Callable[[list[str]], dict[str, Tensor]]
 """Returns whole parameters of the trained module by name."""
@@ -250,7 +250,7 @@ class Learner:
 
     def connect_weights(self, route: WeightRoute) -> None:
         """Prepare to send weights from GPU to GPU; waits for the generators of a broadcast."""
-        from rlhf_ray.weights.sender import open_sender
+        from rlhf_ray.weights.direct_sender import open_sender
 
         self._disconnect_weights()
         self._sender = open_sender(route, self.rank, self.engine.device)

@@ -12,13 +12,13 @@ from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, denominator, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
-from rlhf_ray.checkpoint.state import save_state
+from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.sequences import Sequences
+from rlhf_ray.data.supervised_records import Sequences
+from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.engine.ema import WeightAverage
-from rlhf_ray.engine.train_engine import StepResult
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
@@ -26,7 +26,7 @@ from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStat
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, inference_plan, score_tokens, share_of
 from rlhf_ray.roles.ppo_update import run_update, training_batch
-from rlhf_ray.roles.ptx import PretrainingMix
+from rlhf_ray.roles.pretraining_mix import PretrainingMix
 
 
 class PolicyLearner(Learner):

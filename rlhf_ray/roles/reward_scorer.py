@@ -11,7 +11,7 @@ from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, RewardScores, Rollout
-from rlhf_ray.rewards.failed_samples import score_or_name_failed
+from rlhf_ray.rewards.failure_isolation import score_or_name_failed
 from rlhf_ray.rewards.local_model import PROBED
 from rlhf_ray.rewards.protocol import requests_of
 from rlhf_ray.rewards.sources import make_sources

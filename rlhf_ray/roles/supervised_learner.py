@@ -17,9 +17,9 @@ from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.data.process_rows import StepRows
-from rlhf_ray.data.sequences import Pairs, Sequences
-from rlhf_ray.data.step_format import StepTokens, save_steps
+from rlhf_ray.data.stepwise_format import StepTokens, save_steps
+from rlhf_ray.data.stepwise_supervision import StepRows
+from rlhf_ray.data.supervised_records import Pairs, Sequences
 from rlhf_ray.models.loading import load_causal_lm, load_scalar_model, load_tokenizer
 from rlhf_ray.models.packed_model import (
     PackedLanguageModel,

@@ -13,13 +13,13 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.observability.comparison import Comparison, Pair, comparison_page, print_comparison
+from rlhf_ray.models.model_families import Use, check_family
+from rlhf_ray.observability.model_comparison import Comparison, Pair, comparison_page, print_comparison
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, read_prompt_inputs
-from rlhf_ray.stages.command_arguments import check_output, model_at
+from rlhf_ray.stages.resolve_model import check_output, model_at
 from rlhf_ray.stages.scorers import check_labels, check_scorer, errors_name_option, scorer_of
 
 SEQUENCES = 64

@@ -19,13 +19,13 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.models.families import Use, check_family
+from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.observability.tables import visible
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, prompt_inputs_of_lines, read_prompt_inputs
-from rlhf_ray.stages.command_arguments import check_output, model_at
+from rlhf_ray.stages.resolve_model import check_output, model_at
 from rlhf_ray.stages.scorers import Scorer, check_scorer, scorer_of
 
 TALK_ROOM = 1024

@@ -11,32 +11,32 @@ from rlhf_ray.cluster.pulse import Pulse
 from rlhf_ray.cluster.session import Session, write_timeline
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.best import BestKeeper
+from rlhf_ray.coordinator.best_checkpoint import BestKeeper
+from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
+from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.node_drain import watch_node_drains
-from rlhf_ray.coordinator.phases import Phases
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.coordinator.scaling import Scaling
-from rlhf_ray.coordinator.state import RunState, kl_controller
+from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.watch import Watch
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.failpoints import armed
-from rlhf_ray.files.thread import FileThread
-from rlhf_ray.models.families import POLICY, Use, check_family
-from rlhf_ray.observability.control import answering
+from rlhf_ray.files.writer_thread import FileThread
+from rlhf_ray.models.model_families import POLICY, Use, check_family
+from rlhf_ray.observability.control_files import answering
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -49,7 +49,6 @@ from rlhf_ray.replay.ledger import Ledger, discard, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.export import export_policy
 from rlhf_ray.stages.ppo_attempts import RunAttempts
 from rlhf_ray.stages.ppo_roles import (
     check_pretraining_text,
@@ -71,6 +70,7 @@ from rlhf_ray.stages.preflight import (
     check_resume,
 )
 from rlhf_ray.stages.reward_preflight import check_rewards
+from rlhf_ray.stages.run_export import export_policy
 from rlhf_ray.stages.runtime import fetch_uploaded, newest_checkpoint, open_runtime, owned_directory, run_stage
 
 

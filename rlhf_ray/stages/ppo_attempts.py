@@ -20,7 +20,7 @@ from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.export import export_run
+from rlhf_ray.stages.run_export import export_run
 
 Wire = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
 """Makes the coordinator of an attempt that continues after a step (NOTHING: starts over; None: a new run)."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.group import WorkerGroup
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -15,7 +15,7 @@ from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.models.families import Use, check_family
+from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock

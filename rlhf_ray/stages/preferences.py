@@ -12,7 +12,7 @@ from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.models.families import Use, check_family
+from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock

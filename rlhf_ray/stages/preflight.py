@@ -6,7 +6,7 @@ from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 
-from rlhf_ray.checkpoint.state import load_state
+from rlhf_ray.checkpoint.state_files import load_state
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.data import DataSection, StepsConfig
 from rlhf_ray.config.learner import LearnerConfig
@@ -22,7 +22,7 @@ from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.planning.local_machine import this_machine
 from rlhf_ray.planning.model_lookup import shape_of
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.plan import make_plan
 
 FIRST_ROWS = 1000

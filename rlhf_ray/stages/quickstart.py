@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
-from rlhf_ray.data.reviews import write_reviews
+from rlhf_ray.data.synthetic_reviews import write_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.report import write_report

@@ -19,11 +19,11 @@ from rlhf_ray.config.rewards import (
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.rows import brief
-from rlhf_ray.data.step_format import StepTokens, load_steps
+from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, RewardError
-from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
+from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.rewards.answer_matching import has_number
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.sources import make_source

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 from rlhf_ray.checkpoint.atomic_directory import clear_leftovers
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
-from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session
 from rlhf_ray.cluster.shared_files import require_shared_files
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
-from rlhf_ray.files.thread import HURRY_S, FileThread, RunFiles
+from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory

@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_ray.config.config_layers import read_yaml
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RewardConfig
-from rlhf_ray.config.sources import read_yaml
 from rlhf_ray.data.sentiment import judge_scores
-from rlhf_ray.data.step_format import StepTokens, load_steps
+from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
-from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import check_model_directory, check_scalar_head, load_tokenizer
+from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
 from rlhf_ray.roles.prompt_input import PromptInput

@@ -9,16 +9,16 @@ from typing import Any
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.group import WorkerGroup
 from rlhf_ray.cluster.session import Session
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.data.step_format import StepTokens
+from rlhf_ray.data.stepwise_format import StepTokens
 from rlhf_ray.errors import ConfigError, DiskStalled
-from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.faults import FaultLog, note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -45,7 +45,7 @@ from rlhf_ray.stages.runtime import (
     sizes_note,
     start_learners,
 )
-from rlhf_ray.stages.supervised_run import SupervisedConfig, SupervisedRun
+from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry
-from rlhf_ray.weights.loader_routes import Routes
 from rlhf_ray.weights.manifest import unpack
+from rlhf_ray.weights.weight_loaders import Routes
 
 OWN = frozenset({"_parameters", "_buffers", "training"})
 """Attributes that a layer and its copy never share."""

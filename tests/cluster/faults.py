@@ -15,8 +15,8 @@ import pytest
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.learning import Learning
 from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.coordinator.update_step import Learning
 
 
 @dataclass(eq=False)

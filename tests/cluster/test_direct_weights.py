@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.coordinator.direct_sync import ALONE_S
+from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.coordinator.scaling import Scaling
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import WorkerLost

@@ -17,9 +17,9 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from chaos.nodes import HEALTH
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.group import WorkerGroup
-from rlhf_ray.cluster.pools import Pools
 from rlhf_ray.cluster.processes import ELSEWHERE_S
+from rlhf_ray.cluster.resource_pools import Pools
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.load import load
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import PPOConfig

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf_ray.cluster.pools import Pools
+from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ClusterError, WorkerLost
@@ -101,7 +101,7 @@ def test_what_no_node_could_ever_hold_is_refused_at_once(three, pools, words):
 
 
 def test_what_is_only_busy_is_waited_for_and_told_of_and_nothing_is_kept_when_time_is_over(three, monkeypatch):
-    from rlhf_ray.cluster import pools as module
+    from rlhf_ray.cluster import resource_pools as module
 
     monkeypatch.setattr(module, "SAY_AFTER_S", 0.3)
     said = []

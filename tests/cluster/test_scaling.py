@@ -15,7 +15,7 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.live_status import worker_locations
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.observability.control import ask
+from rlhf_ray.observability.control_files import ask
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import open_for_reading
 from tests.cluster.nodes import METRICS, SMALL_RESULTS, cluster_of

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ray.checkpoint.manifest import verify_manifest, write_manifest
-from rlhf_ray.checkpoint.state import load_records, load_state, load_tensors, save_records, save_state
+from rlhf_ray.checkpoint.state_files import load_records, load_state, load_tensors, save_records, save_state
 from rlhf_ray.errors import CheckpointError, LedgerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.replay.audit import audit, counts

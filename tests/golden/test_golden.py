@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_ray.algorithms.estimators import ScoredResponses, estimate
+from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
 from rlhf_ray.algorithms.kl import AdaptiveKL, approx_kl
 from rlhf_ray.algorithms.logprobs import entropy, token_logprobs
 from rlhf_ray.algorithms.losses import pairwise_loss, policy_loss, value_loss

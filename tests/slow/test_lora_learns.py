@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig, SFTConfig
-from rlhf_ray.data.reviews import make_reviews
+from rlhf_ray.data.synthetic_reviews import make_reviews
 from rlhf_ray.stages import ppo, sft
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlhf_ray.stages import ppo, process_reward, sft
-from rlhf_ray.stages.arithmetic import RECIPE, make_data
+from rlhf_ray.stages.arithmetic_example import RECIPE, make_data
 
 pytestmark = pytest.mark.slow
 

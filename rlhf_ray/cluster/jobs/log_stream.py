@@ -7,7 +7,7 @@ from collections.abc import Callable
 import aiohttp
 
 from rlhf_ray.cluster.jobs.job import Job
-from rlhf_ray.cluster.jobs.server import JobServer
+from rlhf_ray.cluster.jobs.submission_client import JobServer
 from rlhf_ray.errors import ClusterError, first_line
 
 UNREACHABLE_S = 120.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_ray.errors import RewardError
-from rlhf_ray.rewards.http.server import FailedTry, Server
+from rlhf_ray.rewards.http.client import FailedTry, Server
 
 TRIES, DELAY_S = 3, 1.0
 LARGEST_ANSWER = 65536

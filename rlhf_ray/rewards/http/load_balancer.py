@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from rlhf_ray.rewards.http.server import FailedTry, Server
+from rlhf_ray.rewards.http.client import FailedTry, Server
 
 LONGEST_PAUSE_S = 0.05
 """Longest pause between two checks while the circuit breakers of all servers are open."""

@@ -14,9 +14,9 @@ from pydantic import SecretStr
 
 from rlhf_ray.config.rewards import HTTPReward
 from rlhf_ray.errors import ConfigError, RewardError, SampleError
+from rlhf_ray.rewards.http.client import Access, FailedTry, Server
 from rlhf_ray.rewards.http.health import Health, ask_health, one_model
 from rlhf_ray.rewards.http.load_balancer import Balancer
-from rlhf_ray.rewards.http.server import Access, FailedTry, Server
 from rlhf_ray.rewards.http.wire import AnswerError, idempotency_key, request_body, scores_of
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
 

@@ -52,7 +52,7 @@ class StagedFiles:
 
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
         """Copy a bucket's tensors."""
-        from rlhf_ray.weights.vllm_backend import aligned
+        from rlhf_ray.weights.object_store_backend import aligned
 
         descriptor = os.memfd_create(f"weights-{len(self.buckets)}")
         file = os.fdopen(descriptor, "wb", buffering=0)
@@ -152,7 +152,7 @@ class AsynchronousEngine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        from rlhf_ray.weights.direct_backend import offer_info
+        from rlhf_ray.weights.nccl_ipc_backend import offer_info
 
         engine = self._living()
         with self._fatal_errors(f"loading weights version {offer.version}"):
@@ -197,7 +197,7 @@ class AsynchronousEngine:
     async def _load(self, stage: StagedFiles) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        from rlhf_ray.weights.vllm_backend import bucket_info
+        from rlhf_ray.weights.object_store_backend import bucket_info
 
         engine = self._living()
         await engine.pause_generation(mode="keep", clear_cache=True)

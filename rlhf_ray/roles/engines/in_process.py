@@ -43,7 +43,7 @@ from rlhf_ray.roles.profiling import TorchProfile
 
 if TYPE_CHECKING:
     from rlhf_ray.weights.double_buffer import DoubleBuffer
-    from rlhf_ray.weights.loader_routes import Routes
+    from rlhf_ray.weights.weight_loaders import Routes
 
 T = TypeVar("T")
 Request = tuple[list[int], Callable[[], Any]]
@@ -134,7 +134,7 @@ class InProcessEngine:
         if self._settings.generation.gpus > 0:
             return StagedBuckets()
         from rlhf_ray.weights.double_buffer import DoubleBuffer
-        from rlhf_ray.weights.loader_routes import Routes
+        from rlhf_ray.weights.weight_loaders import Routes
 
         if self._routes is None:
             self._routes = Routes(self._model, self._settings.shapes)
@@ -300,7 +300,7 @@ class InProcessEngine:
             raise broken from error
 
     def _load(self, kept: StagedBuckets) -> None:
-        from rlhf_ray.weights.vllm_backend import bucket_info
+        from rlhf_ray.weights.object_store_backend import bucket_info
 
         self._engine.collective_rpc("start_weight_update")
         for tensors in kept.buckets:

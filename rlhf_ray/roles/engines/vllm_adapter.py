@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhf_ray.roles.engines.interface import EngineSettings
 
 OPEN_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
-WORKER_EXTENSION = "rlhf_ray.weights.vllm_backend.WorkerExtension"
+WORKER_EXTENSION = "rlhf_ray.weights.object_store_backend.WorkerExtension"
 FREE_AT_START = 0.01
 """Fraction of a GPU that must be free when vLLM starts with a given cache size. vLLM then does not allocate by this
 fraction, but still checks it (vllm/v1/worker/utils.py, `request_memory`). Its default, 0.92, is never free if a learner
@@ -76,7 +76,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from rlhf_ray.weights.vllm_backend import backend_name
+    from rlhf_ray.weights.object_store_backend import backend_name
 
     model, generation = settings.model, settings.generation
     on_cpu = generation.gpus == 0

@@ -13,8 +13,8 @@ from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
-from rlhf_ray.data.process_rows import IGNORE, StepRows
-from rlhf_ray.data.sequences import Sequences
+from rlhf_ray.data.stepwise_supervision import IGNORE, StepRows
+from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.records import Experience, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.ppo_update import mini_batches

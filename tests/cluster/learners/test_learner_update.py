@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.data.sequences import Pairs
+from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.records import TokenScores
 from rlhf_ray.roles.ppo_update import mini_batches, training_batch
 from tests.cluster.learners.plain_torch import (

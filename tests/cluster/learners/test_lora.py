@@ -8,7 +8,7 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
-from rlhf_ray.data.sequences import Pairs
+from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import TokenScores

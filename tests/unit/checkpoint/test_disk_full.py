@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_ray.checkpoint.disk_space import is_disk_full
-from rlhf_ray.checkpoint.state import save_state
+from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.errors import CheckpointError
 from tests.checkpoints import new_checkpoint

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_ray.checkpoint.manifest import verify_manifest, write_manifest
-from rlhf_ray.checkpoint.state import load_records, load_state, load_tensors, save_records
+from rlhf_ray.checkpoint.state_files import load_records, load_state, load_tensors, save_records
 from rlhf_ray.engine.ema import WeightAverage
 from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.errors import CheckpointError, LedgerError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_ray.checkpoint.rng import rng_state, set_rng_state
-from rlhf_ray.checkpoint.state import load_state, save_state
+from rlhf_ray.checkpoint.state_files import load_state, save_state
 from rlhf_ray.errors import CheckpointError
 
 

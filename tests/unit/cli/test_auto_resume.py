@@ -235,7 +235,7 @@ def test_a_request_to_stop_reaches_the_child_once_and_its_answer_is_passed_back(
 
 
 def test_a_child_is_asked_to_stop_when_its_parent_is_killed(tmp_path):
-    code = (f"import sys; from rlhf_ray.cli import auto_resume as a; a.MAIN = (sys.executable, '-c', {SLEEPER!r}); "
+    code = (f"import sys; from rlhf_ray.cli import auto_resume as a; a.MAIN =(sys.executable, '-c', {SLEEPER!r}); "
             "a._run([])")
     out = (tmp_path / "out").open("w+")
     with subprocess.Popen([sys.executable, "-c", code], stdout=out) as parent:

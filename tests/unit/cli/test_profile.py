@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rlhf_ray.cli.main import app
 from rlhf_ray.errors import ConfigError, DataError
-from rlhf_ray.observability.control import answering
+from rlhf_ray.observability.control_files import answering
 from rlhf_ray.observability.run_directory import RunDirectory
 
 PROFILE = {"step": 7, "seconds": 2.5, "spans": [["policy_learner/0", 0.5, 2.0]], "workers": {"policy_learner/0": {

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from rlhf_ray.cli.main import app
 from rlhf_ray.errors import ConfigError, DataError
-from rlhf_ray.observability import control
+from rlhf_ray.observability import control_files
 
 
 def invoke(*arguments):
@@ -19,7 +19,7 @@ def test_it_asks_the_run_and_says_what_came_of_it(tmp_path, monkeypatch):
         asked.append((question, options))
         return {"generators": [0, 1, 2], "said": "generators: 2 before, 3 now"}
 
-    monkeypatch.setattr(control, "ask", ask)
+    monkeypatch.setattr(control_files, "ask", ask)
     result = invoke(tmp_path, "--generators", 3, "--timeout", 20)
     assert result.exit_code == 0 and result.output == "generators: 2 before, 3 now\n"
     assert asked == [((tmp_path, "scale", {"generators": 3}), {"timeout_s": 20.0})]

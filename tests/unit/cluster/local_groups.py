@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from rlhf_ray.cluster import group
-from rlhf_ray.cluster.pools import Seat
+from rlhf_ray.cluster import worker_group
+from rlhf_ray.cluster.resource_pools import Seat
 from rlhf_ray.config.run import PlacementConfig
 
 
@@ -12,8 +12,9 @@ def local_group(monkeypatch, remote=lambda *_: [], workers=1, role="reward_score
     and its timing."""
     timed_call = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
     actor = SimpleNamespace(remote=lambda **_: SimpleNamespace(timed_call=timed_call))
-    monkeypatch.setattr(group, "actor_class", lambda cls: SimpleNamespace(options=lambda **_: actor))
-    monkeypatch.setattr(group, "ray", SimpleNamespace(kill=lambda _: None, ObjectRef=group.ray.ObjectRef))
+    monkeypatch.setattr(worker_group, "actor_class", lambda cls: SimpleNamespace(options=lambda **_: actor))
+    monkeypatch.setattr(worker_group, "ray", SimpleNamespace(kill=lambda _: None, ObjectRef=worker_group.ray.ObjectRef))
     pools = SimpleNamespace(has_room=lambda _: True, leave=lambda *_: None,
                             seat=lambda _, rank, __: Seat(*[object()] * len(Seat._fields)))
-    return group.WorkerGroup(role, object, PlacementConfig(workers=workers), pools, lambda rank: {}, {}, call_timeout_s)
+    return worker_group.WorkerGroup(role, object, PlacementConfig(workers=workers), pools, lambda rank: {}, {},
+                                    call_timeout_s)

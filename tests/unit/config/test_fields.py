@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_ray.config.config_docs import reference
 from rlhf_ray.config.fields import describe_fields
 from rlhf_ray.config.load import STAGES, load
-from rlhf_ray.config.reference import reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 

@@ -14,7 +14,7 @@ from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.quarantine import Quarantine
-from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import Published

@@ -1,4 +1,4 @@
-"""Worker groups without workers: coroutines behind the calling interface of `cluster.group.WorkerGroup`.
+"""Worker groups without workers: coroutines behind the calling interface of `cluster.worker_group.WorkerGroup`.
 
 They test the coordinator's order of calls; roles and engines have tests of their own. A call begins at once, waits for
 the results that it is given by reference, and answers when its role's coroutine does.
@@ -15,7 +15,7 @@ from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts

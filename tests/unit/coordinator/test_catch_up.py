@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.scaling import Scaling
+from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
 from rlhf_ray.records import PublicationSize, WeightsPlan
 from tests.unit.coordinator.losses import PublishingHarness, lost

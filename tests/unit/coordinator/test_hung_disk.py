@@ -15,7 +15,7 @@ from rlhf_ray.coordinator import live_status
 from rlhf_ray.coordinator.recovery import Recovery
 from rlhf_ray.errors import DiskStalled, RunInterrupted
 from rlhf_ray.failpoints import VARIABLE, hanging
-from rlhf_ray.files.thread import HURRY_S, RunFiles
+from rlhf_ray.files.writer_thread import HURRY_S, RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 from rlhf_ray.roles.async_checkpoint import SaveProgress

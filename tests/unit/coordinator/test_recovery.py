@@ -11,7 +11,7 @@ import pytest
 from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
-from rlhf_ray.coordinator.state import RunState
+from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import ConfigError, WorkerError, WorkerLost
 from rlhf_ray.records import SampleKey

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ray.data.reviews import ReviewFiles, write_reviews
+from rlhf_ray.data.synthetic_reviews import ReviewFiles, write_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
 
 WriteRows = Callable[..., str]

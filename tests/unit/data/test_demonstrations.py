@@ -7,7 +7,7 @@ from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.data import demonstrations
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.load_report import LeftOut
-from rlhf_ray.data.reviews import ReviewFiles
+from rlhf_ray.data.synthetic_reviews import ReviewFiles
 from rlhf_ray.errors import DataError, ModelError
 
 END = 1

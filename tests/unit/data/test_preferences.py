@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rlhf_ray.config.data import PreferencesConfig
 from rlhf_ray.data.load_report import LeftOut
 from rlhf_ray.data.preferences import held_out_rows, load_preferences
-from rlhf_ray.data.sequences import Pairs
+from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.errors import DataError
 
 END = 1

@@ -5,7 +5,7 @@ import pytest
 
 from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.data.demonstrations import cut_rows, load_pretraining_text
-from rlhf_ray.data.sequences import Sequences
+from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.errors import DataError
 from rlhf_ray.records import offsets_of
 

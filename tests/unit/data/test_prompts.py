@@ -7,7 +7,7 @@ from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.data.load_report import LeftOut, LoadReport
 from rlhf_ray.data.prompt_table import open_prompts
 from rlhf_ray.data.prompts import sample_seed
-from rlhf_ray.data.reviews import ReviewFiles
+from rlhf_ray.data.synthetic_reviews import ReviewFiles
 from rlhf_ray.errors import DataError, ModelError
 from rlhf_ray.records import Prompts, SampleKey
 

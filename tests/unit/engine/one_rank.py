@@ -12,7 +12,7 @@ import torch
 
 from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig
 from rlhf_ray.engine import distributed
-from rlhf_ray.engine.train_engine import TrainEngine
+from rlhf_ray.engine.deepspeed_engine import TrainEngine
 from rlhf_ray.errors import RLHFError
 from tests.not_finite import NoNumber
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig, OptimizerConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine import distributed
+from rlhf_ray.engine.deepspeed_engine import TrainEngine
 from rlhf_ray.engine.optimizer_shards import optimizer_shards
-from rlhf_ray.engine.train_engine import TrainEngine
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks, PackedLanguageModel

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhf_ray.config.learner import OptimizerConfig
-from rlhf_ray.engine.train_engine import learning_rate
+from rlhf_ray.engine.deepspeed_engine import learning_rate
 
 
 def rates(total, steps=None, **settings):

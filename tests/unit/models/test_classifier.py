@@ -10,8 +10,8 @@ import transformers
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.classifier import Classifier, EncodedRow
-from rlhf_ray.models.families import FAMILIES as KNOWN
-from rlhf_ray.models.families import Use, runs_packed
+from rlhf_ray.models.model_families import FAMILIES as KNOWN
+from rlhf_ray.models.model_families import Use, runs_packed
 from tests.tiny_families import DECODERS, GROUPED, SHAPE, SMALL_BLOOM, USUAL, config_of
 
 FAMILIES = {

@@ -11,7 +11,6 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.chat import ChatTemplate
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.classifier import Classifier
-from rlhf_ray.models.families import Use, check_family
 from rlhf_ray.models.loading import (
     check_scalar_head,
     load_causal_lm,
@@ -20,6 +19,7 @@ from rlhf_ray.models.loading import (
     pretrained_config,
 )
 from rlhf_ray.models.lora_targets import check_targets
+from rlhf_ray.models.model_families import Use, check_family
 from tests.models import make_tiny_llama, make_tiny_reward_model
 from tests.sentinel import Sentinel
 

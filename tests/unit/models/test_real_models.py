@@ -11,7 +11,6 @@ import transformers
 from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.models.families import POLICY, Use, check_family
 from rlhf_ray.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -19,6 +18,7 @@ from rlhf_ray.models.loading import (
     parameter_shapes,
     stored_precisions,
 )
+from rlhf_ray.models.model_families import POLICY, Use, check_family
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.roles.generator import stop_tokens

@@ -12,9 +12,9 @@ from rlhf_ray.coordinator import live_status, node_drain
 from rlhf_ray.coordinator.healing import Healing
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import BackgroundTaskError
-from rlhf_ray.observability import control
+from rlhf_ray.observability import control_files
 from rlhf_ray.observability.background_task import RETRY_PAUSES_S, background_task
-from rlhf_ray.observability.control import answering
+from rlhf_ray.observability.control_files import answering
 from rlhf_ray.observability.faults import FaultLog, read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
 
@@ -144,7 +144,7 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
 
     status = Once(lambda: None)
     questions = Once(lambda directory: [])
-    monkeypatch.setattr(control, "_take_requests", lambda d: questions(d) if started else [])
+    monkeypatch.setattr(control_files, "_take_requests", lambda d: questions(d) if started else [])
     started = []
     drains = Once(dict)
     monkeypatch.setattr(node_drain, "own_node", lambda: "here")
@@ -178,7 +178,7 @@ def test_each_task_of_a_run_works_again_after_it_raised_once(tmp_path, monkeypat
 
     async def run():
         if name == "control":
-            monkeypatch.setattr(control, "_refuse_old", lambda directory: None)
+            monkeypatch.setattr(control_files, "_refuse_old", lambda directory: None)
         monkeypatch.setattr(asyncio, "to_thread", lambda job, *args: asyncio.sleep(0, job(*args)))
         async with begin():
             await asyncio.sleep(30)

@@ -10,7 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
-from rlhf_ray.observability.chart_plans import CHARTS, PHASES
+from rlhf_ray.observability.chart_specs import CHARTS, PHASES
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.report import ReportContext, write_report
 from rlhf_ray.observability.report_charts import MAX_BARS, MAX_POINTS, Chart, charts_of, running_mean, series, thin

@@ -15,7 +15,7 @@ from rlhf_ray.planning.bundle_packing import (
     node_capacity,
     pool_capacity,
 )
-from rlhf_ray.planning.nodes import Node
+from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.placement_errors import explain_shortage, nodes_table
 
 

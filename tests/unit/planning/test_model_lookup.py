@@ -6,8 +6,8 @@ import pytest
 
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
+from rlhf_ray.planning.inference_memory import scorer_memory
 from rlhf_ray.planning.model_lookup import KNOWN, read_shape, shape_of
-from rlhf_ray.planning.serving_memory import scorer_memory
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 320, "tie_word_embeddings": True}

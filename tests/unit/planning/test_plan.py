@@ -12,11 +12,11 @@ from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PolicyConfig
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.learner_memory import Training, learner_memory
+from rlhf_ray.planning.memory_breakdown import GIB
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.nodes import parse_nodes
+from rlhf_ray.planning.node_spec import parse_nodes
 from rlhf_ray.planning.plan import make_plan
-from rlhf_ray.planning.worker_memory import GIB
 
 RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
 SMALL = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, vocabulary=320)

@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 
 from rlhf_ray.errors import LedgerError
-from rlhf_ray.files.thread import FileThread
+from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import LOST, Ledger, open_for_reading

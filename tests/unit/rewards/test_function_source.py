@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.errors import RewardError
-from rlhf_ray.rewards import function_process, function_source
+from rlhf_ray.rewards import function_source, function_subprocess
 from rlhf_ray.rewards.function_source import FunctionSource
 
 TEXTS = ["one", "two words", "three words here"]
@@ -45,7 +45,7 @@ class ThreadProcess:
 
     def __init__(self, command, pass_fds, **_):
         channel = socket.socket(fileno=os.dup(pass_fds[0]))
-        self._thread = threading.Thread(target=function_process.serve, args=(channel,), daemon=True)
+        self._thread = threading.Thread(target=function_subprocess.serve, args=(channel,), daemon=True)
         self._thread.start()
 
     def poll(self):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.records import SampleKey
-from rlhf_ray.rewards.process_model import placed, split_steps, steps_of
+from rlhf_ray.rewards.process_reward_model import placed, split_steps, steps_of
 from rlhf_ray.rewards.protocol import RewardRequest
 
 TEXTS = ["one step\nand one more\n\n1+2=3\n3+4=7\n", "caf\u00e9 \u2192 caf\u00e9\n\u2192\n", "one\n1+2=3\n"]

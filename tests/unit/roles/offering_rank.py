@@ -19,7 +19,7 @@ from rlhf_ray.engine import distributed
 from rlhf_ray.records import WeightRoute
 from rlhf_ray.roles.generator import transfer_info
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.weights.direct_backend import VerifiedGlooEngine, offer_info
+from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine, offer_info
 
 
 class Model:

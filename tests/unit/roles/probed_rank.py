@@ -15,7 +15,7 @@ import torch
 
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig, OptimizerConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.sequences import Sequences
+from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine import distributed
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models import onednn_linear, parity

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlhf_ray.config.algorithm import AlgorithmConfig, PtxConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.sequences import Sequences
+from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel
 from rlhf_ray.records import Batch, offsets_of

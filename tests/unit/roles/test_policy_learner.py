@@ -10,7 +10,7 @@ import torch
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.engine.train_engine import StepResult
+from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.records import Batch, Experience, SampleKey, offsets_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
 

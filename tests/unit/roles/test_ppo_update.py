@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.engine.train_engine import StepResult
+from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Experience, SampleKey, offsets_of
 from rlhf_ray.roles.critic_learner import explained_variance

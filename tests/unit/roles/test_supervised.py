@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.sequences import Pairs, Sequences
+from rlhf_ray.data.supervised_records import Pairs, Sequences
 from rlhf_ray.records import offsets_of
 from rlhf_ray.roles.supervised_learner import RewardModelLearner, SupervisedLearner, predictable
 

@@ -9,9 +9,9 @@ from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.planning.hardware import H100
+from rlhf_ray.planning.inference_memory import generator_memory
+from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, CACHE, MIB
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.serving_memory import generator_memory
-from rlhf_ray.planning.worker_memory import ACTIVATIONS, CACHE, MIB
 from rlhf_ray.roles.engines.interface import EngineSettings
 from rlhf_ray.roles.engines.vllm_adapter import engine_arguments, inspect_architectures
 from tests.models import make_tiny_llama

@@ -9,7 +9,7 @@ import pytest
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError, WorkerError
-from rlhf_ray.files.thread import RunFiles
+from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger

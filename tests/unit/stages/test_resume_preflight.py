@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_ray.checkpoint.state import save_state
+from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.stages.preflight import check_resume

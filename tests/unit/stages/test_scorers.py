@@ -11,8 +11,8 @@ from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.prompt_input import PromptInput
-from rlhf_ray.stages.command_arguments import model_at
 from rlhf_ray.stages.compare import CompareOptions, run
+from rlhf_ray.stages.resolve_model import model_at
 from rlhf_ray.stages.scorers import check_labels, check_scorer, rewards_of, scorer_of
 from tests.models import make_tiny_llama, make_tiny_reward_model
 

@@ -12,9 +12,9 @@ from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import WeightRoute
 from rlhf_ray.roles.generator import transfer_info
-from rlhf_ray.weights.direct_backend import VerifiedGlooEngine, offer_info
+from rlhf_ray.weights.direct_sender import open_sender
+from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine, offer_info
 from rlhf_ray.weights.publisher import Publisher
-from rlhf_ray.weights.sender import open_sender
 
 TENSORS = {"a": torch.randn(40, 30), "b": torch.randn(7), "c": torch.randn(1000)}
 SPECS = [(name, tuple(tensor.shape), "bfloat16") for name, tensor in TENSORS.items()]

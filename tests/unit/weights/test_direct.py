@@ -11,9 +11,9 @@ from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import WeightRoute
 from rlhf_ray.roles.generator import transfer_info
-from rlhf_ray.weights.direct_backend import VerifiedGlooEngine
 from rlhf_ray.weights.direct_transport import ARGUMENTS, handle_arguments, plain_handle
 from rlhf_ray.weights.manifest import plan_buckets
+from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine
 from rlhf_ray.weights.publisher import Publisher
 from rlhf_ray.weights.receiver import Receiver
 
@@ -86,7 +86,7 @@ class TestOffers:
 class TestLoader:
     @pytest.fixture
     def loader(self, offer):
-        from rlhf_ray.weights.direct_backend import OfferInfo, VerifyingLoader, offer_info
+        from rlhf_ray.weights.nccl_ipc_backend import OfferInfo, VerifyingLoader, offer_info
 
         class Model:
             loaded: dict = {}
@@ -116,7 +116,7 @@ class TestLoader:
 
 class TestTrainers:
     def test_a_bucket_is_what_vllm_takes_for_a_source_of_weights(self):
-        from rlhf_ray.weights.sender import BucketSource
+        from rlhf_ray.weights.direct_sender import BucketSource
 
         bucket = BucketSource()
         bucket.tensors = TENSORS
@@ -127,19 +127,19 @@ class TestTrainers:
     def test_the_client_that_vllm_s_trainers_get_has_all_that_they_call(self):
         from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
-        from rlhf_ray.weights.sender import NullSyncClient
+        from rlhf_ray.weights.direct_sender import NullSyncClient
 
         assert isinstance(NullSyncClient(), VLLMWeightSyncClient)
 
     def test_other_ranks_send_nothing_but_handles(self):
-        from rlhf_ray.weights.sender import open_sender
+        from rlhf_ray.weights.direct_sender import open_sender
 
         assert open_sender(WeightRoute("nccl", "127.0.0.1", 1, 2), rank=1, device=torch.device("cpu")) is None
 
     def test_back_ends_are_known_to_vllm_by_their_names(self):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        from rlhf_ray.weights.vllm_backend import backend_name
+        from rlhf_ray.weights.object_store_backend import backend_name
 
         names = [backend_name("object_store", 1), backend_name("nccl", 1), backend_name("ipc", 0.5),
                  backend_name("nccl", 0)]
@@ -200,10 +200,10 @@ class TestMeetingAgain:
         assert communicators[-1].given_back
 
     def test_a_meeting_that_fails_leaves_nothing_to_give_back_twice(self, learner, communicators, monkeypatch):
-        from rlhf_ray.weights import sender
+        from rlhf_ray.weights import direct_sender
 
         learner.connect_weights(WeightRoute("nccl", "127.0.0.1", 1, 2))
-        monkeypatch.setattr(sender, "open_sender", lambda *_: (_ for _ in ()).throw(RuntimeError("nobody came")))
+        monkeypatch.setattr(direct_sender, "open_sender", lambda *_: (_ for _ in ()).throw(RuntimeError("nobody came")))
         with pytest.raises(RuntimeError, match="nobody came"):
             learner.connect_weights(WeightRoute("nccl", "127.0.0.1", 1, 2))
         communicators[0].given_back = False

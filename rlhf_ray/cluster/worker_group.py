@@ -1,0 +1,231 @@
+"""The workers of one role: a plain class made a Ray actor, spawned in its pool, called one by one or all together."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlhf_ray.cluster.actor_class import CallSpec, actor_class, is_async, worker_environment
+from rlhf_ray.cluster.beat import count_at, forget, place_of
+from rlhf_ray.cluster.calls import Call, Fence
+from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
+from rlhf_ray.cluster.resource_pools import Pools, Seat
+from rlhf_ray.cluster.shared_memory import removed_after
+from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.errors import RLHFError
+
+KILLED_S = 2.0
+"""Time for Ray to kill actors; Ray reports an actor that ends in another way as failed."""
+
+LIMITS = {"start": "cluster.start_timeout_s", "introduce": "cluster.start_timeout_s",
+          "finish_weights": "cluster.heartbeat_timeout_s", "load_weights": "cluster.heartbeat_timeout_s"}
+"""The configuration field that bounds a method, where it is not that of ordinary calls."""
+
+
+class WorkerGroup:
+    """All workers of one role. A role is an ordinary class without knowledge of Ray."""
+
+    def __init__(
+        self,
+        role: str,
+        cls: type,
+        placement: PlacementConfig,
+        pools: Pools,
+        arguments: Callable[[int], Mapping[str, Any]],
+        environment: Mapping[str, str],
+        call_timeout_s: float,
+        task_events: bool = False,
+        section: str = "",
+    ) -> None:
+        """Spawn the workers. Returns at once; `start` is the first call that waits for them.
+
+        Args:
+            role: name in the dashboard; workers are called `role/rank`, later processes of a rank `role/rank (2)`.
+            cls: the role's class.
+            arguments: keyword arguments of the class for each rank.
+            environment: variables of the worker processes, set before any import.
+            task_events: let Ray keep a record of every call, which is a quarter of the driver's bytes. The step clock's
+                `under_way` has the same information about the present.
+            section: the configuration section that `placement` comes from, under which `pools` knows the role; the
+                role's name when empty.
+        """
+        self.role, self._section = role, section or role
+        self.call_timeout_s = call_timeout_s
+        self._class, self._placement, self._pools = actor_class(cls), placement, pools
+        self._concurrency = 1000 if is_async(cls) else 1
+        self._task_events = task_events
+        self._arguments, self._environment = arguments, worker_environment(placement, environment)
+        self._workers = {rank: self._spawned(rank, 1) for rank in range(placement.workers)}
+        self._former: dict[int, _Worker] = {}
+        """Workers that were removed. A rank is never used again, so a new worker cannot be mistaken for an old one."""
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Present ranks in order, with gaps where workers were removed."""
+        return sorted(self._workers)
+
+    def incarnation(self, rank: int) -> int:
+        """Number of the rank's present process, counted from 1."""
+        return self._worker(rank).fence.incarnation
+
+    def processes(self, rank: int) -> Processes | None:
+        """The worker's processes as it reported them after its start, before that only its own; None before its first
+        answer."""
+        return self._worker(rank).processes
+
+    def seat(self, rank: int) -> Seat:
+        """Pool, bundle and placement group of the worker."""
+        return self._pools.seat(self._section, rank, self._placement)
+
+    async def start(self, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call every role's `start`; returns the results in rank order. Raises the same errors as `values`."""
+        return list(await asyncio.gather(*(self.start_one(rank, *args, timeout_s=timeout_s)
+                                           for rank in self.ranks)))
+
+    async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call one role's `start`, record the worker's processes, so that they can be killed in any state, and start
+        its heartbeat. Its own process is recorded first, in case it has to be killed while it starts."""
+        worker = self._workers[rank]
+        worker.processes = await self.call(rank, "own_processes", timeout_s=timeout_s).value()
+        started = await self.call(rank, "start", *args, timeout_s=timeout_s).value()
+        key = place_of(self.role, rank, worker.fence.incarnation)
+        processes = self.call(rank, "introduce", key, timeout_s=timeout_s)
+        worker.processes = await processes.value()
+        return started
+
+    async def sign_of_life(self, rank: int) -> int | None:
+        """A number that grows while the rank's present process lives (see `beat`); None before it has started."""
+        return await count_at(place_of(self.role, rank, self.incarnation(rank)))
+
+    def give_up(self, rank: int, reason: str) -> None:
+        """Ignore the rank's present process from now on: calls in progress fail with `reason`, and late answers are
+        refused."""
+        self._worker(rank).fence.close(reason)
+
+    async def respawn(self, rank: int, reason: str = "it was restarted") -> None:
+        """Kill a rank's processes and spawn its successor in their place: the same class in the same pool with the same
+        arguments, and an incarnation number one higher. The new worker is not started.
+
+        Args:
+            reason: the error message of calls in progress, and of calls to the old process.
+        """
+        old = self._workers[rank]
+        await _ended(old, reason)
+        await self._pools.leave_lost_nodes(self._section, rank, self._placement)
+        if self._workers.get(rank) is old:
+            self._workers[rank] = self._spawned(rank, old.fence.incarnation + 1)
+
+    async def add(self, timeout_s: float) -> int:
+        """Spawn one more worker with the next rank; the pool grows by a bundle when it is full. The worker is not
+        started.
+
+        Returns:
+            its rank.
+
+        Raises:
+            ClusterError: the cluster has no free resources for it.
+        """
+        if not self._pools.has_room(self._placement):
+            await self._pools.grow(self._placement.pool, timeout_s)
+        rank = max((*self._workers, *self._former)) + 1
+        self._workers[rank] = self._spawned(rank, 1)
+        return rank
+
+    async def remove(self, rank: int, reason: str, shutdown_method: str | None = None, grace_s: float = 0.0) -> None:
+        """End a worker permanently, and free its bundle.
+
+        Args:
+            reason: the error message of calls in progress.
+            shutdown_method: a method that shuts the role down cleanly, within `grace_s`.
+        """
+        worker = self._workers[rank]
+        if shutdown_method is not None and worker.fence.closed is None:
+            with suppress(RLHFError):
+                await self.call(rank, shutdown_method, timeout_s=grace_s).done()
+        self._former[rank] = self._workers.pop(rank)
+        await _ended(worker, reason)
+        self._pools.leave(self._section, rank, self._placement)
+
+    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
+        """Call one worker. Object references among `args` arrive as their values; results stay in the object store.
+
+        Args:
+            outputs: how many values the method returns as a tuple, each of which becomes an object of its own.
+            timeout_s: deadline, when it differs from the group's.
+        """
+        worker, spec = self._worker(rank), CallSpec.of(method, outputs, args)
+        *refs, timing = worker.timed_call(outputs + 1).remote(
+            spec, *(arg for arg in args if isinstance(arg, ray.ObjectRef)))
+        if timeout_s is None:
+            return Call(self.role, rank, method, tuple(refs), timing, self.call_timeout_s, time.monotonic(),
+                        worker.fence)
+        return Call(self.role, rank, method, tuple(refs), timing, timeout_s, time.monotonic(), worker.fence,
+                    LIMITS.get(method, ""))
+
+    def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
+        """The same call to every worker, in rank order."""
+        return [self.call(rank, method, *args, timeout_s=timeout_s) for rank in self.ranks]
+
+    async def values(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """The same call to every worker; returns the results in rank order. The first failure is raised."""
+        calls = self.call_all(method, *args, timeout_s=timeout_s)
+        return list(await asyncio.gather(*(call.value() for call in calls)))
+
+    def kill(self) -> None:
+        """Kill the worker processes now, stopped ones too, and all processes that they have started."""
+        here = [member for worker in self._workers.values() if worker.processes and is_here(worker.processes)
+                for member in worker.processes.members]
+        with removed_after(here):  # Ray also kills the processes that would clean up
+            for worker in self._workers.values():
+                ray.kill(worker.handle)
+            kill(here, grace_s=KILLED_S)
+        forget(self.role)
+
+    def _worker(self, rank: int) -> "_Worker":
+        """A rank's present process, or its last; calls to a last one fail like calls to a worker that was given up."""
+        return self._workers.get(rank) or self._former[rank]
+
+    def _spawned(self, rank: int, incarnation: int) -> "_Worker":
+        seat = self.seat(rank)
+        # Ray frees the name of a killed actor only some time later, so the next one has another name.
+        name = f"{self.role}/{rank}" if incarnation == 1 else f"{self.role}/{rank} ({incarnation})"
+        options = self._class.options(
+            name=name,
+            num_cpus=self._placement.cpus,
+            num_gpus=self._placement.gpus,
+            max_concurrency=self._concurrency,
+            enable_task_events=self._task_events,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(seat.group, seat.slot),
+            runtime_env={"env_vars": self._environment},
+        )
+        return _Worker(options.remote(**self._arguments(rank)), Fence(incarnation))
+
+
+class _Worker:
+    """One process of a rank."""
+
+    def __init__(self, handle: Any, fence: Fence) -> None:
+        self.handle, self.fence = handle, fence
+        self.processes: Processes | None = None
+        self._methods: dict[int, Any] = {}
+
+    def timed_call(self, returns: int) -> Any:
+        """The worker's one remote method; Ray checks its options only once."""
+        if returns not in self._methods:
+            self._methods[returns] = self.handle.timed_call.options(num_returns=returns)
+        return self._methods[returns]
+
+
+async def _ended(worker: _Worker, reason: str) -> None:
+    """Kill a worker's processes."""
+    worker.fence.close(reason)
+    if worker.processes is not None:  # before ray.kill, which would also kill the processes that clean up
+        await kill_on_their_node(worker.processes)
+    ray.kill(worker.handle)

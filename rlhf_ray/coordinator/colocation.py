@@ -1,0 +1,56 @@
+"""GPU sharing of generators and learners: sleep and wake of generators, offload and reload of optimizer state.
+
+    generation ──learning()──► update ──publishing()──► publication ──generation()──► generation
+
+Before an update generators sleep, then learners reload their optimizer state. Before a publication learners offload it
+and generators wake their weights; after the publication generators wake their cache.
+"""
+
+import asyncio
+
+from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
+from rlhf_ray.coordinator.role_groups import RoleGroups
+
+
+class Phases:
+    """Switches between generation and learning as configured; does nothing by default. No call may be under way."""
+
+    def __init__(self, config: PPOConfig, roles: RoleGroups) -> None:
+        self._dispatcher, self._level = roles.dispatcher(roles.generators), config.generator.sleep_level
+        learners = [(config.policy, roles.policy), *([(config.critic, roles.critic)] if roles.critic else [])]
+        self._offloading: list[WorkerGroup] = [group for own, group in learners if own.offload_between_phases]
+        self._asleep: set[int] = set()
+        """Ranks of the generators that sleep; one that is replaced meanwhile is awake."""
+
+    @property
+    def drops_weights(self) -> bool:
+        """Whether sleeping generators drop their weights, so that a publication must be whole."""
+        return self._level > 1
+
+    async def learning(self) -> None:
+        """Prepare for an update."""
+        if self._level:
+            asleep = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
+            await asleep.each("sleep")
+            self._asleep = set(asleep.ranks)
+        await self._call_learners("reload_state")
+
+    async def publishing(self) -> None:
+        """Prepare for a publication."""
+        await self._call_learners("offload_state")
+        await self._wake("weights")
+
+    async def generation(self) -> None:
+        """Prepare for generation."""
+        await self._wake("kv_cache")
+        self._asleep.clear()
+
+    async def _wake(self, part: str) -> None:
+        up = [rank for rank in self._dispatcher.scheduler.up if rank in self._asleep]
+        await BroadcastGroup(self._dispatcher, up).each("wake", [part])
+
+    async def _call_learners(self, method: str) -> None:
+        calls = [call for group in self._offloading for call in group.call_all(method)]
+        await asyncio.gather(*(call.done() for call in calls))

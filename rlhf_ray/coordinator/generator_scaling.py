@@ -1,0 +1,123 @@
+"""Changes the number of generators during a run (`rlhf-ray scale`).
+
+A new generator is started, receives the present weights, and only then gets prompts. A removed one gets no new prompts,
+finishes its work, and is ended; work that it does not finish within `cluster.heartbeat_timeout_s` is repeated by
+others. A sample has a seed of its own, so its result does not depend on the generator.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
+from rlhf_ray.coordinator.role_groups import RoleGroups
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
+from rlhf_ray.files.writer_thread import RunFiles
+
+REMOVED = "it was removed by rlhf-ray scale"
+SHUTDOWN_GRACE_S = 10.0
+"""Time for a generator to shut its engine down."""
+
+
+class Scaling:
+    """Changes the number of generators of a run; one request at a time."""
+
+    def __init__(self, config: ClusterConfig, roles: RoleGroups, weights: WeightSync, possible: Callable[[int], object],
+                 changed: Callable[[int], None], say: Callable[[str], None], files: RunFiles | None = None) -> None:
+        """
+        Args:
+            possible: raises a `ConfigError` if the configuration does not allow this number.
+            changed: stores the new number; called in the thread for records.
+            say: receives messages about the progress.
+        """
+        self._config, self._roles, self._weights = config, roles, weights
+        self._possible, self._changed, self._say = possible, changed, say
+        self._files = files or RunFiles()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def asked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Handle a request of `rlhf-ray scale`, with the new number `generators`.
+
+        Returns:
+            their ranks, and a message.
+
+        Raises:
+            ConfigError: the number is invalid, or not possible in this run.
+            ClusterError: the cluster lacks resources for them.
+            WorkerError: one could not be started.
+        """
+        wanted = arguments.get("generators")
+        if not isinstance(wanted, int) or wanted < 1:
+            raise ConfigError(f"generators={wanted!r}: a run needs at least one generator; stop the run to end it")
+        self._possible(wanted)
+        async with self._one_at_a_time:
+            group = self._roles.generators
+            before = len(group)
+            if wanted > before:
+                await self._add(wanted - before)
+            elif wanted < before:
+                await self._remove(before - wanted)
+            if wanted != before:
+                await self._files.records.run(self._changed, wanted)
+            said = f"{before} before, {len(group)} now" if wanted != before else f"{before}, as before"
+            return {"generators": group.ranks, "said": f"generators: {said}"}
+
+    async def _add(self, count: int) -> None:
+        """Add all of them, or none."""
+        dispatcher, group = self._roles.dispatcher(self._roles.generators), self._roles.generators
+        ranks: list[int] = []
+        try:
+            while len(ranks) < count:
+                ranks.append(await group.add(self._config.start_timeout_s))
+            self._say(f"adding {_named(ranks)}")
+            await _all(*(self._started(dispatcher, rank) for rank in ranks))
+            self._say(f"{_named(ranks)} added, with version {self._weights.version} of the weights")
+        except BaseException:
+            for rank in ranks:
+                dispatcher.leave_out(rank)
+            with self._roles.healing.set_aside(dispatcher, ranks):
+                await asyncio.gather(*(group.remove(rank, "it could not be added") for rank in ranks))
+            raise
+
+    async def _started(self, dispatcher: WorkerDispatcher, rank: int) -> None:
+        """Start a new generator, send it the present weights, and make it available. From then on it is monitored like
+        the others, even while more are starting."""
+        with self._roles.healing.set_aside(dispatcher, [rank]):
+            await dispatcher.group.start_one(rank, timeout_s=self._config.start_timeout_s)
+            await self._weights.catch_up(rank, lambda: dispatcher.take_back(rank))
+
+    async def _remove(self, count: int) -> None:
+        group, healing = self._roles.generators, self._roles.healing
+        dispatcher = self._roles.dispatcher(group)
+        away = [rank for rank in group.ranks if (group.role, rank) in healing.down]
+        ranks = sorted((away + [rank for rank in reversed(group.ranks) if rank not in away])[:count])
+        self._say(f"removing {_named(ranks)} after their work under way")
+        for rank in ranks:
+            dispatcher.leave_out(rank)
+        with healing.set_aside(dispatcher, ranks):
+            done = await asyncio.gather(*(self._retire(dispatcher, rank) for rank in ranks))
+        again = sum(done)
+        self._say(f"{_named(ranks)} removed" + (f"; {again} samples are generated again by others" if again else ""))
+
+    async def _retire(self, dispatcher: WorkerDispatcher, rank: int) -> int:
+        """End a generator that gets no more work; returns how many of its samples others must generate."""
+        await dispatcher.idle(rank, self._config.heartbeat_timeout_s)
+        await self._weights.over()  # the next one begins without it
+        left = dispatcher.scheduler.load(rank)
+        await dispatcher.group.remove(rank, REMOVED, shutdown_method="stop", grace_s=SHUTDOWN_GRACE_S)
+        return left
+
+
+async def _all(*work: Any) -> None:
+    """Wait for everything; then raise the first failure, as an error of this package."""
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, RLHFError):
+            raise outcome
+        if isinstance(outcome, BaseException):
+            raise WorkerError(f"a generator could not be added: {type(outcome).__name__}: {outcome}") from outcome
+
+
+def _named(ranks: list[int]) -> str:
+    return ", ".join(f"generator/{rank}" for rank in ranks)

@@ -1,0 +1,103 @@
+"""The coordinator's state that checkpoints contain: step, data cursor, KL coefficient, samples under way."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
+from rlhf_ray.algorithms.score_shaping import RunningMoments
+from rlhf_ray.checkpoint.state_files import check_complete
+from rlhf_ray.config.algorithm import KLConfig
+from rlhf_ray.config.training_loop import EarlyStopConfig
+from rlhf_ray.coordinator.best_checkpoint import BestSoFar
+from rlhf_ray.coordinator.early_stop import EarlyStop
+from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
+
+
+def kl_controller(config: KLConfig) -> FixedKL:
+    """The configured controller of the KL coefficient."""
+    if config.kind == "adaptive":
+        return AdaptiveKL(config.coef, config.target, config.horizon)
+    return FixedKL(config.coef)
+
+
+@dataclass
+class RunState:
+    """The run between two steps. The weight version always equals `step`: one publication an update."""
+
+    kl: FixedKL
+    cursor: PromptCursor
+    step: int = 0
+    """Updates made so far."""
+    samples: int = 0
+    """Samples trained on so far."""
+    scores: RunningMoments = field(default_factory=RunningMoments)
+    """Of the scores trained on so far, before shaping."""
+    unmeasured: bool = True
+    """Whether an evaluation of the present step is due."""
+    best: BestSoFar = field(default_factory=BestSoFar)
+    """The best evaluation so far."""
+    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
+    """Metrics of the last steps, to stop a run that diverges."""
+    in_flight: dict[int, list[SampleKey]] = field(default_factory=dict)
+    """Keys of admitted chunks that are not committed yet, by admission number; fewer than the chunk's size while lost
+    prompts are not replaced yet."""
+    returned: list[SampleKey] = field(default_factory=list)
+    """Samples that were admitted and lost their place; they are the next to be admitted."""
+
+    def observe_scores(self, scores: np.ndarray) -> None:
+        """Update the running moments with the scores `[N]` of a trained batch."""
+        self.scores.update(torch.from_numpy(scores))
+
+    def reward_terms(self, normalisation: str) -> RewardTerms:
+        """Terms for the rewards of a chunk assembled now; `normalisation` as in `AlgorithmConfig`."""
+        mean = self.scores.mean if normalisation == "standardise" and self.scores.count > 1 else 0.0
+        return RewardTerms(self.kl.value, mean, 1.0 if normalisation == "none" else self.scores.deviation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types for the checkpoint."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "kl": self.kl.state_dict(),
+            "scores": self.scores.state_dict(),
+            "unmeasured": self.unmeasured,
+            "best": self.best.state_dict(),
+            "early_stop": self.early_stop.state_dict(),
+            "cursor": self.cursor.state_dict(),
+            "in_flight": [[order, _plain(keys)] for order, keys in self.in_flight.items()],
+            "returned": _plain(self.returned),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`.
+
+        Raises:
+            CheckpointError: the state is incomplete, or as `PromptCursor.load_state_dict`.
+        """
+        check_complete(state, self.state_dict(), "the checkpoint's state of the run")
+        self.cursor.load_state_dict(state["cursor"])
+        self.kl.load_state_dict(state["kl"])
+        self.scores.load_state_dict(state["scores"])
+        self.best.load_state_dict(state["best"])
+        self.early_stop.load_state_dict(state["early_stop"])
+        self.step, self.samples, self.unmeasured = state["step"], state["samples"], state["unmeasured"]
+        self.in_flight = {order: [SampleKey(*k) for k in keys] for order, keys in state["in_flight"]}
+        self.returned = [SampleKey(*key) for key in state["returned"]]
+
+
+def summary_state(summary: ExperienceSummary) -> dict[str, Any]:
+    """A summary of ready experience as plain types, for a checkpoint; arrays stay arrays."""
+    return {f.name: getattr(summary, f.name) for f in fields(summary)}
+
+
+def summary_of(state: dict[str, Any]) -> ExperienceSummary:
+    """The summary from a `summary_state`."""
+    return ExperienceSummary(**state)
+
+
+def _plain(keys: list[SampleKey]) -> list[list[int]]:
+    return [list(key.numbers) for key in keys]

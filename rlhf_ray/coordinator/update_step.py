@@ -1,0 +1,95 @@
+"""One update: policy and critic learn from a lease concurrently; state, buffer and ledger follow."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.coordinator.role_groups import RoleGroups
+from rlhf_ray.coordinator.run_state import RunState
+from rlhf_ray.records import ExperienceSummary, UpdateStats
+from rlhf_ray.replay.buffer_state import Lease
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The result of an update."""
+
+    policy: UpdateStats | None
+    """None while only the critic warms up."""
+    critic: UpdateStats | None
+    """None without a critic."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether any optimizer step changed any weight. Policy and critic skip steps independently."""
+        return any(stats.applied for stats in (self.policy, self.critic) if stats is not None)
+
+    def skipped(self) -> str | None:
+        """A message about the skipped optimizer steps; None without any."""
+        parts = [f"{stats.skipped} of the {name}'s {stats.skipped + stats.applied} optimizer steps"
+                 for name, stats in (("policy", self.policy), ("critic", self.critic)) if stats and stats.skipped]
+        return f"{' and '.join(parts)} left out: a loss or gradient was not finite" if parts else None
+
+
+class Learning:
+    """Runs the learners' updates, and keeps state, buffer and ledger consistent with them."""
+
+    def __init__(self, config: PPOConfig, roles: RoleGroups, state: RunState, pipeline: Pipeline,
+                 warn: Callable[[str], None]) -> None:
+        self._config, self._roles, self._state, self._pipeline, self._warn = config, roles, state, pipeline, warn
+
+    async def learn(self, lease: Lease) -> tuple[Learned, list[ExperienceSummary]]:
+        """Update policy and critic, which makes a new version; returns the result and the batch's summaries.
+
+        Raises:
+            TrainingError: too many consecutive updates were skipped (`optimizer.max_consecutive_skipped_updates`).
+        """
+        learned = await self._update_all(lease)
+        if (message := learned.skipped()) is not None:
+            self._warn(f"step {self._state.step + 1}: {message}")
+        summaries = self._acknowledge(lease, learned)
+        await self._pipeline.ledger.settled()
+        return learned, summaries
+
+    async def _update_all(self, lease: Lease) -> Learned:
+        """Update policy and critic from the same experience, concurrently."""
+        roles, coef = self._roles, self._state.kl.value
+        if self._config.shares_backbone:
+            return Learned(*await self._update(roles.policy, lease, "policy_update", coef, method="update_both"))
+        warming_up = self._state.step < self._config.algorithm.critic_warmup_steps
+        return Learned(*await asyncio.gather(
+            self._update(None if warming_up else roles.policy, lease, "policy_update", coef),
+            self._update(roles.critic, lease, "critic_update"),
+        ))
+
+    async def _update(
+        self, group: WorkerGroup | None, lease: Lease, phase: str, *numbers: float, method: str = "update"
+    ) -> Any:
+        """The first rank's statistics; None without a group."""
+        if group is None:
+            return None
+        calls = group.call_all(method, self._state.step, *numbers, *lease.refs)
+        await asyncio.gather(*(self._roles.done(call, phase) for call in calls))
+        return await calls[0].value()
+
+    def _acknowledge(self, lease: Lease, learned: Learned) -> list[ExperienceSummary]:
+        """Acknowledge the lease and count the version. An update that changed no weight changes neither the KL
+        coefficient nor the scores' moments."""
+        state, pipeline = self._state, self._pipeline
+        pipeline.buffer.ack(lease, state.step)
+        summaries = [pipeline.summaries.pop(entry.order) for entry in lease.entries]
+        state.step += 1
+        if learned.applied:
+            pipeline.ledger.consumed(lease.keys, state.step)
+            state.kl.update(float(np.concatenate([s.kl for s in summaries]).mean()), lease.samples)
+            state.observe_scores(np.concatenate([s.scores for s in summaries]))
+        else:
+            pipeline.ledger.not_applied(lease.keys, state.step, "no loss and gradient of the update was finite")
+        state.samples += lease.samples
+        return summaries

@@ -1,0 +1,99 @@
+"""Memory of roles that do not train: vLLM generators, and frozen models that score."""
+
+from math import isfinite
+
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.planning.activations import MicroBatch, logits_bytes, scoring_bytes
+from rlhf_ray.planning.hardware import Hardware
+from rlhf_ray.planning.memory_breakdown import (
+    ACTIVATIONS,
+    BUFFERS,
+    CACHE,
+    ENGINE_CORE,
+    GENERATOR,
+    GPU_CONTEXT,
+    GPU_HOST,
+    LOGITS,
+    MIB,
+    RUNTIME,
+    SCORER,
+    WEIGHTS,
+    Memory,
+)
+from rlhf_ray.planning.model_shape import ModelShape
+
+
+def is_async(config: GenerationConfig) -> bool:
+    """Whether vLLM runs in separate processes (roles/engines/vllm_adapter.py, `engine_kind`)."""
+    return config.engine == "async" or (config.engine == "auto" and (config.gpus > 0 or config.devices > 1))
+
+
+def generator_memory(
+    config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float,
+    through_memory: float = 0.0,
+) -> Memory:
+    """Memory of one generator.
+
+    On the CPU it holds its weights twice more while a publication arrives: as received, and as packed for its kernels
+    (weights/double_buffer.py). On a GPU vLLM takes what `kv_cache_mb` and the weights need, or `gpu_memory_utilization`
+    of the device. If the node has no GPU, a cache for all sequences is counted.
+
+    Args:
+        longest: tokens of prompt and response.
+        bucket_bytes: largest bucket of a publication.
+        through_memory: bytes of a publication that a GPU's engine maps in main memory before it loads them.
+    """
+    if not config.gpus:
+        return _on_cpu(config, shape)
+    spans = config.devices
+    weights = shape.weight_bytes / spans
+    half = shape.bytes_per_value == 2
+    micro_batch = MicroBatch(config.prefill_tokens(longest), longest, on_gpu=True, half_model=half)
+    parts = {WEIGHTS: weights, ACTIVATIONS: scoring_bytes(shape, micro_batch) / spans,
+             LOGITS: 2 * config.max_sequences * shape.vocabulary * 4.0, BUFFERS: bucket_bytes, RUNTIME: GPU_CONTEXT}
+    taken = device.memory_bytes * config.gpu_memory_utilization if config.cache_mb is None else 0.0
+    if config.cache_mb is not None:
+        parts[CACHE] = config.cache_mb * float(MIB)
+    elif isfinite(taken):
+        parts[CACHE] = max(0.0, taken - sum(parts.values()))
+    else:  # the node has no GPU
+        parts[CACHE] = config.max_sequences * shape.cache_bytes * longest / spans
+    host = {BUFFERS: through_memory, RUNTIME: GENERATOR + spans * (ENGINE_CORE + GPU_HOST)}
+    return Memory(device=parts, host=host)
+
+
+def _on_cpu(config: GenerationConfig, shape: ModelShape) -> Memory:
+    head = shape.vocabulary * shape.hidden * shape.bytes_per_value if shape.tied else 0
+    return Memory(host={
+        WEIGHTS: shape.weight_bytes + head,
+        BUFFERS: 2 * (shape.weight_bytes + head),
+        CACHE: (config.cache_mb or 0) * MIB,
+        RUNTIME: GENERATOR + (ENGINE_CORE if is_async(config) else 0),
+    })
+
+
+def cache_sequences(config: GenerationConfig, shape: ModelShape, memory: Memory, longest: int) -> float:
+    """Sequences of maximum length that fit into the KV cache at the same time."""
+    spans = config.devices if config.gpus else 1
+    return memory.shown[CACHE] * spans / (shape.cache_bytes * longest)
+
+
+def scorer_memory(gpus: float, shape: ModelShape, micro_batch_tokens: int, longest: int, answers: float) -> Memory:
+    """Memory of a frozen model that scores: its weights, and a pass without gradients.
+
+    Args:
+        answers: share of the tokens whose log-probability is computed; 0 with a scalar head.
+    """
+    on_gpu = gpus > 0
+    micro_batch = MicroBatch(micro_batch_tokens, longest, on_gpu, half_model=shape.bytes_per_value == 2)
+    parts = {
+        WEIGHTS: float(shape.weight_bytes),
+        ACTIVATIONS: scoring_bytes(shape, micro_batch),
+        LOGITS: logits_bytes(shape, micro_batch, round(answers * micro_batch_tokens), training=False),
+    }
+    if not on_gpu:
+        # Weights in the files' precision are memory-mapped; others are converted, so the files' pages count as well.
+        converted = shape.saved_bytes not in (None, shape.bytes_per_value)
+        mapped = shape.parameters * float(shape.saved_bytes or 0) if converted else 0.0
+        return Memory(host={**parts, BUFFERS: mapped, RUNTIME: SCORER})
+    return Memory(device={**parts, RUNTIME: GPU_CONTEXT}, host={RUNTIME: SCORER + GPU_HOST})

@@ -1,0 +1,79 @@
+"""Pretraining text in the policy's update (PPO-ptx; Ouyang et al. 2022, eq. 2): its rows, their order, their loss.
+
+The loss is the mean over all predicted tokens of an optimizer step's rows on all ranks, at temperature 1, and its
+gradient is added to the policy's. Every rank reads the text without a copy and selects the same rows.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_ray.checkpoint.state_files import load_state
+from rlhf_ray.config.algorithm import PtxConfig
+from rlhf_ray.data.batching import rank_plan
+from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.data.supervised_records import Sequences
+from rlhf_ray.errors import CheckpointError
+from rlhf_ray.models.packing import Packing
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.roles.supervised_learner import predictable
+
+
+class PretrainingMix:
+    """The pretraining text of one rank of the policy."""
+
+    def __init__(self, config: PtxConfig, text: Sequences, seed: int) -> None:
+        self.config, self._text = config, text
+        self._cursor = PromptCursor(len(text), seed, shuffle=True)
+
+    def join(self, learner: Learner, losses: Iterable[Tensor], meter: AverageMeter) -> Iterator[Tensor]:
+        """The losses of one optimizer step followed by the text's; adds `ptx_loss`, in nats per token, to the meter.
+
+        With a coefficient of 0 the text's loss is only measured.
+        """
+        rows = self.next_rows()
+        if self.config.coef == 0:
+            with torch.no_grad():
+                for _ in self.shares(learner, rows, meter):
+                    pass
+        yield from losses
+        if self.config.coef > 0:
+            yield from (self.config.coef * share for share in self.shares(learner, rows, meter))
+
+    def next_rows(self) -> Sequences:
+        """The rows of the next optimizer step."""
+        return self._text.select([row for _, row in self._cursor.next(self.config.batch_size)])
+
+    def shares(self, learner: Learner, rows: Sequences, meter: AverageMeter) -> Iterator[Tensor]:
+        """This rank's parts of the mean loss of the rows; the sum over all ranks and micro-batches is the loss."""
+        engine, whole = learner.engine, float(predictable(rows).sum())
+        for numbers in rank_plan(rows.lengths, learner.world, learner.config.micro_batch_tokens)[learner.rank]:
+            # As in `Learner._shares`, a rank without rows left takes part with a row of weight zero.
+            part = rows.select(numbers if len(numbers) else [0])
+            predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=engine.device)
+            run = engine.forward if torch.is_grad_enabled() else engine.infer
+            loss = -run(torch.as_tensor(part.tokens.astype(np.int64), device=engine.device),
+                        Packing.of(part.lengths, engine.device), predicted, temperature=1.0)[0].mean()
+            weight = float(len(predicted)) if len(numbers) else 0.0
+            meter.add(weight, {"ptx_loss": loss.detach()})
+            yield loss * (weight / whole)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the cursor."""
+        return self._cursor.state_dict()
+
+    def load(self, path: Path) -> None:
+        """Restore the cursor.
+
+        Raises:
+            CheckpointError: nothing was saved, or it belongs to another text or seed.
+        """
+        if not path.is_file():
+            raise CheckpointError(f"the checkpoint has no position in the pretraining text ({path.name}): it was saved "
+                                  "without ptx. Remove the section to resume, or start a new run.")
+        self._cursor.load_state_dict(load_state(path))

@@ -1,0 +1,150 @@
+"""The training loop of a supervised stage: updates, evaluations, checkpoints, best step and export."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.checkpoint.state_files import check_complete, load_state, save_state
+from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.coordinator.best_checkpoint import BestKeeper, BestSoFar
+from rlhf_ray.coordinator.recovery import STATE, parts_on_disk, whole_or_nothing
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.errors import RunInterrupted
+from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.stages.run_export import export_learner
+
+SupervisedConfig = SFTConfig | RewardModelConfig | ProcessRewardConfig
+
+AHEAD = 2
+"""Updates submitted before the first has finished, so that learners do not wait for the driver."""
+
+
+@dataclass
+class SupervisedRun:
+    """One supervised run."""
+
+    config: SupervisedConfig
+    name: str
+    """Prefix of its metrics: "sft", "reward_model" or "process_reward"."""
+    learners: WorkerGroup
+    directory: RunDirectory
+    store: CheckpointStore
+    metrics: MetricsWriter
+    progress: StageProgress
+    stop: StopRequest
+    card: Callable[[int, Mapping[str, float]], ModelCardInfo]
+    """The model card for a step and its last evaluation."""
+    step: int = 0
+    best: BestSoFar = field(default_factory=BestSoFar)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """The latest one."""
+
+    @cached_property
+    def keeper(self) -> BestKeeper:
+        """Keeps the best step's checkpoint and model."""
+        return BestKeeper(self.config.checkpoint, self.directory, self.store, self.best, self._export_model)
+
+    async def train(self) -> dict[str, float]:
+        """Make the remaining updates; returns the last evaluation. With `checkpoint.best_metric` the model is also
+        measured before training, as the value to beat.
+
+        Raises:
+            RunInterrupted: a stop was requested; a checkpoint of the last finished step exists.
+            DiskStalled: the disk of the run hangs.
+        """
+        self.stop.can_save = True
+        if self.step == 0 and self.config.checkpoint.best_metric:
+            await self._evaluate()
+        while self.step < self.config.run.steps:
+            until = self._next_pause()
+            await self._train_until(until)
+            if self.step < until:
+                await self.save()
+                raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.step} of "
+                                     f"{self.config.run.steps}; the checkpoint is saved, --resume continues from it")
+            improved = self._due(self.config.training.eval_every) and await self._evaluate()
+            if improved or self._due(self.config.checkpoint.every):
+                await self.save()
+            if improved:
+                await self.keeper.keep()
+        if not self.evaluation and await self._evaluate():  # resumed after its last step, whose checkpoint exists
+            await self.keeper.keep()
+        return self.evaluation
+
+    async def _train_until(self, step: int) -> None:
+        """Updates up to `step`, a few submitted ahead; when a stop is requested, ends after the submitted ones."""
+        under_way: list[list[Call]] = []
+        submitted = self.step
+        while under_way or (submitted < step and not self.stop.requested):
+            while submitted < step and len(under_way) < AHEAD and not self.stop.requested:
+                submitted += 1
+                under_way.append(self.learners.call_all("update", submitted))
+            stats = (await asyncio.gather(*(call.value() for call in under_way.pop(0))))[0]
+            self.step = stats.step
+            row = {f"{self.name}/{key}": value for key, value in stats.metrics.items()}
+            row[f"{self.name}/skipped_steps"] = float(stats.skipped)
+            row |= {"throughput/tokens_per_second": stats.tokens / stats.seconds, "time/step": stats.seconds}
+            await self.directory.files.records.run(self.metrics.write, self.step, row)
+            self.progress.update(self.step, loss=stats.metrics["loss"],
+                                 tokens_per_second=row["throughput/tokens_per_second"])
+
+    async def _evaluate(self) -> bool:
+        """Measure the model on held-out rows; True when it is the best so far, and not the initial model."""
+        metrics = (await self.learners.values("evaluate"))[0]
+        if metrics:
+            await self.directory.files.records.run(self.metrics.write, self.step,
+                                         {f"eval/{key}": value for key, value in metrics.items()})
+            self.progress.note("held-out " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
+        self.evaluation = metrics
+        return self.keeper.consider(self.step, metrics)
+
+    async def save(self) -> None:
+        """Write the checkpoint of the present step."""
+        checkpoints = self.directory.files.checkpoints
+        directory = await checkpoints.run(self.store.begin, self.step)
+        async with whole_or_nothing(self.directory.files, self.store, directory, self.step):
+            await self.learners.values("begin_save", str(directory.absolute() / self.learners.role))
+            await parts_on_disk([self.learners], checkpoints.timeout_s)
+            await checkpoints.run(save_state, directory / STATE, {"step": self.step, "best": self.best.state_dict()})
+        await checkpoints.run(self.store.commit, directory, self.step)
+
+    async def restore(self, path: Path) -> None:
+        """Continue from the verified checkpoint at `path`.
+
+        Raises:
+            CheckpointError: it was written by another version.
+        """
+        state = load_state(path / STATE)
+        check_complete(state, ("step", "best"), str(path))
+        await self.learners.values("load", str(path.absolute() / self.learners.role))
+        self.step = state["step"]
+        self.best.load_state_dict(state["best"])
+        self.progress.note(f"resuming after step {self.step}")
+        if (warning := await self.keeper.resume(self.step)) is not None:
+            self.progress.warn(warning)
+
+    async def export(self) -> None:
+        """Write model/ in Hugging Face format, and adapter/ in peft's where adapters were trained."""
+        card = self.card(self.step, self.evaluation)
+        await export_learner(self.learners, self.config.learner, self.directory, card)
+
+    async def _export_model(self, place: Path) -> None:
+        """Write the present model to the directory `place`, in Hugging Face format."""
+        await self.learners.values("export", str(place.absolute()), self.card(self.step, self.evaluation),
+                                   self.directory.term)
+
+    def _next_pause(self) -> int:
+        """The next step at which something other than updates happens."""
+        paces = (self.config.training.eval_every, self.config.checkpoint.every)
+        return min([self.config.run.steps, *((self.step // every + 1) * every for every in paces if every)])
+
+    def _due(self, every: int) -> bool:
+        return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)

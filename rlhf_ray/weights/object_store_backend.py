@@ -1,0 +1,127 @@
+"""The "object_store" back-end of vLLM's own weight update: loads verified buckets of bytes into a running model.
+
+`worker_extension_cls` names this module, so every process with a part of the model imports it before the model is
+built, and importing it registers the back-end. (It is the only module of the project that acts on import; only vLLM
+imports it.) Buckets arrive as arrays in the same process, or as the path of a file that all workers of the engine map,
+so no bytes are serialised. See https://docs.vllm.ai/en/latest/training/weight_transfer/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rlhf_ray.records import TensorEntry
+from rlhf_ray.weights.manifest import unpack
+
+BACKEND = "object_store"
+DIRECT = {"nccl": "VerifiedNCCLEngine", "ipc": "VerifiedIPCEngine", "gloo": "VerifiedGlooEngine"}
+"""Back-ends of `direct_backend` by transport."""
+ALIGNMENT = 64
+"""Bytes. Every tensor in a file starts at a multiple of it, which suits every dtype and is one cache line."""
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """This back-end needs no handshake."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """One bucket: its entries as plain tuples, and its bytes as arrays or as a file's path (see `aligned`)."""
+
+    entries: list[Any]
+    arrays: list[NDArray[np.uint8]] | None = None
+    path: str | None = None
+
+
+def bucket_info(
+    entries: Sequence[TensorEntry], arrays: list[NDArray[np.uint8]] | None = None, path: str | None = None
+) -> dict[str, Any]:
+    """The message that vLLM's `update_weights` carries to the workers; give `arrays` or `path`."""
+    return asdict(BucketInfo([list(astuple(e)) for e in entries], None, path)) | {"arrays": arrays}
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to `ALIGNMENT`: a tensor's size in a bucket's file with padding."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def read_file(path: str, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
+    """The tensors in a bucket's file, as views of the mapped file."""
+    data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
+    offset = 0
+    for entry in entries:
+        yield entry, data[offset : offset + entry.nbytes]
+        offset += aligned(entry.nbytes)
+
+
+class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
+    """Loads weights in checkpoint format, layer by layer, in place."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketInfo
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """Does nothing: there is no connection."""
+
+    def start_weight_update(self) -> None:
+        """Prepare every layer for new weights."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket. (The base class would always synchronise an accelerator, which a CPU does not have.)"""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Pass a bucket's tensors to the model's own loader. Layers keep them until they are complete."""
+        entries = [TensorEntry(name, dtype, tuple(shape), size) for name, dtype, shape, size in update_info.entries]
+        if update_info.arrays is None:
+            self.model.load_weights(unpack(read_file(str(update_info.path), entries)))
+        else:
+            self.model.load_weights(unpack(zip(entries, update_info.arrays, strict=True)))
+
+    def finish_weight_update(self) -> None:
+        """Activate the loaded layers.
+
+        On CPUs the output projection multiplies with a packed copy of its weights. With tied embeddings the reload
+        does not update that copy, and the model would silently use the old head. So it is packed again.
+        """
+        finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Does nothing: there are no resources."""
+
+
+class WorkerExtension:
+    """Empty: `worker_extension_cls` names it so that the workers import this module."""
+
+
+def backend_name(transport: str, gpus: float) -> str:
+    """The name under which a transport's back-end is registered. Without GPUs, gloo stands in for NCCL, for testing."""
+    if transport == BACKEND:
+        return BACKEND
+    return f"verified_{'gloo' if transport == 'nccl' and not gpus else transport}"
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, ObjectStoreWeightTransferEngine)
+for _carrier, _class in DIRECT.items():
+    WeightTransferEngineFactory.register_engine(f"verified_{_carrier}", "rlhf_ray.weights.nccl_ipc_backend", _class)

@@ -1,0 +1,74 @@
+"""`generate` and `compare`: what they hand on, and what they refuse. The real engine answers in tests/cluster."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rlhf_ray.cli import generate_commands
+from rlhf_ray.cli.generate_commands import prepare_engine
+from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.roles.engines.vllm_adapter import generator_environment
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The options that either command handed to its stage, in order."""
+    import rlhf_ray.stages.compare
+    import rlhf_ray.stages.generate
+
+    found = []
+    monkeypatch.setattr(generate_commands, "prepare_engine", lambda: None)
+    for module in (rlhf_ray.stages.generate, rlhf_ray.stages.compare):
+        monkeypatch.setattr(module, "run", lambda options, *_: found.append(options))
+    return found
+
+
+def test_every_option_of_generate_is_handed_on(command_line, asked):
+    assert command_line(
+        "generate", "m", "--prompt", "one", "--prompt", "two", "--max-tokens=9", "--temperature=0.5", "--top-p=0.9",
+        "--top-k=3", "--n=2", "--seed=7", "--no-chat", "--reward=vader", "--output=o.jsonl").code == 0
+    (options,) = asked
+    assert options.sampling == SamplingConfig(max_tokens=9, temperature=0.5, top_p=0.9, top_k=3)
+    assert (options.model, options.prompts, options.file, options.column) == ("m", ["one", "two"], None, "prompt")
+    assert (options.n, options.seed, options.chat, options.reward) == (2, 7, False, "vader")
+    assert options.output == Path("o.jsonl")
+
+
+def test_every_option_of_compare_is_handed_on(command_line, asked):
+    assert command_line(
+        "compare", "a", "b", "--prompts=p.jsonl", "--scorer=vader", "--column=q", "--limit=5", "--n=3", "--tie=0.1",
+        "--seed=2", "--temperature=0", "--output=c.html").code == 0
+    (options,) = asked
+    assert (options.first, options.second, options.prompts, options.scorer) == ("a", "b", "p.jsonl", "vader")
+    assert (options.column, options.limit, options.n, options.tie, options.seed) == ("q", 5, 3, 0.1, 2)
+    assert options.sampling.temperature == 0 and options.output == Path("c.html") and options.chat
+
+
+@pytest.mark.parametrize("arguments", [("compare", "a", "b", "--prompts=p"), ("compare", "a", "--scorer=vader"),
+                                       ("generate",), ("generate", "m", "--top-p=2"), ("generate", "m", "--n=0")])
+def test_what_is_missing_or_out_of_bounds_is_refused(command_line, asked, arguments):
+    assert command_line(*arguments).code == 2 and asked == []
+
+
+def test_the_engines_environment_is_set_but_not_over_the_users(monkeypatch):
+    for name in (*generator_environment(GenerationConfig()), "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    prepare_engine()
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and os.environ["TORCH_COMPILE_DISABLE"] == "1"
+
+
+def test_the_engines_environment_is_set_before_what_reads_it_is_imported():
+    code = """
+        import sys
+        from rlhf_ray.cli.generate_commands import prepare_engine
+        prepare_engine()
+        assert not {"torch", "vllm"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

@@ -1,0 +1,101 @@
+"""Finding a job server, and what is said where there is none that we should speak to."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from rlhf_ray.cluster.jobs import submission_client as module
+from rlhf_ray.cluster.jobs.submission_client import connect, find_token, url_of
+from rlhf_ray.errors import ClusterError
+
+
+@pytest.fixture
+def answering():
+    """answering(status) -> URL of a server that answers all with it, and the headers that it was shown."""
+    servers = []
+
+    def start(status):
+        shown = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                shown.append(dict(self.headers))
+                self.send_response(status)
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}", shown
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch, tmp_path):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("written", "url"), [
+    ("head:8265", "http://head:8265"), ("http://head:8265/", "http://head:8265"),
+    ("https://ray.example.org", "https://ray.example.org"), ("http://[::1]:8265/#/jobs", "http://[::1]:8265")])
+def test_an_address_is_written_in_many_ways(written, url):
+    assert url_of(written) == url
+
+
+@pytest.mark.parametrize("written", ["ray://head:10001", "auto://", "http://"])
+def test_another_kind_of_address_is_refused_with_the_right_one(written):
+    with pytest.raises(ClusterError, match=r"its dashboard's: http://HOST:8265"):
+        url_of(written)
+
+
+def test_where_nobody_answers_one_learns_how_to_get_there():
+    with pytest.raises(ClusterError, match=r"no job server answers at http://127.0.0.1:9 .*ssh -L 8265"):
+        connect("127.0.0.1:9")
+
+
+def test_another_server_is_no_job_server(answering):
+    url, _ = answering(404)
+    with pytest.raises(ClusterError, match="answers with 404 where a job server"):
+        connect(url)
+
+
+def test_an_open_cluster_that_others_can_reach_is_refused_and_shown_no_token(answering, monkeypatch):
+    url, shown = answering(200)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 32)
+    monkeypatch.setattr(module, "is_loopback", lambda host: False)
+    with pytest.raises(ClusterError, match=r"has no authentication.*allow_open"):
+        connect(url)
+    assert shown and not [headers for headers in shown if "Authorization" in headers]
+
+
+def test_a_server_that_wants_a_token_says_where_to_put_it(answering):
+    url, _ = answering(401)
+    with pytest.raises(ClusterError, match=r"requires a token \(401\).*~/.ray/auth_token.*RAY_AUTH_TOKEN"):
+        connect(url)
+
+
+def test_the_token_is_found_where_ray_looks_in_its_order(no_token, monkeypatch):
+    assert find_token() is None
+    (no_token / ".ray").mkdir()
+    (no_token / ".ray/auth_token").write_text("usual\n")
+    assert find_token() == "usual"
+    (no_token / "named").write_text("named")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(no_token / "named"))
+    assert find_token() == "named"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
+    assert find_token() == "given"
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere")
+    with pytest.raises(ClusterError, match="RAY_AUTH_TOKEN_PATH=/nowhere"):
+        find_token()

@@ -1,0 +1,92 @@
+"""What a checkpoint keeps of a run: through JSON and back."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
+from rlhf_ray.checkpoint.state_files import load_state, save_state
+from rlhf_ray.config.algorithm import KLConfig
+from rlhf_ray.coordinator.run_state import RunState, kl_controller, summary_of, summary_state
+from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.errors import CheckpointError
+from rlhf_ray.records import RewardTerms, SampleKey
+
+
+def fresh(rows=20):
+    return RunState(AdaptiveKL(0.2, 6.0, 1000), PromptCursor(rows, 3, shuffle=True))
+
+
+def used():
+    state = fresh()
+    state.cursor.next(27)
+    state.kl.update(12.0, 100)
+    state.step, state.samples, state.unmeasured = 4, 32, False
+    state.observe_scores(np.array([1.0, 2.0, 6.0], dtype=np.float32))
+    state.best.follow("reward")
+    state.best.step, state.best.value = 2, 1.5
+    state.early_stop.observe(4, 3.5, 1.25)
+    state.in_flight = {9: [SampleKey(1, 2, 0), SampleKey(1, 2, 1)], 11: [SampleKey(1, 5, 0)]}
+    return state
+
+
+def test_a_state_comes_back_from_json_as_it_was():
+    state, again = used(), fresh()
+    again.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    assert (again.step, again.samples, again.unmeasured, again.in_flight) == (4, 32, False, state.in_flight)
+    assert again.kl.value == state.kl.value == pytest.approx(0.2 * (1 + 0.2 * 0.1))
+    assert again.scores.state_dict() == state.scores.state_dict() and again.scores.count == 3
+    assert again.best == state.best and again.best.metric == "reward"
+    assert again.early_stop == state.early_stop and again.early_stop.kl == [3.5]
+    assert again.cursor.next(30) == state.cursor.next(30)
+    assert all(isinstance(order, int) for order in again.in_flight)
+
+
+def test_a_state_of_other_data_is_refused_before_anything_changes():
+    again = fresh(rows=21)
+    with pytest.raises(CheckpointError, match="rows=20"):
+        again.load_state_dict(used().state_dict())
+    assert (again.step, again.kl.value, again.in_flight) == (0, 0.2, {})
+
+
+@pytest.mark.parametrize("normalisation, mean, deviation", [
+    ("none", 0.0, 1.0), ("scale", 0.0, 7**0.5), ("standardise", 3.0, 7**0.5),  # of 1, 2 and 6
+])
+def test_rewards_are_made_with_the_moments_of_earlier_steps(normalisation, mean, deviation):
+    assert fresh().reward_terms(normalisation) == RewardTerms(0.2, 0.0, 1.0), "nothing is known in the first step"
+    terms = used().reward_terms(normalisation)
+    assert (terms.score_mean, terms.score_deviation) == (pytest.approx(mean), pytest.approx(deviation))
+    assert terms.kl_coef == used().kl.value
+
+
+@pytest.mark.parametrize("kind, cls", [("fixed", FixedKL), ("adaptive", AdaptiveKL)])
+def test_the_controller_is_the_configured_one(kind, cls):
+    controller = kl_controller(KLConfig(kind=kind, coef=0.3, target=5.0, horizon=1000))
+    assert type(controller) is cls and controller.value == 0.3
+    controller.update(10.0, 100)
+    assert controller.value == (0.3 if kind == "fixed" else pytest.approx(0.3 * 1.02))
+    if kind == "adaptive":
+        assert (controller.target, controller.horizon) == (5.0, 1000.0)
+
+
+@pytest.mark.parametrize("gold", [None, np.array([0.5, -0.5], dtype=np.float32)])
+def test_a_summary_comes_back_from_disk_as_it_was(summary, tmp_path, gold):
+    keys = [SampleKey(0, 3, 0), SampleKey(1, 4, 2)]
+    said = summary(keys, version=6, gold=gold, samples=[{"prompt": "a", "score": 1.5, "gold": None}])
+    save_state(tmp_path / "s.json", {"summary": summary_state(said)})
+    again = summary_of(load_state(tmp_path / "s.json")["summary"])
+    for name, value in vars(said).items():
+        back = getattr(again, name)
+        if isinstance(value, np.ndarray):
+            assert back.dtype == value.dtype and back.tolist() == value.tolist(), name
+        else:
+            assert back == value, name
+
+
+@pytest.mark.parametrize("name", ["best", "early_stop", "kl", "cursor"])
+def test_a_state_of_another_version_is_refused_by_what_it_lacks(name):
+    state = used().state_dict()
+    del state[name]
+    with pytest.raises(CheckpointError, match=f"state of the run lacks {name}: another version"):
+        fresh().load_state_dict(state)
