@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -33,19 +32,14 @@ MARKERS = "not slow and not gpu and not cluster"
 
 def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
-    sources = {str(path.relative_to(CHECKOUT)): path.read_text(encoding="utf-8")
-               for pattern in MUTATED for path in sorted(CHECKOUT.glob(pattern))}
-    if options.only:
-        sources = {path: source for path, source in sources.items() if fnmatch(path, options.only)}
-    mutants = draw(sources, options.count, options.seed)
     if options.list:
-        for mutant in mutants:
+        for mutant in draw(sources_of(CHECKOUT, options.only), options.count, options.seed):
             print(f"{mutant.path}:{mutant.line} {mutant.function}\n  - {mutant.before}\n  + {mutant.after}")
         return 0
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     scratch = Path(tempfile.mkdtemp(prefix="mutants-"))
     try:
-        summary = run(options, sources, mutants, scratch)
+        summary = run(options, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     summary.save(RESULTS)
@@ -63,15 +57,24 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, sources: Mapping[str, str], mutants: Iterator[Mutant], scratch: Path) -> Summary:
+def sources_of(folder: Path, only: str | None = None) -> dict[str, str]:
+    """{path: text} of the files to mutate, those that match the pattern `only`."""
+    paths = {str(path.relative_to(folder)): path for pattern in MUTATED for path in folder.glob(pattern)}
+    return {name: path.read_text(encoding="utf-8") for name, path in sorted(paths.items())
+            if only is None or fnmatch(name, only)}
+
+
+def run(options: argparse.Namespace, scratch: Path) -> Summary:
     started = time.monotonic()
-    copies = copies_of(CHECKOUT, [scratch / f"copy-{slot}" for slot in range(options.workers)])
+    copies = copies_of(CHECKOUT, scratch, options.workers)
     server = ForkServer(scratch, options.workers)
-    tests = measure_coverage(server, copies, sources)
+    targets = sources_of(copies[0].path)
+    tests = measure_coverage(server, copies, list(targets))
     fork_server.import_others(tests.modules)
     equivalents = read_equivalents(EQUIVALENT)
     outcomes: list[Outcome] = []
     begun = time.monotonic()
+    mutants = draw(sources_of(copies[0].path, options.only), options.count, options.seed)
     for ended in server.map(mutants, lambda mutant, slot: try_mutant(mutant, tests, copies[slot], scratch),
                             lambda mutant: limit_s(mutant, tests)):
         copies[ended.slot].restore()
@@ -83,25 +86,25 @@ def run(options: argparse.Namespace, sources: Mapping[str, str], mutants: Iterat
         left = each * (options.count - len(outcomes))
         progress(f"{len(outcomes)}/{options.count} mutants, {killed} killed, {left / 60:.1f} min left", len(outcomes))
     return Summary(options.seed, options.count, time.monotonic() - started, outcomes,
-                   without_source(equivalents, sources.values()) if not options.only else ())
+                   without_source(equivalents, targets.values()))
 
 
-def measure_coverage(server: ForkServer, copies: list[TreeCopy], sources: Mapping[str, str]) -> LineCoverage:
+def measure_coverage(server: ForkServer, copies: list[TreeCopy], targets: list[str]) -> LineCoverage:
     """Runs the unit tests once, a package at a time, unless the same code was measured before."""
     digest = hashlib.sha256()
-    for path in sorted([*copies[0].path.glob("rlhf_ray/**/*.py"), *copies[0].path.glob("tests/**/*.py")]):
-        digest.update(path.read_bytes())
+    for path in sorted(path for part in ("rlhf_ray", "tests") for path in (copies[0].path / part).rglob("*.py")):
+        if path.parent.name != "mutants":
+            digest.update(path.read_bytes())
     saved = RESULTS / f"tests-{digest.hexdigest()[:16]}.json"
     if saved.exists():
         return LineCoverage.load(saved)
     fork_server.import_others(["torch", "transformers", "hypothesis", "pydantic"])
-    targets = sorted(str(path.relative_to(CHECKOUT)) for pattern in MUTATED for path in CHECKOUT.glob(pattern))
     tests = LineCoverage()
 
     def measure(package: str, slot: int) -> str:
         copy, temporary = copies[slot].path, server.scratch / f"temporary-{slot}"
         fork_server.enter(copy, temporary)
-        recorder = Recorder(copy, targets)
+        recorder = Recorder(copy, targets, server.scratch / f"processes-{package}")
         fork_server.pytest.main(["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", MARKERS,
                                  f"--basetemp={temporary / 'pytest'}", f"tests/unit/{package}"], plugins=[recorder])
         answer = server.scratch / f"measured-{package}.json"

@@ -1,6 +1,8 @@
 """Which unit tests run which lines, and how long each test takes."""
 
 import json
+import os
+import shutil
 import sys
 import time
 from collections import defaultdict
@@ -17,7 +19,14 @@ from tests.mutants.sites import Mutant
 
 @dataclass
 class LineCoverage:
-    """Seconds of every test that passes, and for {path: {line: tests}} those that run the line."""
+    """What the unit tests run.
+
+    Attributes:
+        seconds: of every test that passes.
+        lines: {path: {line: tests that run it}}; a file of tests stands for all of its tests.
+        failed: tests that fail or are skipped.
+        modules: names of the modules that the tests import.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
@@ -45,15 +54,17 @@ class LineCoverage:
         return read
 
     def reach(self, mutant: Mutant) -> bool:
-        """Whether a test runs the mutant's statement; one at module level is run by its import."""
-        return bool(self._tests(mutant.path, mutant.lines))
+        """Whether a test runs the mutant's statement."""
+        return mutant.at_import or bool(self._tests(mutant.path, mutant.lines))
 
     def tests_for(self, mutant: Mutant) -> list[list[str]]:
-        """Tests that run the mutant's statement, or its file where none does, in batches: those of its package first.
+        """Tests that run the mutant's statement, in batches: those of its package first.
 
+        Where none does, and of a statement that runs at the import, they are those that run anything in its file.
         Each batch begins with its fastest tests.
         """
-        tests = self._tests(mutant.path, mutant.lines) or self._tests(mutant.path, self.lines.get(mutant.path, ()))
+        tests = set() if mutant.at_import else self._tests(mutant.path, mutant.lines)
+        tests = tests or self._tests(mutant.path, self.lines.get(mutant.path, ()))
         beside = f"tests/unit/{'/'.join(mutant.path.split('/')[1:-1])}/"
         near = [test for test in tests if test.startswith(beside)]
         far = [test for test in tests if not test.startswith(beside)]
@@ -61,28 +72,45 @@ class LineCoverage:
 
     def _tests(self, path: str, lines: Iterable[int]) -> set[str]:
         known = self.lines.get(path, {})
-        return {test for line in lines for test in known.get(line, ()) if test in self.seconds}
+        named = {name for line in lines for name in known.get(line, ())}
+        return {test for test in self.seconds if test in named or _file_of(test) in named}
 
 
 class Recorder:
-    """pytest plugin: measures the lines of `targets` (files of the folder `root`) that each test runs."""
+    """pytest plugin: measures the lines of `targets` (files of the folder `root`) that each test runs.
 
-    def __init__(self, root: Path, targets: Sequence[str]) -> None:
-        self._root = root
-        self._coverage = Coverage(data_file=None, include=[str(root / path) for path in targets], config_file=False)
+    What the fixtures of a test run, and its subprocesses, counts for all tests of its file: they may share it.
+    """
+
+    def __init__(self, root: Path, targets: Sequence[str], folder: Path) -> None:
+        """`folder` is for what subprocesses measure."""
+        self._root, self._folder = root, folder
+        files = [str(root / path) for path in targets]
         self._seconds: dict[str, float] = defaultdict(float)
         self._bad: set[str] = set()
+        folder.mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name("measured_process.py"), root / "sitecustomize.py")
+        os.environ["MUTANTS_MEASURE"] = json.dumps({"targets": files, "folder": str(folder)})
+        self._coverage = Coverage(data_file=None, include=files, config_file=False)
         self._coverage.start()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._coverage.switch_context(item.nodeid)
         started = time.monotonic()
+        self._coverage.switch_context(_file_of(item.nodeid))
         try:
             return (yield)
         finally:
             self._seconds[item.nodeid] = time.monotonic() - started
             self._coverage.switch_context("")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        self._coverage.switch_context(item.nodeid)
+        try:
+            return (yield)
+        finally:
+            self._coverage.switch_context(_file_of(item.nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not report.passed:
@@ -93,12 +121,25 @@ class Recorder:
     def recorded(self) -> dict[str, Any]:
         """Ends the measurement; what `LineCoverage.add` takes."""
         self._coverage.stop()
+        (self._root / "sitecustomize.py").unlink()
         data = self._coverage.get_data()
-        lines: dict[str, dict[int, list[str]]] = {}
+        lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for file in data.measured_files():
-            by_line = {line: [test for test in tests if test] for line, tests in data.contexts_by_lineno(file).items()}
-            lines[str(Path(file).relative_to(self._root))] = {line: tests for line, tests in by_line.items() if tests}
+            for line, contexts in data.contexts_by_lineno(file).items():
+                lines[file][line].update(context for context in contexts if context)
+        for saved in self._folder.glob("*.json"):
+            process = json.loads(saved.read_text())
+            for file, run in process["lines"].items():
+                for line in run:
+                    lines[file][line].add(_file_of(process["test"]))
+        names = {file: str(Path(file).relative_to(self._root)) for file in lines}
         return {
             "seconds": {test: taken for test, taken in self._seconds.items() if test not in self._bad},
-            "failed": sorted(self._bad), "lines": lines, "modules": list(sys.modules),
+            "failed": sorted(self._bad), "modules": list(sys.modules),
+            "lines": {names[file]: {line: sorted(tests) for line, tests in by_line.items() if tests}
+                      for file, by_line in lines.items()},
         }
+
+
+def _file_of(test: str) -> str:
+    return test.split("::")[0]

@@ -25,7 +25,7 @@ WITHOUT_BEHAVIOUR: dict[type[cst.CSTNode], m.BaseMatcherNode] = {
     cst.ImportFrom: m.ImportFrom(),
     cst.Raise: m.Raise(),
     cst.Expr: m.Expr(value=m.SimpleString() | m.ConcatenatedString()),  # docstrings
-    cst.Call: m.Call(func=m.Attribute(value=LOGGERS | m.Attribute(attr=LOGGERS))),
+    cst.Call: m.Call(func=m.Attribute(value=LOGGERS | m.Attribute(attr=LOGGERS)) | m.Name("reached")),  # failpoints
     cst.Assign: m.Assign(targets=[m.AssignTarget(target=m.Name("__all__"))]),
     cst.If: m.If(test=m.Name("TYPE_CHECKING")),
 }
@@ -40,6 +40,7 @@ class Mutant:
         path: the file, relative to the repository's root.
         function: dotted name of the class and function around the change; "" at module level.
         lines: the lines of the statement that is changed, as in the original file.
+        at_import: whether the statement runs when the module is imported, rather than in a function.
         line: first line that differs.
         before: the lines that differ, without their indentation.
         after: the same lines in the mutant.
@@ -49,6 +50,7 @@ class Mutant:
     path: str
     function: str
     lines: range
+    at_import: bool
     line: int
     before: str
     after: str
@@ -60,6 +62,7 @@ class Site:
     node: cst.CSTNode
     function: str
     lines: range
+    at_import: bool
     variants: tuple[cst.CSTNode, ...]
 
 
@@ -87,7 +90,8 @@ class SiteVisitor(cst.CSTVisitor):
         variants = tuple(variant for operator in operators for variant in operator(node))
         if variants:
             function = ".".join(name for _, name in self._names)
-            self.sites.append(Site(node, function, self._statements[-1][1], variants))
+            at_import = not any(isinstance(outer, cst.FunctionDef) for outer, _ in self._statements[:-1])
+            self.sites.append(Site(node, function, self._statements[-1][1], at_import, variants))
         if isinstance(node, cst.Assert):  # its message is a text
             node.test.visit(self)
             return False
@@ -135,7 +139,7 @@ def mutant_of(path: str, source: str, module: cst.Module, site: Site, variant: c
     if not edits:
         return None
     start, end, new_start, new_end = edits[0][1], edits[-1][2], edits[0][3], edits[-1][4]
-    return Mutant(path, site.function, site.lines, start + 1, _stripped(old[start:end]),
+    return Mutant(path, site.function, site.lines, site.at_import, start + 1, _stripped(old[start:end]),
                   _stripped(new[new_start:new_end]), mutated)
 
 

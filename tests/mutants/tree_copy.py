@@ -10,11 +10,11 @@ from py_compile import PycInvalidationMode
 
 
 class TreeCopy:
-    """The files `names` of a checkout in the folder `path`."""
+    """The files `names` in the folder `path`, as they are in the folder `original`, which nobody edits meanwhile."""
 
-    def __init__(self, checkout: Path, path: Path, names: Sequence[str]) -> None:
+    def __init__(self, original: Path, path: Path, names: Sequence[str]) -> None:
         self.path = path
-        self._checkout = checkout
+        self._original = original
         self._stats = {name: _stat(path / name) for name in names}
 
     def mutate(self, name: str, source: str) -> None:
@@ -25,13 +25,13 @@ class TreeCopy:
         changed = [name for name, stat in self._stats.items() if stat != _stat(self.path / name)]
         for name in changed:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(self._checkout / name, self.path / name)
+            shutil.copy2(self._original / name, self.path / name)
             self._stats[name] = _stat(self.path / name)
         return changed
 
 
-def copies_of(checkout: Path, targets: Sequence[Path]) -> list[TreeCopy]:
-    """Copies of what git tracks, and of new files that it does not ignore.
+def copies_of(checkout: Path, folder: Path, count: int) -> list[TreeCopy]:
+    """Copies, in `folder`, of what git tracks and of new files that it does not ignore; the checkout may then change.
 
     The modules in them have bytecode that Python checks against the source's hash rather than its time: it never takes
     one mutant's for that of another which was written in the same second.
@@ -39,14 +39,15 @@ def copies_of(checkout: Path, targets: Sequence[Path]) -> list[TreeCopy]:
     listed = subprocess.run(["git", "ls-files", "-zco", "--exclude-standard"], cwd=checkout, check=True,
                             capture_output=True, text=True)
     names = [name for name in listed.stdout.split("\0") if name and (checkout / name).is_file()]
-    first = targets[0]
+    original = folder / "original"
     for name in names:
-        (first / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(checkout / name, first / name)
-    compileall.compile_dir(first, quiet=2, workers=len(targets), invalidation_mode=PycInvalidationMode.CHECKED_HASH)
-    for target in targets[1:]:
-        shutil.copytree(first, target)
-    return [TreeCopy(checkout, target, names) for target in targets]
+        (original / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(checkout / name, original / name)
+    compileall.compile_dir(original, quiet=2, workers=count, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+    targets = [folder / f"copy-{number}" for number in range(count)]
+    for target in targets:
+        shutil.copytree(original, target)
+    return [TreeCopy(original, target, names) for target in targets]
 
 
 def _stat(path: Path) -> tuple[int, int]:

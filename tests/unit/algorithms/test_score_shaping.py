@@ -71,3 +71,7 @@ def test_lambda_follows_the_length():
     assert found.tolist() == pytest.approx([0, 0, 0, 0.5, 0.98])
     with pytest.raises(ConfigError, match="alpha=0"):
         length_adaptive_lambda(torch.tensor([1]), 0)
+
+
+def test_two_scores_have_a_deviation():
+    assert moments_of([1.0], [3.0]).deviation == pytest.approx(2**0.5)

@@ -172,6 +172,11 @@ class TestProcessRewardLoss:
 
         assert torch.autograd.gradcheck(function, random_logits(1, 4, 4).requires_grad_())
 
+    @pytest.mark.parametrize("labels", [(-1, 1), (0, 2), (5, 4)])
+    def test_class_indices_outside_the_list_are_named(self, labels):
+        with pytest.raises(DataError, match=r"are not in reward_token_ids=\[5, 6\]"):
+            process_reward_loss(random_logits(1, 4, 7), self.labels(*labels), self.STEPS, [5, 6])
+
     def test_bad_labels_are_named(self):
         with pytest.raises(DataError, match=r"\[1\] are not in reward_token_ids=\[3, 0\]"):
             process_reward_loss(self.logits(), self.labels(3, 1), self.STEPS, [3, 0])  # 0 is an id, so 1 is no position

@@ -57,3 +57,9 @@ def test_exchanging_the_sides_mirrors_everything(outcomes):
 def test_nothing_to_compare(outcomes):
     with pytest.raises(ValueError, match="at least one pair"):
         win_rate(outcomes)
+
+
+def test_rounding_does_not_push_an_end_out_of_0_to_1():
+    # Unbounded, these are 1 + 2e-16 and -1e-17.
+    assert wilson_interval(1.0, 16)[1] == 1.0
+    assert wilson_interval(0.0, 21)[0] == 0.0

@@ -201,6 +201,8 @@ def test_the_model_card_links_a_hub_base_model_only(tmp_path, monkeypatch):
     assert model_card(card(), "model").data.base_model is None
     hub = ModelCardInfo("reward_model", 1, "owner/name", "pairs")
     assert model_card(hub, "model").data.base_model == "owner/name"
+    for path in ("./model", "../model", "models/.hidden", "/model", "models/", "a/b/c", "model"):
+        assert model_card(ModelCardInfo("sft", 1, path, "rows"), "model").data.base_model is None, path
     assert "AutoModelForSequenceClassification" in model_card(hub, "model").text
 
 

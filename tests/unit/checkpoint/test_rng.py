@@ -80,3 +80,11 @@ def test_cuda_draws_repeat_after_the_state_is_set():
 def test_what_is_no_state_is_refused(broken):
     with pytest.raises(CheckpointError, match="not a saved random state"):
         set_rng_state({**rng_state(), "torch": "zz"} if broken is None else broken)
+
+
+def test_a_state_without_gpus_is_taken_where_there_are_some(monkeypatch):
+    state = rng_state()
+    expected = torch.rand(3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    set_rng_state({**state, "cuda": []})
+    assert torch.equal(torch.rand(3), expected)

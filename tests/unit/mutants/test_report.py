@@ -7,7 +7,7 @@ import pytest
 from tests.mutants.report import Equivalent, Outcome, Summary, read_equivalents, reason_for, without_source
 from tests.mutants.sites import Mutant
 
-MUTANT = Mutant("rlhf_ray/a.py", "f", range(3, 4), 3, "x = 1", "x = 2", "")
+MUTANT = Mutant("rlhf_ray/a.py", "f", range(3, 4), False, 3, "x = 1", "x = 2", "")
 KNOWN = Equivalent("f", "x = 1", "x = 2", "x is written over below")
 
 

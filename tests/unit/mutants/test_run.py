@@ -30,19 +30,38 @@ def test_of_zero():
 def test_of_nothing():
     pass
 """
-TEST_FILE = "checks/test_arithmetic.py"
+ELSEWHERE = """
+import subprocess
+import sys
+import pytest
+from shop.arithmetic import unused
+
+@pytest.fixture(scope="module")
+def six():
+    return unused(2)
+
+def test_a_fixture(six):
+    assert six == 6
+
+def test_its_other_user(six):
+    assert six == 6
+
+def test_a_process():
+    subprocess.run([sys.executable, "-c", "from shop.arithmetic import double; double(3)"], check=True)
+"""
+TEST_FILE, OTHER_FILE = "checks/test_arithmetic.py", "checks/test_elsewhere.py"
 
 
 @pytest.fixture
 def copies(tmp_path: Path) -> list[TreeCopy]:
     """Two copies of a checkout of one module and one file of tests."""
     checkout = tmp_path / "checkout"
-    for name, text in {"shop/arithmetic.py": CODE, TEST_FILE: TESTS, "pyproject.toml": "",
+    for name, text in {"shop/arithmetic.py": CODE, TEST_FILE: TESTS, OTHER_FILE: ELSEWHERE, "pyproject.toml": "",
                        ".gitignore": "left_out.py\n", "shop/left_out.py": ""}.items():
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(checkout)], check=True)
-    return copies_of(checkout, [tmp_path / "copy-0", tmp_path / "copy-1"])
+    return copies_of(checkout, tmp_path / "scratch", 2)
 
 
 def only(server: ForkServer, work, limit_s: float = 60.0):
@@ -50,12 +69,11 @@ def only(server: ForkServer, work, limit_s: float = 60.0):
     return ended
 
 
-@pytest.fixture
-def measured(copies, tmp_path) -> LineCoverage:
+def measured_tests(copies: list[TreeCopy], tmp_path: Path, *files: str) -> LineCoverage:
     def measure(_: str, slot: int) -> dict:
         enter(copies[slot].path, tmp_path / "t")
-        recorder = Recorder(copies[slot].path, ["shop/arithmetic.py"])
-        pytest.main(["-q", "-p", "no:cacheprovider", TEST_FILE], plugins=[recorder])
+        recorder = Recorder(copies[slot].path, ["shop/arithmetic.py"], tmp_path / "processes")
+        pytest.main(["-q", "-p", "no:cacheprovider", *files], plugins=[recorder])
         return recorder.recorded()
 
     tests = LineCoverage()
@@ -63,10 +81,15 @@ def measured(copies, tmp_path) -> LineCoverage:
     return tests
 
 
+@pytest.fixture
+def measured(copies, tmp_path) -> LineCoverage:
+    return measured_tests(copies, tmp_path, TEST_FILE)
+
+
 def mutant(line: int, after: str) -> Mutant:
     lines = CODE.splitlines()
     lines[line - 1] = f"    {after}"
-    return Mutant("shop/arithmetic.py", "", range(line, line + 1), line, "", after, "\n".join(lines))
+    return Mutant("shop/arithmetic.py", "", range(line, line + 1), False, line, "", after, "\n".join(lines))
 
 
 def killer(copies: list[TreeCopy], tests: LineCoverage, mutant: Mutant, tmp_path: Path):
@@ -91,6 +114,14 @@ def test_a_line_that_no_test_runs_gets_the_tests_of_its_file(measured):
     assert len(measured.tests_for(mutant(6, "return 0"))[0]) == 2
 
 
+def test_lines_of_fixtures_and_processes_belong_to_all_tests_of_their_file(copies, tmp_path):
+    tests = measured_tests(copies, tmp_path, OTHER_FILE)
+    everyone = {f"{OTHER_FILE}::{name}" for name in ("test_a_fixture", "test_its_other_user", "test_a_process")}
+    assert set(tests.tests_for(mutant(6, "return 0"))[0]) == everyone
+    assert set(tests.tests_for(mutant(2, "return 0"))[0]) == everyone
+    assert not (copies[0].path / "sitecustomize.py").exists()
+
+
 def test_a_mutant_is_killed_by_the_first_test_that_fails_and_the_copy_is_whole_again(copies, measured, tmp_path):
     assert killer(copies, measured, mutant(2, "return 0"), tmp_path) == f"{TEST_FILE}::test_of_four"
     assert killer(copies, measured, mutant(2, "return 2 + x"), tmp_path) == f"{TEST_FILE}::test_of_zero"
@@ -99,7 +130,7 @@ def test_a_mutant_is_killed_by_the_first_test_that_fails_and_the_copy_is_whole_a
 
 
 def test_a_mutant_that_cannot_be_imported_is_killed(copies, measured, tmp_path):
-    broken = Mutant("shop/arithmetic.py", "", range(2, 3), 2, "", "", "double = None()")
+    broken = Mutant("shop/arithmetic.py", "", range(2, 3), True, 2, "", "", "double = None()")
     assert killer(copies, measured, broken, tmp_path) == f"collecting {TEST_FILE}"
 
 

@@ -30,10 +30,12 @@ def test_operators_numbers_and_arguments_are_changed():
     "raise ValueError('no such row', 1)\n",
     "log.warning('row %s', 1)\n",
     "self.log.warning('row %s', 1)\n",
+    "reached('update')\n",
     "__all__ = ['f']\n",
     "if TYPE_CHECKING:\n    x = 1\n",
     "def f(x):\n    return f'row {x + 1} is missing'\n",
-], ids=["docstring", "annotation", "decorator", "error", "log", "log of an object", "exports", "types", "sentence"])
+], ids=["docstring", "annotation", "decorator", "error", "log", "log of an object", "failpoint", "exports", "types",
+        "sentence"])
 def test_what_has_no_behaviour_is_no_site(source):
     assert mutants(source) == set()
 
@@ -56,6 +58,11 @@ def test_a_mutant_names_its_function_and_the_lines_of_its_statement():
     assert (mutant.function, mutant.lines, mutant.line, mutant.before, mutant.after) == (
         "Buffer.size", range(3, 6), 4, "0,", "1,")
     assert mutant.source == source.replace("0,", "1,")
+
+
+def test_what_runs_at_the_import_is_known():
+    _, sites = sites_of("class A:\n    x = 1\n\n    def f(self, y=2):\n        return 3\n")
+    assert [(site.lines.start, site.at_import) for site in sites] == [(2, True), (2, True), (4, True), (5, False)]
 
 
 def test_of_a_compound_statement_only_the_header_counts():

@@ -234,7 +234,7 @@ def test_groups_are_prompts_of_one_epoch():
 def test_the_summarys_numbers_by_hand(assemble):
     experience, summary = assemble()
     assert summary.kl.tolist() == [0.5 - 1.0 + 0.0, 1.0 + 0.25]
-    assert summary.response_lengths.tolist() == [3, 2]
+    assert summary.response_lengths.tolist() == [3, 2] and summary.response_lengths.dtype.kind == "i"
     assert summary.finished.tolist() == [True, False]
     assert (summary.min_version, summary.tokens, summary.nbytes) == (3, 10, experience.nbytes)
     assert summary.behaviour_gap == pytest.approx((0.1 + 0.2) / 5, abs=1e-6)
@@ -244,6 +244,14 @@ def test_the_summarys_numbers_by_hand(assemble):
 def test_kept_texts_show_prompt_response_and_numbers(assemble):
     _, summary = assemble(keep_texts=1)
     assert summary.samples == [{"prompt": "w2", "response": "w3 w4", "score": 3.0, "kl": -0.5, "gold": None}]
+
+
+def test_an_evaluation_has_the_judges_scores_of_its_responses(two_rows, policy_model, monkeypatch):
+    monkeypatch.setattr("rlhf_ray.data.sentiment.judge_scores", lambda texts: np.array([len(text) for text in texts]))
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(judge="vader"), policy_model, LONGEST)
+    assembler.start()
+    part = assembler.measure(0, two_rows, [RewardScores(column(SCORES))], TokenScores(OFFSETS, column(REFERENCE)))
+    assert part.gold.tolist() == [len("w3 w4"), len("w7 w8 w9 w7")]
 
 
 def test_a_judge_hears_every_response(assemble, monkeypatch):

@@ -92,3 +92,21 @@ def test_shares_are_contiguous(rollout, rank, rows):
     share = share_of(scores, rank, 2)
     assert share.lengths.tolist() == rollout.lengths[rows].tolist()
     assert share.values.tolist() == scores.select(rows).values.tolist()
+
+
+def test_all_tensors_are_on_the_micro_batchs_device(rollout):
+    micro = MicroBatch(rollout, "meta")
+    parts = (micro.packing, micro.responses)
+    tensors = [micro.tokens, micro.predicted, *(value for part in parts for value in vars(part).values())]
+    assert {value.device.type for value in tensors if isinstance(value, torch.Tensor)} == {"meta"}
+
+
+def test_passes_are_computed_on_the_device_asked_for(rollout):
+    devices = []
+
+    def forward(micro):
+        devices.append(micro.tokens.device.type)
+        return torch.zeros(8)
+
+    score_tokens(rollout, [np.arange(3)], "meta", forward)
+    assert devices == ["meta"]

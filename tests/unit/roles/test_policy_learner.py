@@ -12,6 +12,7 @@ from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.records import Batch, Experience, SampleKey, offsets_of
+from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
 # Two rows: one prompt token and two response tokens; one prompt token and one response token.
@@ -121,3 +122,14 @@ def test_each_update_weighs_the_penalty_by_the_coefficient_it_is_given():
     penalty = (0.125 + 0.03125) / 3
     assert losses == pytest.approx([0.07 * penalty, 0.6 * penalty], abs=1e-7)
     assert [stats.metrics["kl_penalty"] for stats in told] == pytest.approx([penalty] * 2, abs=1e-7)
+
+
+def test_rows_that_do_not_count_add_nothing_to_loss_and_statistics(monkeypatch):
+    """A rank with nothing left joins a collective pass with another's row."""
+    learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
+    meter = AverageMeter()
+    monkeypatch.setattr(learner, "loss", lambda part: (torch.tensor(2.0), {"clip_fraction": torch.tensor(0.5)}))
+    assert float(learner.share(batch(), batch(), True, meter)) == 2.0
+    monkeypatch.setattr(learner, "loss", lambda part: (torch.tensor(7.0), {"clip_fraction": torch.tensor(1.0)}))
+    assert float(learner.share(batch(), batch(), False, meter)) == 0.0
+    assert meter.means() == {"loss": 2.0, "clip_fraction": 0.5}

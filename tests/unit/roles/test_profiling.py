@@ -2,11 +2,13 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rlhf_ray.roles.profiling import TorchProfile, busiest_in_trace, collect_vllm_trace
+from rlhf_ray.records import OperatorTime
+from rlhf_ray.roles.profiling import TorchProfile, busiest, busiest_in_trace, collect_vllm_trace
 
 
 def test_a_profile_holds_what_was_computed_between_begin_and_end_and_nothing_else(tmp_path):
@@ -33,6 +35,18 @@ def test_a_second_profile_begins_afresh_and_one_that_was_not_begun_is_nothing(tm
     found = profile.end(tmp_path / "t.trace.json.gz")
     assert "aten::add" in {o.name for o in found.operators} and "aten::mm" not in {o.name for o in found.operators}
     assert profile.end(tmp_path / "again.json") is None
+
+
+def averages(*rows):
+    return [SimpleNamespace(key=key, count=count, self_device_time_total=gpu, self_cpu_time_total=cpu)
+            for key, count, gpu, cpu in rows]
+
+
+def test_operators_are_ranked_by_their_own_time_on_the_gpu_where_there_is_one():
+    on_cpu = averages(("mm", 3, 0, 2500), ("add", 7, 0, 4000), ("view", 9, 0, 0))
+    assert busiest(on_cpu) == [OperatorTime("add", 7, 4.0), OperatorTime("mm", 3, 2.5)]
+    assert busiest(on_cpu, 1) == [OperatorTime("add", 7, 4.0)]
+    assert busiest(averages(("mm", 3, 8000, 10), ("add", 7, 0, 4000))) == [OperatorTime("mm", 3, 8.0)]
 
 
 def event(name, ts, dur, cat="cpu_op", tid=1):

@@ -1,6 +1,7 @@
 """The frozen models against transformers' own outputs; a score that is no number is an error."""
 
 import asyncio
+import os
 import shutil
 
 import numpy as np
@@ -115,3 +116,22 @@ def test_components_are_weighed_and_added_up(rollout, policy_model, reward_model
 def test_a_single_model_s_score_is_its_own_to_the_bit(rollout, policy_model, reward_model):
     answer = scored(rollout, policy_model, {"main": reward(reward_model.path)})
     assert answer.scores.tobytes() == answer.components["main"].tobytes()
+
+
+def test_a_start_names_its_process_and_several_rollouts_are_scored_side_by_side(rollout, policy_model):
+    prompts = Prompts(offsets=offsets_of(np.ones(3)), tokens=np.zeros(3, dtype=np.int32), rows=np.arange(3),
+                      texts=["p"] * 3, metadata=[{"answer": "w2"}] * 3)
+    match = {"match": ExactMatchReward(type="exact_match", wrong=0.25)}
+
+    async def ask():
+        scorer = RewardScorer(match, policy_model, 1000)
+        information = await scorer.start()
+        two = await scorer.score_each(rollout, rollout.select([1]), prompts, prompts.select([1]))
+        with pytest.raises(ValueError, match="zip"):
+            await scorer.score_each(rollout, rollout, prompts)
+        await scorer.stop()
+        return information, two
+
+    information, two = asyncio.run(ask())
+    assert information["pid"] == os.getpid() and information["seconds"] > 0
+    assert [answer.scores.tolist() for answer in two] == [[0.25] * 3, [0.25]]

@@ -1,0 +1,368 @@
+"""The generator around its engine: a stand-in engine answers, all else is real. vLLM itself: tests/cluster."""
+
+import asyncio
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.data.tokenizer import tokenizer_digest
+from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.records import Prompts, SampleKey, WeightRoute, offsets_of
+from rlhf_ray.roles import generator as module
+from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
+from rlhf_ray.roles.engines.interface import Completion
+from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine
+from rlhf_ray.roles.generator import Generator, build_engine, stop_tokens, transfer_info
+from rlhf_ray.roles.local_generator import LocalGenerator, local_generation_config
+from rlhf_ray.roles.prompt_input import PromptInput
+from rlhf_ray.weights.manifest import fused_groups
+from rlhf_ray.weights.publisher import Publisher
+from tests.models import make_tiny_llama
+from tests.unit.roles.conftest import VOCABULARY
+
+SAMPLING = SamplingConfig(max_tokens=4)
+
+
+class Stage:
+    def __init__(self):
+        self.names = []
+
+    def add(self, tensors):
+        self.names += [entry.name for entry, _ in tensors]
+
+
+class Engine:
+    """Answers each request with its last prompt token and the end of sequence, and remembers what it was asked."""
+
+    kind = "stand-in"
+
+    def __init__(self):
+        self.calls, self.requests, self.broken = [], [], None
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            self.calls.append((name, *arguments))
+            if name == "apply" and self.broken:
+                raise self.broken
+
+            return {"apply": 0.25, "end_profile": "profile"}.get(name)
+
+        return call
+
+    async def sample(self, requests):
+        if self.broken:
+            raise self.broken
+        self.requests.append(list(requests))
+        return [Completion(np.array([r.prompt[-1], 1], np.int32), np.array([-0.5, -0.25], np.float32),
+                           np.array([3, 4], np.int32), "stop") for r in requests]
+
+    async def score(self, rows):
+        return [np.arange(len(row), dtype=np.float32) for row in rows]
+
+    def open_stage(self):
+        return Stage()
+
+    def pids(self):
+        return [11, 12]
+
+    def tokens_made(self):
+        return 7
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """The engine of the next generator; `settings` and `in_flight` are what it was built with."""
+    engine = Engine()
+
+    def build(settings, in_flight):
+        engine.settings, engine.in_flight = settings, in_flight
+        return engine
+
+    monkeypatch.setattr(module, "build_engine", build)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return engine
+
+
+@pytest.fixture
+def generator(engine, policy_model):
+    """A started generator; its trial's request is forgotten."""
+    generation = GenerationConfig(sampling=SAMPLING, gpus=1, sleep_level=2)
+    it = Generator(policy_model, generation, 5, 8, "generator/1", "abort", "nccl")
+    it.information = asyncio.run(it.start())
+    engine.trial, engine.requests, engine.calls = engine.requests, [], []
+    return it
+
+
+def prompts(*rows, numbers=None):
+    tokens = np.concatenate([np.array(row, dtype=np.int32) for row in rows]) if rows else np.empty(0, np.int32)
+    return Prompts(offsets_of([len(row) for row in rows]), tokens, [""] * len(rows), [{}] * len(rows),
+                   np.array(numbers if numbers is not None else range(len(rows))))
+
+
+def test_a_start_builds_the_engine_it_is_configured_for_and_draws_one_token(generator, engine, policy_model):
+    settings = engine.settings
+    assert (settings.model, settings.generation.sampling, settings.max_context, settings.seed, settings.name) == (
+        policy_model, SAMPLING, 8, 5, "generator/1")
+    assert (settings.architectures, settings.transport, engine.in_flight) == (["LlamaForCausalLM"], "nccl", "abort")
+    assert settings.shapes["model.embed_tokens.weight"] == (VOCABULARY, 32)
+    [[trial]] = engine.trial
+    assert (trial.prompt, trial.max_tokens, trial.sampling.max_tokens, trial.stop_tokens) == ([1], 1, 1, [1])
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+
+def test_a_start_returns_what_the_coordinator_checks(generator, policy_model):
+    information = generator.information
+    assert information.pop("seconds") > 0
+    assert information == {
+        "pid": os.getpid(), "pids": [11, 12], "engine": "stand-in", "vocab_size": VOCABULARY, "stop_tokens": [1],
+        "tokenizer_digest": tokenizer_digest(load_tokenizer(policy_model)), "version": 0}
+    assert generator.version() == 0 and generator.ready() and generator.tokens_made() == 7
+    assert generator.devices() == GenerationConfig().devices
+
+
+def test_a_model_that_the_engine_cannot_run_is_refused_at_the_start(engine, policy_model):
+    engine.broken = WorkerError("no kernel")
+    with pytest.raises(ModelError, match=f"{policy_model.path}.*no kernel"):
+        asyncio.run(Generator(policy_model, GenerationConfig(), 5, 8).start())
+
+
+def test_each_key_gets_its_prompt_its_seed_and_the_room_that_is_left(generator, engine):
+    keys = [SampleKey(2, 30, 1), SampleKey(2, 10, 0)]
+    rollout = asyncio.run(generator.generate(prompts([2, 3], [4, 5, 6, 7, 8, 9], numbers=[10, 30]), keys, run_seed=9))
+    [requests] = engine.requests
+    assert [r.prompt for r in requests] == [[4, 5, 6, 7, 8, 9], [2, 3]]
+    assert [r.max_tokens for r in requests] == [2, 4], "a context of 8"
+    assert [r.seed for r in requests] == [sample_seed(9, key) for key in keys]
+    assert [r.stop_tokens for r in requests] == [[1], [1]] and all(r.sampling == SAMPLING for r in requests)
+    assert rollout.tokens.tolist() == [4, 5, 6, 7, 8, 9, 9, 1, 2, 3, 3, 1] and rollout.tokens.dtype == np.int32
+    assert rollout.offsets.tolist() == [0, 8, 12] and rollout.keys == keys
+    assert rollout.versions.tolist() == [-1] * 6 + [3, 4, -1, -1, 3, 4] and rollout.versions.dtype == np.int32
+    assert rollout.response_mask.tolist() == [False] * 6 + [True, True, False, False, True, True]
+    assert rollout.logprobs.tolist() == [0] * 6 + [-0.5, -0.25, 0, 0, -0.5, -0.25]
+    assert rollout.logprobs.dtype == np.float32
+    assert rollout.seeds.tolist() == [r.seed for r in requests] and rollout.seeds.dtype == np.int64
+    assert rollout.finish_reasons == ["stop", "stop"]
+
+
+def test_another_sampling_takes_the_place_of_the_configured_one(generator, engine):
+    other = SamplingConfig(max_tokens=3, temperature=0.5)
+    asyncio.run(generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9, other))
+    [[request]] = engine.requests
+    assert request.sampling == other and request.max_tokens == 3
+
+
+@pytest.mark.parametrize("length", [0, 8])
+def test_a_prompt_without_tokens_or_room_is_refused_with_its_row(generator, length):
+    with pytest.raises(DataError, match=rf"row 4 has {length} tokens; responses need 1 to 7 \(the context is 8\)"):
+        asyncio.run(generator.generate(prompts([2] * length, numbers=[4]), [SampleKey(0, 4, 0)], 9))
+
+
+def test_a_prompt_one_token_shorter_than_the_context_gets_one_token(generator, engine):
+    asyncio.run(generator.generate(prompts([2] * 7), [SampleKey(0, 0, 0)], 9))
+    assert engine.requests[0][0].max_tokens == 1
+
+
+def test_scores_stand_at_response_tokens_alone(generator, rollout):
+    scores = asyncio.run(generator.score(rollout))
+    assert scores.values.tolist() == [0, 0, 2, 3, 4, 0, 1, 2, 0, 1, 0, 0, 4, 5]
+    assert scores.values.dtype == np.float32 and np.array_equal(scores.offsets, rollout.offsets)
+
+
+@pytest.fixture(scope="module")
+def published(policy_model):
+    """Buckets of one publication of random weights, of the version asked for, and names that stay together."""
+    from rlhf_ray.models.loading import parameter_shapes, pretrained_config
+
+    shapes = parameter_shapes(pretrained_config(policy_model), False)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    publisher = Publisher([(name, shape, "float32") for name, shape in shapes.items()], list(shapes), 20_000,
+                          lambda names: {name: tensors[name] for name in names})
+    return lambda version: [publisher.bucket(version, i, True) for i in range(publisher.plan.whole.buckets)]
+
+
+async def publish(generator, buckets, version, number=1, **options):
+    await generator.begin_weights(number, version, len(buckets), **options)
+    for bucket in buckets:
+        await generator.load_weights(bucket, number)
+    return await generator.finish_weights(version)
+
+
+def test_a_publication_is_applied_once_it_is_whole(generator, engine, published):
+    confirmed = asyncio.run(publish(generator, published(3), 3))
+    assert (confirmed.version, confirmed.pause_seconds) == (3, 0.25)
+    [(name, stage, version)] = engine.calls
+    assert (name, version) == ("apply", 3) and set(stage.names) == set(engine.settings.shapes)
+    assert generator.version() == 3 and generator.ready()
+    with pytest.raises(WeightsError, match="refuses version 2"):
+        asyncio.run(generator.begin_weights(2, 2, 1))
+    assert asyncio.run(publish(generator, published(2), 2, number=3, resend=True)).version == 2
+
+
+def test_weights_that_do_not_fit_stop_generation_until_they_are_published_again(generator, engine, published):
+    engine.broken = WeightsError("of another shape")
+    with pytest.raises(WeightsError, match="of another shape"):
+        asyncio.run(publish(generator, published(3), 3))
+    engine.broken = None
+    assert not generator.ready() and generator.version() == 0
+    for call in (generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9), generator.score(None)):
+        with pytest.raises(WeightsError, match="does not generate"):
+            asyncio.run(call)
+
+
+def test_weights_of_one_fused_layer_stay_together(generator, engine):
+    together = generator.fused_groups()
+    assert ["model.layers.0.self_attn.q_proj.weight" in group for group in together].count(True) == 1
+    assert together == fused_groups(engine.settings.shapes, module.fused_layers(["LlamaForCausalLM"]))
+
+
+def test_calls_for_the_engine_reach_it(generator, engine):
+    route = WeightRoute("nccl", "there", 77, world=3)
+
+    async def all_calls():
+        await generator.connect_weights(route, 2)
+        await generator.sleep()
+        await generator.wake(["weights"])
+        await generator.begin_profile()
+        profile = await generator.end_profile("/somewhere/trace.json")
+        await generator.drop_profile()
+        await generator.stop()
+        return profile
+
+    assert asyncio.run(all_calls()) == "profile"
+    assert [(name, *map(str, arguments)) for name, *arguments in engine.calls] == [
+        ("connect", str(transfer_info(route, 2))), ("sleep", "2"), ("wake", "['weights']"), ("begin_profile",),
+        ("end_profile", "/somewhere/trace.json"), ("drop_profile",), ("stop",)]
+    with pytest.raises(WorkerError, match="generator/1 is not running; call start first"):
+        generator.version()
+    asyncio.run(generator.stop())
+
+
+def test_an_offer_from_gpu_to_gpu_is_expected_and_fetched_by_the_engine(generator, engine, published, monkeypatch):
+    expected = []
+    monkeypatch.setattr(generator._receiver, "expect", expected.append)
+
+    async def offer():
+        await generator.begin_weights(1, 3, 1)
+        await generator.load_weights("an offer", 1)
+
+    asyncio.run(offer())
+    assert expected == ["an offer"] and engine.calls == [("receive", "an offer")]
+
+
+def test_what_vllms_transports_are_given():
+    assert transfer_info(WeightRoute("ipc", "here", 5, world=2), 1) == {"packed": False}
+    assert transfer_info(WeightRoute("nccl", "here", 5, world=2), 1) == {
+        "master_address": "here", "master_port": 5, "rank_offset": 1, "world_size": 2, "packed": True}
+
+
+def test_stop_tokens_are_the_tokenizers_the_models_and_the_generation_configs(policy_model, tmp_path):
+    assert stop_tokens(1, None, policy_model) == [1]
+    assert stop_tokens(7, [5, 6], policy_model) == [1, 5, 6, 7]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3]}')
+    assert stop_tokens(7, 5, ModelConfig(path=str(tmp_path))) == [3, 5, 7, 9]
+    (tmp_path / "empty").mkdir()
+    assert stop_tokens(7, 5, ModelConfig(path=str(tmp_path / "empty"))) == [5, 7]
+
+
+def test_the_engine_is_the_configured_one(generator, engine):
+    settings = replace(engine.settings, generation=GenerationConfig(engine="async"))
+    assert type(build_engine(settings)) is AsynchronousEngine
+    assert type(build_engine(settings, "abort")) is PartialRolloutEngine
+
+
+@pytest.fixture
+def local(engine, tmp_path_factory):
+    """local(prompts, **options): a started local generator of a model with a context of 24."""
+    model = ModelConfig(path=str(make_tiny_llama(tmp_path_factory.mktemp("local") / "policy", vocab=VOCABULARY,
+                                                 hidden=64, layers=3, heads=2, positions=24)))
+
+    def start(asked=(), sampling=SAMPLING, **options):
+        it = LocalGenerator(model, sampling, 3, False, 2)
+        asyncio.run(it.start([PromptInput(text, f"line {i}", {"n": i}) for i, text in enumerate(asked)], **options))
+        engine.requests = []
+        return it
+
+    return start
+
+
+@pytest.mark.parametrize(("asked", "options", "context"), [
+    (["w2 w3", "w2 w3 w4"], {}, 7), (["w2"], {"prompt_tokens": 9}, 13), (["w2"], {"prompt_tokens": 90}, 24),
+    ((), {}, 4),
+])
+def test_the_local_context_holds_the_longest_prompt_and_a_response(local, engine, asked, options, context):
+    it = local(asked, **options)
+    assert it.context == engine.settings.max_context == context
+    assert (engine.settings.seed, engine.settings.name) == (3, "policy")
+
+
+def test_a_prompt_as_long_as_the_models_context_is_refused(local):
+    assert local(["w2 " * 23]).context == 24
+    with pytest.raises(DataError, match="a prompt has 24 tokens, and the context of .* is 24; shorten the prompt"):
+        local(["w2 " * 24])
+
+
+def test_a_local_generator_takes_all_cores_and_a_cache_for_its_sequences(local, engine):
+    local()
+    generation = engine.settings.generation
+    assert generation.threads == len(os.sched_getaffinity(0)) and generation.max_sequences == 2
+    assert generation.kv_cache_mb == 64, "the least"
+
+
+def test_the_cache_holds_keys_and_values_of_every_layer_and_head_in_whole_blocks(monkeypatch):
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = LlamaConfig(num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4, hidden_size=1024)
+    float32, bfloat16 = (ModelConfig(path="m", dtype=dtype) for dtype in ("float32", "bfloat16"))
+    # A token: 2 (keys, values) * 10 layers * 4 heads * 128 numbers. 1000 tokens are 8 blocks of 128, and one more.
+    numbers = 2 * 10 * 4 * 128 * 9 * 128 * 16
+    assert local_generation_config(config, float32, 1000, 16).kv_cache_mb == -(-numbers * 4 // 2**20)
+    assert local_generation_config(config, bfloat16, 1000, 16).kv_cache_mb == -(-numbers * 2 // 2**20)
+    wide = LlamaConfig(num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4, hidden_size=1024,
+                       head_dim=256)
+    assert local_generation_config(wide, float32, 1000, 16).kv_cache_mb == 2 * -(-numbers * 4 // 2**20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_gpu = local_generation_config(config, float32, 1000, 16)
+    assert (on_gpu.gpus, on_gpu.engine, on_gpu.max_sequences) == (1, "in_process", 16)
+
+
+def answers(it, asked, **options):
+    async def run():
+        inputs = [PromptInput(text, f"line {i}", {"n": i}) for i, text in enumerate(asked)]
+        return [batch async for batch in it.generate(inputs, **options)]
+
+    return asyncio.run(run())
+
+
+def test_responses_come_in_order_sixteen_prompts_at_a_time(local, engine):
+    asked = [f"w{2 + i}" for i in range(18)]
+    it = local(asked)
+    batches = answers(it, asked, samples=2, epoch=5)
+    assert [len(batch) for batch in batches] == [32, 4]
+    requests = [request for batch in batches for request in batch]
+    assert [r.prompt for r in requests] == [text for text in asked for _ in range(2)]
+    assert [r.metadata["n"] for r in requests] == [i for i in range(18) for _ in range(2)]
+    assert [r.response for r in requests] == [r.prompt for r in requests], "the engine repeats the last token"
+    seeds = [r.seed for call in engine.requests for r in call]
+    assert seeds == [sample_seed(3, SampleKey(5, row, sample)) for row in range(18) for sample in range(2)]
+    assert all(r.sampling == SAMPLING for call in engine.requests for r in call)
+
+
+def test_a_local_prompt_that_leaves_no_room_is_refused_with_its_place(local):
+    it = local(["w2 w3 w4"])
+    assert len(answers(it, ["w2 " * 6])) == 1
+    with pytest.raises(DataError, match="line 1: the prompt has 7 tokens, and prompts of 1 to 6 fit"):
+        answers(it, ["w2", "w2 " * 7])
+
+
+def test_a_local_generator_stops_its_engine(local, engine):
+    it = local()
+    asyncio.run(it.stop())
+    assert ("stop",) in engine.calls
