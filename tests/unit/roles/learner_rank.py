@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from rlhf_ray.data.sequences import Pairs
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.engine import distributed
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner

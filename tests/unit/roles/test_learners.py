@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from rlhf_ray.data.sequences import Pairs
 from safetensors.numpy import load_file
 
+from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.roles.ppo_update import training_batch
 from tests.cluster.learners.plain_torch import (
     COEF,
