@@ -1,4 +1,4 @@
-"""New policy weights to every generator: gathered, sent and loaded bucket by bucket, confirmed by each."""
+"""Publication of policy weights to all generators: gathered, sent, loaded bucket by bucket, and confirmed."""
 
 import asyncio
 import time
@@ -19,19 +19,19 @@ from rlhf_ray.failpoints import reached
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 
 AHEAD = 3
-"""Buckets on their way at the same time: while one is loaded, the next lies in the store and one more is gathered."""
+"""Buckets in flight: while one is loaded, the next is in the store and another one is gathered."""
 
-PATIENCE_S = 1.0
+RETRY_S = 1.0
 """Between two attempts to catch up while a learner is lost."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What one publication took."""
+    """Time and size of one publication."""
 
     seconds: float
     pause_seconds: float
-    """For how long a generator could make no token, the longest of all."""
+    """The longest time for which a generator could produce no tokens."""
     nbytes: int
     """Sent by the learner; each node receives them once."""
 
@@ -39,60 +39,60 @@ class Published:
 class WeightSync:
     """Publishes versions. A generator that did not confirm a version does not generate with it.
 
-    The first publication is whole, and so is the one after a failed one. In between, tensors that training leaves as
-    they are stay out; should a generator not have them (it was started anew), all is sent again.
+    The first publication is whole, and so is the one after a failed one. Other publications omit tensors that training
+    does not change; if a generator lacks them (because it was restarted), all tensors are sent again.
 
-    A generator that is lost on the way is left to those who replace it, and the publication goes on with the others. A
-    new one catches up by itself, while the learner holds the weights of a version: from one publication to the next
-    update. When learners are replaced, a catch-up under way ends before they are, and begins anew with those that come.
+    If a generator is lost during a publication, the publication continues with the others. The new generator catches up
+    while the learner holds the weights of a version: between a publication and the next update. When learners are
+    replaced, a catch-up under way ends first, and is repeated with the new learners.
     """
 
     def __init__(self, config: WeightsConfig, roles: RoleGroups, finish_timeout_s: float | None = None,
                  phases: Phases | None = None) -> None:
         """
         Args:
-            finish_timeout_s: longest wait for a generator to put weights in service, or to take a bucket from GPU to
+            finish_timeout_s: longest time in which a generator activates new weights, or receives a bucket from GPU to
                 GPU.
-            phases: turns on GPUs that generators share with learners.
+            phases: GPU sharing of generators and learners, if they share GPUs.
         """
         self.phases = phases
-        """Whoever runs the loop takes the turn before an update; those around a publication are taken here."""
+        """The loop switches to `learning`; `publish` switches to `publishing` and `generation`."""
         self.config, self.roles = config, roles
         self.version = 0
-        """The newest version that was published; 0 is what generators load when they start."""
+        """The newest published version; generators load version 0 when they start."""
         self.confirmed: dict[int, int] = {}
-        """Version that each generator confirmed last, by rank; none for those that hold what they loaded."""
+        """Version that each generator confirmed last, by rank; no entry if it still has the weights that it loaded."""
         self._finish_timeout_s = finish_timeout_s
         self._dispatcher = roles.dispatcher(roles.generators)
         self._steady, self._settled = asyncio.Lock(), True
         self._catching_up: asyncio.Timeout | None = None
         """Around the catch-up under way; there is one at a time."""
         self._publication = 0
-        """Number of the latest publication; each has its own, for versions come again after a learner was lost."""
+        """Number of the latest publication. It is unique, unlike a version, which repeats after a learner is lost."""
         self._direct = DirectSync(config.transport, roles, finish_timeout_s) if config.transport in DIRECT else None
         self._plan: WeightsPlan | None = None
         self._unchanged: Any = None
-        """Digests of what may stay out, in the object store; None before a whole publication was confirmed."""
+        """Reference to digests of the tensors that may be omitted; None before a whole publication was confirmed."""
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """While the policy's weights are not those of `version`: from before an update (or a restored checkpoint) to
-        the end of their publication."""
+        """Surrounds the time in which the policy's weights are not those of `version`: from before an update (or the
+        restore of a checkpoint) to the end of their publication."""
         async with self._steady:
             self._settled = False
             yield
             self._settled = True
 
     async def over(self) -> None:
-        """Wait until a publication that may be under way is over, and the update before it: a generator that leaves a
-        broadcast would have the others, and the learner, wait for it in vain."""
+        """Wait until a publication under way, and the update before it, is over. If a generator left during a
+        broadcast, the other generators and the learner would hang."""
         async with self._steady:
             pass
 
     async def forget(self) -> None:
-        """The learners are about to be replaced: what these know of publications goes with them. The catch-up under way
-        is over when this returns, so that none of its calls meets a new learner, which has no plan yet; and nobody
-        catches up before the next publication, which must be a `resend`."""
+        """Discard the plan and the digests, because the learners are about to be replaced. When this returns, no
+        catch-up is under way, so none of its calls reaches a new learner, which has no plan yet. No catch-up starts
+        before the next publication, which must be a `resend`."""
         self._settled = False
         if self._catching_up is not None and not self._catching_up.expired():
             self._catching_up.reschedule(0.0)
@@ -102,14 +102,14 @@ class WeightSync:
                 self._direct.forget()
 
     async def publish(self, version: int, resend: bool = False) -> Published:
-        """Send the policy's present weights as `version`; from within `changing`.
+        """Send the policy's present weights as `version`. The caller must be inside `changing`.
 
         Args:
-            resend: as for `Receiver.begin`: generators may hold any version, and the learners be others than before.
+            resend: as for `Receiver.begin`: generators may have any version, and learners may have been replaced.
 
         Raises:
             WeightsError: a generator confirmed another version, or refused a bucket.
-            WorkerLost: a learner was.
+            WorkerLost: a learner was lost.
         """
         self.version = version
         if resend:
@@ -124,10 +124,10 @@ class WeightSync:
         return published
 
     async def catch_up(self, rank: int, readmit: Callable[[], None]) -> str:
-        """Bring a generator that has just started to the present version, then let it work. See `healing.Ready`.
+        """Publish the present version to a generator that has just started, then readmit it. See `healing.Ready`.
 
         Raises:
-            WorkerLost: it was lost again.
+            WorkerLost: the generator was lost again.
         """
         self.confirmed.pop(rank, None)
         untouched = True
@@ -138,33 +138,33 @@ class WeightSync:
                     if has_it or await self._caught_up(rank):
                         readmit()
                         return f"caught up to version {self.version}"
-            await asyncio.sleep(PATIENCE_S)
+            await asyncio.sleep(RETRY_S)
 
     async def _caught_up(self, rank: int) -> bool:
-        """Publish to one generator, whatever it has; false when a learner is lost or replaced meanwhile: who waits for
-        generators must see to that first."""
+        """Publish to one generator, whatever version it has. Returns False if a learner is lost or replaced meanwhile;
+        calls that wait for a generator then raise the learner's error."""
         alone = BroadcastGroup(self._dispatcher, [rank])
         limit = self._catching_up = asyncio.timeout(None)
         try:
             async with limit:
                 await self._publish_to(alone, resend=True)
-            learners_there = True
+            learners_available = True
         except TimeoutError:
             if not limit.expired():
                 raise
-            learners_there = False
+            learners_available = False
         except WorkerError as error:
             if not self.roles.trains(error.role):
                 raise
             self._dispatcher.interrupt(error)
-            learners_there = False
+            learners_available = False
         except NoWeightsPlan:
-            self._plan, learners_there = None, False
+            self._plan, learners_available = None, False
         finally:
             self._catching_up = None
         if alone.losses:
             raise alone.losses[-1]
-        return learners_there
+        return learners_available
 
     async def _publish_to(self, receivers: BroadcastGroup, resend: bool) -> Published:
         began = time.perf_counter()
@@ -186,11 +186,13 @@ class WeightSync:
             await self._direct.finished()
         seconds = time.perf_counter() - began
         if plan.changing != plan.whole:
-            self._unchanged = unchanged if size is plan.changing else self.roles.policy.call(0, "lasting_weights").ref
+            if size is not plan.changing:
+                unchanged = self.roles.policy.call(0, "unchanged_weights").ref
+            self._unchanged = unchanged
         return Published(seconds, max((answer.pause_seconds for answer in confirmed), default=0.0), size.nbytes)
 
     async def _planned(self, receivers: BroadcastGroup) -> WeightsPlan | None:
-        """The plan; None where no generator is left that could say what it needs together."""
+        """The plan; None if no generator is left to return its fused groups."""
         answers = await receivers.each("fused_groups")
         if not answers:
             return None
@@ -201,14 +203,14 @@ class WeightSync:
     async def _begin(
         self, receivers: BroadcastGroup, plan: WeightsPlan, unchanged: Any, resend: bool
     ) -> PublicationSize:
-        """Announce the version to every generator; returns which publication they expect."""
+        """Announce the version to every generator; returns the size of the publication that they expect."""
         async def missed(size: PublicationSize, *unchanged: Any) -> set[int]:
             self._publication += 1
             return await receivers.without(receivers.calls(
                 "begin_weights", self._publication, self.version, size.buckets, resend, *unchanged))
 
         if unchanged is not None:
-            # One of them may lack what would be left out, or the digests be lost: nothing is but a little time.
+            # A generator may lack the omitted tensors, or the digests may be lost: then the publication is whole.
             with suppress(WeightsError):
                 if not await missed(plan.changing, unchanged):
                     return plan.changing
@@ -231,15 +233,15 @@ class WeightSync:
             await self._loaded(receivers, whole, *under_way.popleft())
 
     def _gathered(self, index: int, whole: bool) -> list[Call]:
-        """The calls to all ranks; the first one's result is the bucket."""
+        """Calls to all ranks; the result of the first rank is the bucket."""
         return self.roles.policy.call_all("weight_bucket", self.version, index, whole)
 
     async def _loaded(
         self, receivers: BroadcastGroup, whole: bool, index: int, bucket: list[Call], loads: list[Call]
     ) -> None:
-        """Wait until all have a bucket; one whose bytes are lost is gathered once more.
+        """Wait until all generators have loaded a bucket. If its bytes are lost, it is gathered once more.
 
-        The learners come first: a generator cannot answer before they did, and must not be blamed for one that hangs.
+        Learners are waited for first: a generator cannot answer before them, and must not be blamed if one hangs.
         """
         await asyncio.gather(*(call.done() for call in bucket))
         missed = await receivers.without(loads)
@@ -248,4 +250,4 @@ class WeightSync:
             again = receivers.calls("load_weights", bucket[0].ref, self._publication, only=missed)
             await asyncio.gather(*(call.done() for call in bucket))
             if await receivers.without(again):
-                raise WeightsError(f"bucket {index} of weights version {self.version} was lost twice on its way")
+                raise WeightsError(f"bucket {index} of weights version {self.version} was lost twice in transit")

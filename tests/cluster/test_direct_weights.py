@@ -41,7 +41,7 @@ from tests.models import make_tiny_llama
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 CONTEXT, TIMEOUT_S, DAMAGED = 96, 240.0, 3
-LATE, LATE_S, PATIENCE_S = 4, 3.0, 15.0
+LATE, LATE_S, RETRY_S = 4, 3.0, 15.0
 GENERATION = GenerationConfig(engine="async", workers=2, max_sequences=8, kv_cache_mb=16, sampling=SHORT)
 
 
@@ -164,14 +164,14 @@ def test_a_generator_lost_in_a_broadcast_holds_nobody_for_long_and_is_named(tmp_
             lost = []
             roles.dispatcher(roles.generators).on_lost = lambda dispatcher, error, _: (
                 lost.append(error.rank), dispatcher.group.give_up(error.rank, str(error)))
-            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), roles, PATIENCE_S)
+            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), roles, RETRY_S)
             await sync.publish(1)
             publishing, began = asyncio.create_task(sync.publish(LATE)), time.monotonic()
             await fate(roles)
             with pytest.raises(WorkerLost, match="generator/1") as raised:
                 await publishing
             assert (raised.value.role, raised.value.rank) == ("policy_learner", 0)
-            assert time.monotonic() - began < LATE_S + PATIENCE_S + ALONE_S + 5
+            assert time.monotonic() - began < LATE_S + RETRY_S + ALONE_S + 5
             assert sorted(lost) == [0, 1], "the other one has a part of the model"
             for pid, _ in roles.generators.processes(1).members:
                 with suppress(ProcessLookupError):
@@ -188,7 +188,7 @@ def test_a_generator_that_comes_later_meets_the_learner_and_the_others_again(tmp
     async def run():
         policy = PolicyConfig(workers=1, micro_batch_tokens=256)
         async with role_groups_of(learner, generator, policy, "nccl") as roles:
-            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), roles, PATIENCE_S)
+            sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), roles, RETRY_S)
             await sync.publish(1)
             scaling = Scaling(ClusterConfig(start_timeout_s=TIMEOUT_S), roles, sync, lambda count: None,
                               lambda count: None, lambda text: None)

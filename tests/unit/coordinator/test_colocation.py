@@ -36,7 +36,7 @@ class Roles:
             await asyncio.sleep(0)
             return {"plan_weights": WeightsPlan(PublicationSize(2, 8), PublicationSize(1, 4)), "fused_groups": [],
                     "finish_weights": WeightsConfirmed(args[0] if args else 0, 0.1), "devices": rank + 1,
-                    "node_host": "10.0.0.1", "rendezvous": "tcp://10.0.0.1:777", "lasting_weights": {"frozen": "d"},
+                    "node_host": "10.0.0.1", "rendezvous": "tcp://10.0.0.1:777", "unchanged_weights": {"frozen": "d"},
                     "offer_bucket": (name, *args)}.get(method)
 
         group = StandInGroup(name, answer, workers)

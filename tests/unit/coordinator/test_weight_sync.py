@@ -31,7 +31,7 @@ class Publication:
             self.events.append(("plan", *args))
             return WeightsPlan(PublicationSize(self.buckets, 100 * self.buckets),
                                PublicationSize(self.changing, 100 * self.changing))
-        if method == "lasting_weights":
+        if method == "unchanged_weights":
             return {"frozen": "digest"}
         assert method == "weight_bucket"
         self.gathered += rank == 0
