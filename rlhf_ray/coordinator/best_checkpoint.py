@@ -98,9 +98,9 @@ class BestKeeper:
         if best == step:
             await self.keep()
             return None
-        return (f"the checkpoint of step {step} knows step {best} as the best, and best/ is of "
-                f"{'no step' if marked is None else f'step {marked}'}; it changes with the next evaluation that is "
-                "better still")
+        return (f"the checkpoint of step {step} records step {best} as the best, but best/ contains "
+                f"{'no model' if marked is None else f'the model of step {marked}'}; the next better evaluation "
+                "replaces it")
 
     def summary(self) -> dict[str, Any]:
         """Its entries in summary.json; empty without a metric or an evaluation."""

@@ -1,7 +1,7 @@
-"""Publications whose bytes go from GPU to GPU: learner and generators meet, and hand over bucket by bucket.
+"""Publications from GPU to GPU: learner and generators form a group, and transfer bucket by bucket.
 
-The steps around it are `WeightSync`'s: who gets a version, what it consists of, who confirmed it. Buckets come one
-after the other here; the next one is gathered while one travels.
+`WeightSync` does the other steps: it selects the receivers, plans the publication and collects confirmations. Buckets
+are transferred one after the other; the next one is gathered during a transfer.
 """
 
 import asyncio
@@ -14,30 +14,28 @@ from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize, WeightRoute
 
 DIRECT = ("nccl", "ipc")
-
-
 ALONE_S = 20.0
-"""What the others of a broadcast get to end it when one of them is lost: a bucket takes a second or so."""
+"""Grace period for the other members of a broadcast when one is lost: a bucket takes about a second."""
 
 
 class DirectSync:
     """One transport from GPU to GPU.
 
-    A broadcast joins the learner's first rank with every process of every generator. It is joined anew when one of them
-    is another process than before. One that is lost in the middle of it leaves the others waiting, the learner too:
-    there is no way to leave a collective call of NCCL's, so they are given up soon after it, and replaced as well.
+    The group of a broadcast consists of the learner's first rank and all processes of all generators. It is formed
+    again when one of them was replaced. If a member is lost during a broadcast, all others hang, the learner too,
+    because an NCCL collective cannot be left: after a grace period they are given up and replaced as well.
     """
 
     def __init__(self, transport: str, roles: RoleGroups, patience_s: float | None = None) -> None:
-        """`patience_s`: longest wait for a generator to take one bucket; that of any call where there is none."""
+        """`patience_s`: longest time in which a generator receives one bucket; None: the timeout of calls."""
         self._transport, self._roles, self._patience_s = transport, roles, patience_s
         self._joined: tuple[tuple[str, int, int], ...] = ()
 
     async def connect(self, receivers: BroadcastGroup) -> bool:
-        """Let the learner and these generators meet, where they have not; whether they had to.
+        """Form the group of the learner and these generators, unless it exists; returns whether it was formed.
 
         Raises:
-            WorkerLost: a learner was lost, or waits for a generator that was, which it names.
+            WorkerLost: a learner was lost, or waits for a lost generator, which the error names.
         """
         members = self._members(receivers)
         if members == self._joined:
@@ -48,23 +46,23 @@ class DirectSync:
         learners = self._roles.policy.call_all("connect_weights", route)
         group = self._roles.generators
         generators = [group.call(rank, "connect_weights", route, offset) for rank, offset in offsets.items()]
-        await self._together(receivers, learners, generators, "the meeting")
-        if self._members(receivers) == members:  # else one was lost, and the others are joined to nobody
+        await self._together(receivers, learners, generators, "the connection")
+        if self._members(receivers) == members:  # otherwise one was lost, and there is no group
             self._joined = members
         return True
 
     async def send(
         self, receivers: BroadcastGroup, version: int, publication: int, size: PublicationSize, whole: bool
     ) -> None:
-        """Hand all buckets over.
+        """Transfer all buckets.
 
         Raises:
-            WeightsError: a generator refused one, or did not get its description.
-            WorkerLost: a learner was lost, or waits for a generator that was, which it names.
+            WeightsError: a generator refused a bucket, or did not get its description.
+            WorkerLost: a learner was lost, or waits for a lost generator, which the error names.
         """
         offered: list[Call] = []
         for index in range(size.buckets):
-            # Where one was lost between two buckets, the others meet again, and what was offered before is forgotten.
+            # If one was lost between two buckets, the group is formed again and the bucket is offered again.
             if await self.connect(receivers) or not offered:
                 offered = self._offer(version, index, whole)
             if not receivers.ranks:
@@ -75,24 +73,24 @@ class DirectSync:
             await asyncio.gather(*(call.done() for call in present))
             what = f"bucket {index} of weights version {version}"
             if await self._together(receivers, sends, loads, what):
-                raise WeightsError(f"{what} was not announced to all")
+                raise WeightsError(f"{what} was not announced to all generators")
 
     async def finished(self) -> None:
-        """All have confirmed: the learner keeps no bucket any more."""
+        """Release the learner's buckets after all generators have confirmed."""
         await asyncio.gather(*(call.done() for call in self._roles.policy.call_all("release_weights")))
 
     def forget(self) -> None:
-        """The learners are others than before."""
+        """Form the group again at the next publication, because the learners are replaced."""
         self._joined = ()
 
     async def _together(
         self, receivers: BroadcastGroup, learners: list[Call], generators: list[Call], what: str
     ) -> set[int]:
-        """Wait for calls in which both sides wait for each other; the generators that did not get their argument. Where
-        nobody waits any more, or the learner failed, generators that still wait for it are given up.
+        """Wait for calls in which learner and generators wait for each other; returns the ranks of generators whose
+        argument was lost. If the learner failed or does not return, generators that still wait for it are given up.
 
         Raises:
-            WorkerLost: the learner did not come to an end although a generator did, or was lost.
+            WorkerLost: the learner does not return although a generator did, or was lost.
         """
         ours: asyncio.Future[Any] = asyncio.create_task(_done(learners))
         theirs: asyncio.Future[Any] = asyncio.create_task(receivers.without(generators))
@@ -100,7 +98,7 @@ class DirectSync:
         before = len(receivers.losses)
         try:
             await asyncio.wait({ours, theirs, left}, return_when=asyncio.FIRST_COMPLETED)
-            # The learner may notice that one is gone before Ray tells of it, and have sent all the same.
+            # The learner may notice a loss before Ray reports it, and may have sent the bucket nevertheless.
             await asyncio.wait({left if _failed(ours) else ours}, timeout=ALONE_S)
             if ours.done() and not _failed(ours):
                 return await theirs
@@ -109,30 +107,30 @@ class DirectSync:
             raise self._broken(receivers, what, "; ".join(map(str, receivers.losses[before:])) or _outcome(theirs))
         except BaseException:
             if not theirs.done():
-                receivers.give_up_on("load_weights", f"waits for {what}, which the learner will not end")
+                receivers.give_up_on("load_weights", f"waits for {what}, which the learner does not finish")
             raise
         finally:
             for waiting in (ours, theirs, left):
                 waiting.cancel()
 
     def _broken(self, receivers: BroadcastGroup, what: str, reason: str) -> WorkerLost:
-        """What to say of the learner. Who was to receive has a part of the model at best, and is given up as well."""
-        receivers.give_up_on("load_weights", f"waits for {what}, which one left: {reason}")
+        """The learner's error. The remaining generators, which have at most a part of the model, are given up too."""
+        receivers.give_up_on("load_weights", f"waits for {what}, which another generator left: {reason}")
         learner = self._roles.policy
-        return WorkerLost(f"{learner.role}/0 waits for generators with {what}, and one will not come: {reason}",
+        return WorkerLost(f"{learner.role}/0 hangs in {what}, because a generator did not take part: {reason}",
                           learner.role, 0, learner.incarnation(0), "send_bucket", "hung")
 
     def _offer(self, version: int, index: int, whole: bool) -> list[Call]:
         return self._roles.policy.call_all("offer_bucket", version, index, whole)
 
     def _members(self, receivers: BroadcastGroup) -> tuple[tuple[str, int, int], ...]:
-        """(role, rank, incarnation) of everyone who takes part."""
+        """(role, rank, incarnation) of all members."""
         policy, generators = self._roles.policy, self._roles.generators
         return (*((policy.role, rank, policy.incarnation(rank)) for rank in range(len(policy))),
                 *((generators.role, rank, generators.incarnation(rank)) for rank in receivers.ranks))
 
     async def _offsets(self, receivers: BroadcastGroup) -> tuple[dict[int, int], int]:
-        """The first process of each generator in a broadcast, by rank, and how many there are with the learner's."""
+        """Each generator's first process in a broadcast, by rank, and the number of processes with the learner's."""
         calls = receivers.calls("devices")
         await receivers.without(calls)
         world, offsets = 1, {}
@@ -159,5 +157,5 @@ def _failed(calls: "asyncio.Future[Any]") -> bool:
 
 
 def _outcome(calls: "asyncio.Future[Any]") -> str:
-    """Why calls that are over ended as they did: an error, or the ranks that did not get their argument."""
-    return str(calls.exception() or f"what was announced did not reach {sorted(calls.result())}")
+    """Why finished calls failed: an error, or the ranks whose argument was lost."""
+    return str(calls.exception() or f"the announcement did not reach ranks {sorted(calls.result())}")

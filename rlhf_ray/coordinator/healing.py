@@ -1,7 +1,7 @@
-"""Lost workers are replaced while the others go on: killed for certain, spawned, started, readmitted.
+"""Replacement of lost workers while the others continue: killed, spawned, started, readmitted.
 
-`WorkerDispatcher.ask` repeats the calls that were under way on other workers at once. Learners are not replaced one by
-one: their state is spread over all of them.
+`WorkerDispatcher.call` repeats interrupted calls on other workers immediately. Learners are not replaced one by one,
+because their state is sharded over all of them.
 """
 
 import asyncio
@@ -18,31 +18,31 @@ from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import duration
 
 Ready = Callable[[int, Callable[[], None]], Awaitable[str]]
-"""Makes a worker that has just started what the others are, and readmits it by calling the second argument at a moment
-of its choice. Returns what the worker has now, in words, or nothing."""
+"""Brings a worker that has just started to the state of the others, and readmits it by calling the second argument.
+Returns the worker's state in words, or an empty string."""
 
 
 async def as_started(_: int, readmit: Callable[[], None]) -> str:
-    """For workers that are ready when they have started."""
+    """`Ready` of workers that need no more than their start."""
     readmit()
     return ""
 
 
 @dataclass
 class Loss:
-    """One worker that is down."""
+    """A lost worker that is being replaced."""
 
     error: WorkerLost
-    """How it was found out."""
+    """How the loss was detected."""
     since: float
-    """By the step clock."""
+    """Time of the detection, by the step clock."""
     silent_s: float | None
-    """For how long it had given no sign of life, where that is how it was found out."""
+    """Seconds without a sign of life, if the loss was detected by them."""
     pid: int | None
     work_again: int = 0
-    """Of its calls, made again by others: samples for a generator, else calls."""
-    told: bool = False
-    """Whether it is in the log how it ended."""
+    """Work repeated by other workers: samples for generators, otherwise calls."""
+    recorded: bool = False
+    """Whether its end is in the log."""
 
 
 class Healing:
@@ -56,39 +56,39 @@ class Healing:
         self._bringing_back: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._aside: set[tuple[str, int]] = set()
         self._strikes: dict[tuple[str, int], tuple[int, int]] = {}
-        """Worker -> (restarts in a row, calls it had completed at the last of them)."""
+        """Worker -> (consecutive restarts, calls that it had completed at the last one)."""
         self.down: dict[tuple[str, int], Loss] = {}
         """Workers that are being replaced, by (role, rank)."""
 
     def look_after(self, dispatcher: WorkerDispatcher, ready: Ready = as_started) -> None:
-        """Replace a dispatcher's workers from now on when they are lost."""
+        """From now on, replace a dispatcher's workers when they are lost."""
         self._ready[dispatcher.group.role], self._dispatchers[dispatcher.group.role] = ready, dispatcher
         dispatcher.on_lost = self.lost
 
     def lost(
         self, dispatcher: WorkerDispatcher, error: WorkerLost, work: int = 0, silent_s: float | None = None
     ) -> None:
-        """A worker is lost; many may notice, and once is enough. Returns at once.
+        """Start the replacement of a lost worker; later reports of the same loss change nothing. Does not block.
 
         Args:
-            work: what the one who noticed gives to others.
-            silent_s: for how long the worker gave no sign of life, if that is how it was noticed.
+            work: repeated by another worker because of the loss.
+            silent_s: seconds without a sign of life, if the loss was detected by them.
         """
         role, rank, group = dispatcher.group.role, error.rank, dispatcher.group
         if (role, rank) in self._aside or rank not in group.ranks:
             if rank in group.ranks:
                 group.give_up(rank, str(error))
         elif error.incarnation != group.incarnation(rank):
-            pass  # its successor is there already
+            pass  # it was replaced already
         elif (role, rank) in self.down:
-            group.give_up(rank, str(error))  # it may be the successor, which hangs before it is back
+            group.give_up(rank, str(error))  # the new worker may hang before it is readmitted
         else:
             processes = group.processes(rank)
             self.down[role, rank] = Loss(error, dispatcher.now(), silent_s, processes.pid if processes else None)
             dispatcher.leave_out(rank)
             group.give_up(rank, str(error))
             self.log.lost(f"{_described(self.down[role, rank])}; it is restarted"
-                          + ("" if dispatcher.scheduler.any_up else ", and there is no other meanwhile"))
+                          + ("" if dispatcher.scheduler.any_up else ", and no other worker is available meanwhile"))
             task = asyncio.create_task(self._bring_back(dispatcher, rank), name=f"healing of {role}/{rank}")
             self._tasks.add(task)
             self._bringing_back[role, rank] = task
@@ -98,22 +98,23 @@ class Healing:
 
     @contextmanager
     def set_aside(self, dispatcher: WorkerDispatcher, ranks: Iterable[int]) -> Iterator[None]:
-        """Replace none of these meanwhile: workers that come, whom nobody needs yet, or that are about to go. Those
-        that are being replaced are left as they are."""
+        """Replace none of these workers during the enclosed work, because they are being added or removed. Replacements
+        under way are cancelled."""
         members = {(dispatcher.group.role, rank) for rank in ranks}
         self._aside |= members
         try:
             for member in members & self.down.keys():
                 self._bringing_back[member].cancel()
                 loss = self.down.pop(member)
-                self._record(dispatcher, loss, None, "it was removed before it was back")
+                self._record(dispatcher, loss, None, "it was removed before its restart was complete")
             yield
         finally:
             self._aside -= members
 
     @asynccontextmanager
     async def at_work(self, watch: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Let `watch` go on meanwhile, and leave nothing under way afterwards: workers are about to be dismissed."""
+        """Run `watch` during the enclosed work; afterwards cancel all replacements, because the workers are about to be
+        stopped."""
         try:
             async with background_task("the watch over workers", watch, self.log.failed, essential=True):
                 yield
@@ -122,8 +123,8 @@ class Healing:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             for (role, _), loss in self.down.items():
-                if not loss.told:
-                    self._record(self._dispatchers[role], loss, None, "the run ended before it was back")
+                if not loss.recorded:
+                    self._record(self._dispatchers[role], loss, None, "the run ended before its restart was complete")
 
     async def _bring_back(self, dispatcher: WorkerDispatcher, rank: int) -> None:
         loss = self.down[dispatcher.group.role, rank]
@@ -138,7 +139,7 @@ class Healing:
             self._record(dispatcher, loss, None, str(error))
 
     async def _restarted(self, dispatcher: WorkerDispatcher, rank: int, error: WorkerLost) -> WorkerError | None:
-        """Restart a worker until it stays, as often as is allowed; else what to say of that."""
+        """Restart a worker, again if it is lost meanwhile; returns an error after too many restarts."""
         while self._may_restart(dispatcher, rank):
             try:
                 await self._restart(dispatcher, rank, str(error))
@@ -164,7 +165,7 @@ class Healing:
         self.log.back(f"{group.role}/{rank} is back after {duration(seconds)}" + (f", {has}" if has else ""))
 
     def _may_restart(self, dispatcher: WorkerDispatcher, rank: int) -> bool:
-        """Count a restart; false when there were too many since the worker's last answer."""
+        """Count a restart; False if there were too many since the worker last completed a call."""
         completed = dispatcher.finished[rank]
         strikes, before = self._strikes.get((dispatcher.group.role, rank), (0, completed))
         strikes = strikes + 1 if before == completed else 1
@@ -172,7 +173,7 @@ class Healing:
         return strikes <= self._config.max_restarts
 
     def _record(self, dispatcher: WorkerDispatcher, loss: Loss, recovery_s: float | None, outcome: str) -> None:
-        error, loss.told = loss.error, True
+        error, loss.recorded = loss.error, True
         self.log.write({
             "role": error.role, "rank": error.rank, "incarnation": error.incarnation, "pid": loss.pid,
             "kind": error.kind, "method": error.method, "reason": str(error), "call_age_s": round(error.age_s, 3),
@@ -181,7 +182,7 @@ class Healing:
         }, seconds_down=dispatcher.now() - loss.since)
 
     def status(self, now: float) -> list[dict[str, Any]]:
-        """One line per worker that is down: who, how it was lost, and for how long, in seconds."""
+        """One line per worker that is being replaced: its name, how it was lost, and seconds since then."""
         return [{"worker": loss.error.worker, "lost": _how(loss.error), "seconds": round(now - loss.since, 1)}
                 for loss in self.down.values()]
 

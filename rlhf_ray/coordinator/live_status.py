@@ -94,7 +94,7 @@ def _checkpoint(coordinator: Coordinator) -> dict[str, Any] | None:
 def worker_locations(roles: RoleGroups) -> list[dict[str, Any]]:
     """One line per worker that has started: its pool and bundle, the node, its process there, and its GPUs' numbers."""
     found = []
-    for group in roles.everybody():
+    for group in roles.all_groups():
         for rank in group.ranks:
             if (processes := group.processes(rank)) is not None:
                 seat = group.seat(rank)

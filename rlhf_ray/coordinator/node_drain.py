@@ -1,7 +1,7 @@
-"""A run that is told that a machine of its goes away leaves in good order while it can.
+"""Reaction of a run to node drains, such as the preemption of a spot machine.
 
-Learners, and the driver itself, cannot be without their node: everything is saved and the run ends, as when a person
-asks it to. Other workers are replaced when they are gone.
+If a learner or the driver is on a draining node, the run saves a checkpoint and ends, as after a request to stop. Other
+workers are replaced when their node is gone.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 
 LOOK_S = 2.0
-"""Between two looks. Clouds give notice of half a minute (Google's spot machines) to two (Amazon's)."""
+"""Between two checks. Clouds give notice of half a minute (Google's spot machines) to two minutes (Amazon's)."""
 
 
 @asynccontextmanager
@@ -22,54 +22,54 @@ async def watch_node_drains(
     stop: StopRequest, warn: Callable[[str], None], learners: Iterable[WorkerGroup],
     others: Iterable[WorkerGroup] = (), on_failure: OnFailure = log_failure,
 ) -> AsyncIterator[None]:
-    """Look after nodes that are being drained during the enclosed work.
+    """Watch for draining nodes during the enclosed work.
 
     Args:
-        stop: is asked when one of them is the driver's or a learner's.
-        warn: is told of those with other workers.
-        on_failure: called where nodes cannot be asked for.
+        stop: requested when the driver or a learner is on a draining node.
+        warn: called with a warning for each draining node with a worker.
+        on_failure: called when the background task fails.
     """
-    notices = Notices(stop, warn, tuple(learners), tuple(others))
-    async with background_task("the watch for drained nodes", notices.keep_looking, on_failure):
+    watch = DrainWatch(stop, warn, tuple(learners), tuple(others))
+    async with background_task("the watch for drained nodes", watch.run, on_failure):
         yield
 
 
-class Notices:
-    """What was said of each node, once."""
+class DrainWatch:
+    """Handles each draining node once."""
 
     def __init__(self, stop: StopRequest, warn: Callable[[str], None], learners: tuple[WorkerGroup, ...],
                  others: tuple[WorkerGroup, ...]) -> None:
         self._stop, self._warn, self._learners, self._others = stop, warn, learners, others
         self._driver = own_node()
-        self._told: set[tuple[str, bool]] = set()
-        """Nodes, and whether it was said that the run ends for them. One that is nobody's at first may become a
-        learner's: they may be about to start there."""
+        self._reported: set[tuple[str, bool]] = set()
+        """Nodes with a warning, and whether the run ends because of them. A learner may start on a draining node after
+        the first warning, which then needs a second one."""
 
-    async def keep_looking(self) -> None:
-        """Look until cancelled."""
+    async def run(self) -> None:
+        """Check until cancelled."""
         while True:
-            found: Mapping[str, float | None] = {}
-            with suppress(Exception):  # a control service that gives no answer is met elsewhere
-                found = await asyncio.to_thread(draining_nodes)
-            for node, left_s in found.items():
-                self.heed(node, left_s)
+            draining: Mapping[str, float | None] = {}
+            with suppress(Exception):  # other code reports a control service that does not answer
+                draining = await asyncio.to_thread(draining_nodes)
+            for node, left_s in draining.items():
+                self.handle(node, left_s)
             await asyncio.sleep(LOOK_S)
 
-    def heed(self, node: str, left_s: float | None) -> None:
-        """A node is being drained, and goes away in `left_s` seconds if that is known."""
+    def handle(self, node: str, left_s: float | None) -> None:
+        """Handle a draining node, which is removed in `left_s` seconds (None: unknown)."""
         when = "" if left_s is None else f" in {max(0.0, left_s):.0f} s"
         bound = ["the driver"] * (node == self._driver) + workers_on(node, self._learners)
         workers = bound or workers_on(node, self._others)
-        if not workers or (node, bool(bound)) in self._told:
+        if not workers or (node, bool(bound)) in self._reported:
             return
-        self._told.add((node, bool(bound)))
+        self._reported.add((node, bool(bound)))
         self._warn(f"the node of {', '.join(workers)} is being drained and goes away{when}" + (
-            ": the run is saved and ends" if bound else "; they are replaced where there is room for them then"))
+            ": the run is saved and ends" if bound else "; they are then replaced on another node with free resources"))
         if bound:
             self._stop.ask("the drain of its node")
 
 
 def workers_on(node: str, groups: Iterable[WorkerGroup]) -> list[str]:
-    """Names of the workers that have named a process of theirs on the node."""
+    """Names of the workers with a known process on the node."""
     return [f"{group.role}/{rank}" for group in groups for rank in group.ranks
             if (processes := group.processes(rank)) is not None and processes.node == node]

@@ -90,9 +90,9 @@ class Quarantine:
         listed = "\n".join(f"- row {row}: {reason}" for row, reason in list(self._reasons.items())[:SHOWN])
         return RewardError(
             f"{len(self._reasons)} of {self._rows} prompts have samples without a score, and "
-            f"reward.quarantine_limit={self._limit:g} lets {self._allowed} leave the run. The first:\n{listed}\nFix "
-            "the "
-            "reward or the prompts (a missing score is never replaced by a default), or raise the limit, and --resume")
+            f"reward.quarantine_limit={self._limit:g} lets {self._allowed} leave the run. The first:\n{listed}\n"
+            "Fix the reward or the prompts (a missing score is never replaced by a default), or raise the limit, and "
+            "--resume")
 
 
 def _keep_lines(file: Path, keys: set[tuple[int, ...]], term: Term | None) -> None:

@@ -1,7 +1,7 @@
-"""Learners that were lost: all of them made anew, so that the run goes on from its last checkpoint.
+"""Restart of all learners after one was lost, so that the run continues from its last checkpoint.
 
-One lost rank is enough. What the others hold is worth nothing without it, and weights, optimizer and the coordinator's
-state of one moment exist in a checkpoint only. Generators, scorers and the job itself stay as they are.
+If one rank is lost, all ranks are replaced: the state of the others is useless without it, and only a checkpoint has
+weights, optimizer state and coordinator state of the same step. Generators, scorers and the job continue.
 """
 
 import asyncio
@@ -16,30 +16,31 @@ from rlhf_ray.files.writer_thread import RunFiles
 
 
 class Rebuilding:
-    """Rebuilds the learners, and counts how often it was in vain."""
+    """Restarts the learners, and counts restarts without a new checkpoint in between."""
 
     def __init__(self, config: ClusterConfig, roles: RoleGroups, store: CheckpointStore,
                  start: Callable[[], Awaitable[None]], warn: Callable[[str], None],
                  files: RunFiles | None = None) -> None:
-        """`start` makes newly spawned learners ready for `load`."""
+        """`start` prepares new learners for `load`."""
         self._files = files or RunFiles()
         self._config, self._roles, self._store, self._start, self._warn = config, roles, store, start, warn
         self._losses = 0
         self._committed: int | None = None
-        """Step of the newest checkpoint when learners were lost last."""
+        """Step of the newest checkpoint at the last loss of a learner."""
 
     async def after(self, error: WorkerError) -> None:
-        """New learners, without weights worth keeping, if that is what `error` calls for.
+        """Replace all learners if `error` is the loss of one. The new ones have no weights: restore a checkpoint.
 
         Raises:
-            WorkerError: no learner was lost (then `error` itself), or too often without a checkpoint in between.
+            WorkerError: no learner was lost (then `error` itself), or learners were lost too often without a new
+                checkpoint in between.
         """
         while True:
             if not await self._lost_a_learner(error):
                 raise error
             await self._count(error)
-            where = "its beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
-            self._warn(f"{first_line(error).rstrip('.')}. All learners are built again; the run goes on from {where}")
+            where = "the beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
+            self._warn(f"{first_line(error).rstrip('.')}. All learners are restarted; the run continues from {where}")
             try:
                 await self._build()
                 return
@@ -47,13 +48,13 @@ class Rebuilding:
                 error = again
 
     async def _build(self) -> None:
-        await asyncio.gather(*(group.respawn(rank, "the learners are built again") for group in self._roles.learners()
+        await asyncio.gather(*(group.respawn(rank, "all learners are restarted") for group in self._roles.learners()
                                for rank in range(len(group))))
-        await self._files.checkpoints.run(self._store.clean)  # of a checkpoint that the old ones were writing
+        await self._files.checkpoints.run(self._store.clean)  # remove a checkpoint that the old ones were writing
         await self._start()
 
     async def _lost_a_learner(self, error: WorkerError) -> bool:
-        """Whether a learner failed. One whose result others miss is asked whether it is there; it may be busy."""
+        """Whether a learner failed. If a result is missing, all learners are checked for liveness; they may be busy."""
         if self._roles.trains(error.role):
             return True
         if not (isinstance(error, WorkerLost) and error.kind == "result"):
@@ -68,9 +69,9 @@ class Rebuilding:
         self._losses = self._losses + 1 if self._losses and committed == self._committed else 1
         self._committed = committed
         if self._losses > self._config.max_rebuilds:
-            since = "since the run began" if committed is None else f"since the checkpoint of step {committed}"
+            since = "since the start of the run" if committed is None else f"since the checkpoint of step {committed}"
             message = (f"learners were lost {self._losses} times {since} without a new one in between "
-                       f"(cluster.max_rebuilds={self._config.max_rebuilds}), the last time so: {error}")
+                       f"(cluster.max_rebuilds={self._config.max_rebuilds}). The last loss: {error}")
             raise WorkerError(message, error.role) from error
 
 

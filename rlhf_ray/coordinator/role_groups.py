@@ -22,16 +22,16 @@ class RoleGroups:
     critic: WorkerGroup | None
     """None for estimators without a critic, and where the policy is its own."""
     clock: StepClock
-    """Where every call's working time is noted."""
+    """Records the working time of every call."""
     dispatchers: dict[str, WorkerDispatcher] = field(default_factory=dict)
-    """By role, those that were asked for."""
+    """By role; created on first use."""
     healing: Healing = field(default_factory=Healing)
-    """Who replaces lost workers of the crews that it was given to look after."""
+    """Replaces lost workers of the registered dispatchers."""
     probe_seconds: dict[str, float] = field(default_factory=dict)
-    """By role, what it took at the start to compare packed passes with transformers' own."""
+    """By role, the duration of the start-up comparison of packed passes with those of transformers."""
 
     def groups(self) -> list[WorkerGroup]:
-        """All groups, in the order in which a step meets them."""
+        """All groups, in the order in which a step calls them."""
         reference = [] if self.reference is None else [self.reference]
         return [self.generators, *reference, self.reward, self.assembler, *self.learners()]
 
@@ -43,8 +43,8 @@ class RoleGroups:
         """Whether the workers of a role are learners."""
         return role in {group.role for group in self.learners()}
 
-    def everybody(self) -> list[WorkerGroup]:
-        """`groups`, and those that were called through a dispatcher besides."""
+    def all_groups(self) -> list[WorkerGroup]:
+        """`groups`, and other groups that have a dispatcher."""
         groups = self.groups()
         return groups + [dispatcher.group for dispatcher in self.dispatchers.values() if dispatcher.group not in groups]
 
@@ -53,16 +53,16 @@ class RoleGroups:
         return {group.role: len(group) for group in self.groups()}
 
     def dispatcher(self, group: WorkerGroup) -> WorkerDispatcher:
-        """How to call a group whose workers all answer alike."""
+        """The dispatcher of a group whose workers are interchangeable."""
         if group.role not in self.dispatchers:
             self.dispatchers[group.role] = WorkerDispatcher(group, self.clock)
         return self.dispatchers[group.role]
 
     def keep_alive(self, catch_up: Ready) -> None:
-        """Replace generators, frozen scorers and assemblers from now on when they are lost.
+        """From now on, replace generators, frozen scorers and assemblers when they are lost.
 
         Args:
-            catch_up: gives a generator that has just started the present weights.
+            catch_up: publishes the present weights to a generator that has just started.
         """
         learners = self.learners()
         for group in self.groups():
@@ -70,5 +70,5 @@ class RoleGroups:
                 self.healing.look_after(self.dispatcher(group), catch_up if group is self.generators else as_started)
 
     async def done(self, call: Call, phase: str) -> Call:
-        """Wait for a call without fetching its result, and note its working time under its role and `phase`."""
+        """Wait for a call without fetching its result, and record its working time under its role and `phase`."""
         return await finished(call, phase, self.clock)

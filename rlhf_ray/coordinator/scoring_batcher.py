@@ -1,9 +1,9 @@
-"""Chunks that were generated at nearly the same time are scored together: one call a role for all of them.
+"""Batches of chunks that were generated at nearly the same time: each role scores a batch in one call.
 
-A call costs the coordinator about a millisecond, whatever it carries, and several chunks fill a model's forward passes
-better than one. A chunk waits for others a small share of the time that its generation took, so batches form where
-chunks come fast, and no chunk waits long. Timing decides which chunks share a batch, and floating-point sums may depend
-on that: synchronous runs, whose results must not, do not batch (their linger is 0).
+A call costs the coordinator about a millisecond, whatever its size, and several chunks fill a model's forward passes
+better than one. A chunk waits for others for a small share of its generation time, so batches form when chunks finish
+in quick succession, and no chunk waits long. Timing decides which chunks share a batch, and floating-point sums may
+depend on that. The results of synchronous runs must not depend on timing, so they do not batch (their linger is 0).
 """
 
 import asyncio
@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 LINGER = 0.02
-"""How long a chunk waits for others, as a share of the time since it was begun."""
+"""How long a chunk waits for others, as a share of its generation time."""
 MAX_BATCH = 8
-"""Chunks of one batch: one worker of each role scores them, and the first of them waits for the last."""
+"""Most chunks in a batch: one worker of each role scores a batch, and its first chunk waits for the last."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class ScoringBatcher(Generic[Item, Result]):
-    """Scores items that arrive within each other's linger in one batch.
+    """Scores items that are submitted within a short time in one batch.
 
     Args:
         score: scores a batch; returns each item's result, in the items' order.
@@ -59,7 +59,7 @@ class ScoringBatcher(Generic[Item, Result]):
     def _start_batch(self) -> None:
         self._start_at(None)
         batch, self._pending = [(item, result) for item, result in self._pending if not result.done()], []
-        if batch:  # not all of them were dropped
+        if batch:  # empty if all were cancelled
             task = asyncio.create_task(self._run(batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

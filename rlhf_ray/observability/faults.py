@@ -53,7 +53,7 @@ class FaultLog:
             "role": error.role, "rank": lost and lost.rank, "incarnation": lost and lost.incarnation, "pid": None,
             "kind": lost.kind if lost else "failed", "method": lost and lost.method, "reason": str(error),
             "call_age_s": lost and round(lost.age_s, 3), "detection_s": None, "recovery_s": seconds,
-            "outcome": "all learners built again from the last checkpoint", "redispatched": 0,
+            "outcome": "all learners restarted from the last checkpoint", "redispatched": 0,
             "lost_at": self.wall_time(seconds),
         }, seconds_down=seconds)
 

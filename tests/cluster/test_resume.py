@@ -192,5 +192,5 @@ def test_a_run_goes_on_with_a_smaller_bound_on_staleness_and_trains_on_every_sam
     assert trained == [sample[:3] for sample in samples(ahead)] and len(set(trained)) == 4 * 16
     with closing(open_for_reading(directory / "ledger.sqlite")) as db:
         dropped = db.execute("SELECT count(*) FROM attempts WHERE reason LIKE ?",
-                             (f"%went on at version 2 with max_staleness={bound}",)).fetchone()[0]
+                             (f"%resumed at version 2 with max_staleness={bound}",)).fetchone()[0]
     assert dropped > 0

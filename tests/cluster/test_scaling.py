@@ -35,7 +35,7 @@ class Seen:
     answers: list[dict[str, Any]] = field(default_factory=list)
     """To requests, in order."""
     workers: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Where everybody was: at the first step, and after each request."""
+    """The workers by node: at the first step, and after each request."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Ray's id of a node -> its kind."""
     received: list[dict[str, float]] = field(default_factory=list)

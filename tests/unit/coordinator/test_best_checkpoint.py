@@ -102,7 +102,7 @@ def test_resuming_before_the_best_says_so_and_leaves_it(tmp_path):
     early = run.best.state_dict()
     run.evaluate(3, reward=2.0)
     again = Run(tmp_path, early)
-    assert "step 2 knows step 1 as the best, and best/ is of step 3" in again.resume(2)
+    assert "step 2 records step 1 as the best, but best/ contains the model of step 3" in again.resume(2)
     assert again.found() == (3, 3)
     again.evaluate(3, reward=2.0)
     assert again.found() == (3, 3) and again.best.step == 3

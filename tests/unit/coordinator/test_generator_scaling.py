@@ -234,4 +234,4 @@ def test_faults_know_of_one_that_was_removed_before_it_was_back(tmp_path):
 
     run_in_virtual_time(run())
     (event,) = (json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines())
-    assert event["outcome"] == "it was removed before it was back" and event["recovery_s"] is None
+    assert event["outcome"] == "it was removed before its restart was complete" and event["recovery_s"] is None

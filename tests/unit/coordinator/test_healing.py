@@ -39,7 +39,7 @@ def test_with_nobody_else_calls_wait_for_the_worker_to_come_back():
     it = HealingHarness(workers=1, doomed=[(0, "generate")])
     assert run_in_virtual_time(it.ask_all(3)) == [0, 0, 0]
     assert it.group.incarnations == [2]
-    assert "there is no other meanwhile" in it.said[0]
+    assert "no other worker is available meanwhile" in it.said[0]
 
 
 def test_many_who_notice_one_loss_restart_it_once():
@@ -312,7 +312,7 @@ class Watched(HealingHarness):
 def test_a_generator_without_a_token_for_a_lease_is_hung():
     it = Watched()
     assert 10 < run_in_virtual_time(it.look_on(60)) < 16
-    assert "made no token for" in it.said[0] and "cluster.heartbeat_timeout_s=10" in it.said[0]
+    assert "produced no token for" in it.said[0] and "cluster.heartbeat_timeout_s=10" in it.said[0]
 
 
 def test_tokens_however_few_are_a_sign_of_life():

@@ -110,7 +110,7 @@ def test_every_sample_is_trained_once_and_within_the_bound_of_its_time(stretches
 def test_what_waited_under_a_larger_bound_is_made_again_when_its_turn_comes(stretches, bounds, capacity):
     """Updates are slow, so that the whole lead waits when the run is stopped; with room in the buffer or without."""
     reasons = stretches(bounds, [3], seed=1, pace=(0.1, 50.0), capacity=capacity)
-    dropped = {reason for reason in reasons if "when the run went on at version 3" in reason}
+    dropped = {reason for reason in reasons if "when the run resumed at version 3" in reason}
     assert bool(dropped) is (bounds[1] < bounds[0])
     assert all(f"max_staleness={bounds[1]}" in reason for reason in dropped)
 
