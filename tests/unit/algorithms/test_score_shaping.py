@@ -75,3 +75,8 @@ def test_lambda_follows_the_length():
 
 def test_two_scores_have_a_deviation():
     assert moments_of([1.0], [3.0]).deviation == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize(("buffer", "penalties"), [(1, [0, 0, -1]), (3, [-1 / 3, -2 / 3, -1])])
+def test_a_buffer_of_one_token_or_of_the_whole_limit_is_allowed(buffer, penalties):
+    assert overlong_penalty(torch.tensor([1, 2, 3]), 3, buffer).tolist() == pytest.approx(penalties)

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from rlhf_ray.checkpoint.export import export_model
-from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
+from rlhf_ray.checkpoint.model_card import ModelCardInfo, adapter_card, model_card
 from rlhf_ray.errors import CheckpointError
 from tests.models import make_tiny_llama
 
@@ -222,3 +222,19 @@ def test_the_code_in_the_model_card_runs(trained, tmp_path):
     names: dict = {}
     exec(code.replace("a prompt", "w5 w6"), names)
     assert isinstance(names["score"].item(), float) if stage == "reward_model" else names["text"].startswith("w5 w6")
+
+
+@pytest.mark.parametrize(("stage", "words", "head"), [
+    ("sft", "supervised fine-tuning on demonstrations", "AutoModelForCausalLM"),
+    ("reward_model", "", "AutoModelForSequenceClassification"),
+    ("process_reward", "", "AutoModelForCausalLM"),
+    ("ppo", "", "AutoModelForCausalLM"),
+])
+def test_cards_of_models_and_adapters_say_the_stage_and_how_to_load_them(stage, words, head):
+    info = ModelCardInfo(stage, 1, "owner/name", "rows")
+    for made in (model_card(info, "model"), adapter_card(info, "model")):
+        assert head in made.text and words in made.text
+        assert {"rlhf", "rlhf-ray", stage.replace("_", "-")} <= set(made.data.tags)
+        assert made.data.base_model == "owner/name"
+    assert "lora" in adapter_card(info, "model").data.tags and adapter_card(info, "model").data.library_name == "peft"
+    assert info.weights is None and info.rewards is None

@@ -94,6 +94,11 @@ def test_shares_are_contiguous(rollout, rank, rows):
     assert share.values.tolist() == scores.select(rows).values.tolist()
 
 
+def test_without_ranks_the_plan_is_that_of_all_rows():
+    plan = inference_plan(record([4, 5, 6]), 100)
+    assert sorted(np.concatenate(plan).tolist()) == [0, 1, 2]
+
+
 def test_all_tensors_are_on_the_micro_batchs_device(rollout):
     micro = MicroBatch(rollout, "meta")
     parts = (micro.packing, micro.responses)

@@ -65,3 +65,9 @@ def test_what_is_no_text_is_refused_with_its_name(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"w2\n\xff\xfe\n")
     with pytest.raises(DataError, match=r"a\.txt cannot be read as UTF-8 text"):
         read_prompt_inputs(str(tmp_path / "a.txt"), "prompt")
+
+
+def test_rows_in_a_text_file_have_their_prompt_in_the_column_asked_for(tmp_path):
+    (tmp_path / "p.txt").write_text('{"q": "w2", "n": 1}\nw3\nw4\n')
+    prompts = read_prompt_inputs(str(tmp_path / "p.txt"), "q", limit=2)
+    assert [(p.content, dict(p.metadata)) for p in prompts] == [("w2", {"n": 1}), ("w3", {})]

@@ -41,7 +41,8 @@ def scored(rollout, policy, rewards, budget=1000):
 
 def test_rollouts_scored_together_get_what_each_gets_alone(rollout, policy_model):
     scorer = ReferenceScorer(policy_model, 1000, 1.0)
-    scorer.start()
+    information = scorer.start()
+    assert information["pid"] == os.getpid() and information["seconds"] > 0
     parts = [rollout.select(rows) for rows in np.array_split(np.arange(len(rollout)), 3)]
     together = scorer.logprobs(*parts)
     for part, scores in zip(parts, split_scores(together, parts), strict=True):
@@ -118,6 +119,7 @@ def test_a_single_model_s_score_is_its_own_to_the_bit(rollout, policy_model, rew
     assert answer.scores.tobytes() == answer.components["main"].tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")  # of the call that is refused
 def test_a_start_names_its_process_and_several_rollouts_are_scored_side_by_side(rollout, policy_model):
     prompts = Prompts(offsets=offsets_of(np.ones(3)), tokens=np.zeros(3, dtype=np.int32), rows=np.arange(3),
                       texts=["p"] * 3, metadata=[{"answer": "w2"}] * 3)
