@@ -21,7 +21,7 @@ def test_a_learner_starts_without_the_compiler():
 
 
 def test_a_data_reader_starts_without_torch():
-    program = ("import sys, rlhf_ray.roles.data_readers, rlhf_ray.roles.data_readers\n"
+    program = ("import sys, rlhf_ray.roles.data_readers\n"
                "assert 'torch' not in sys.modules, 'torch was imported'")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
