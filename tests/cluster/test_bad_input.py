@@ -109,12 +109,12 @@ def test_prompts_and_responses_over_the_context(refused):
 
 def test_batch_sizes_that_do_not_divide(refused):
     message = refused("--algorithm.mini_batches=3")
-    assert "8 x 2 = 16 does not divide into algorithm.mini_batches=3" in message
+    assert "8 x 2 = 16" in message and "algorithm.mini_batches=3" in message
 
 
 def test_more_than_the_pools_give(refused):
     message = refused(pools={"default": {"cpus": 0.5}})
-    assert "pools.default gives 0.5 cpus" in message and "raise pools.default.cpus" in message
+    assert "pools.default has 0.5 cpus" in message and "raise pools.default.cpus" in message
 
 
 def test_a_run_that_is_already_there(refused, configure, tmp_path, command_line):

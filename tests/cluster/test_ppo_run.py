@@ -184,7 +184,7 @@ def test_every_sample_is_committed_and_the_audit_says_so(finished, capsys, monke
     with pytest.raises(SystemExit) as end:
         main()
     told = capsys.readouterr().out
-    assert end.value.code == 0 and "nothing wrong" in told and re.search(rf"committed +{STEPS * SAMPLES}", told)
+    assert end.value.code == 0 and "ledger audit passed" in told and re.search(rf"committed +{STEPS * SAMPLES}", told)
 
 
 def test_the_driver_handled_less_than_a_kilobyte_a_sample(finished):

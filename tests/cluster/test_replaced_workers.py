@@ -21,8 +21,8 @@ def disturbed(configure, tmp_path_factory):
     directory = tmp_path_factory.mktemp("replaced") / "run"
     generator = WorkerFault("generator/0", "generate", 1, signal.SIGKILL)
     learner = LearnerFaults({2: ("policy", 1, signal.SIGKILL)})
-    with worker_faults(generator):
-        run_with_learner_faults(learner, configure, directory)
+    with worker_faults(generator):  # the only generator, so that the run waits for the next one
+        run_with_learner_faults(learner, configure, directory, generator={"workers": 1})
     return directory, generator, learner
 
 

@@ -339,7 +339,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_too_many_in_a_r
     learners.spoil(1)
     stats = learners.do("update", 0, 0.0, *experiences)
     assert [(s.applied, s.skipped) for s in stats] == [(0, 4)] * 2
-    with pytest.raises(TrainingError, match="2 updates in a row"):
+    with pytest.raises(TrainingError, match="2 consecutive updates"):
         learners.do("update", 1, 0.0, *experiences)
     after = learners.weights()
     assert all(np.array_equal(before[name], after[name]) for name in before)

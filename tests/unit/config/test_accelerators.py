@@ -70,6 +70,6 @@ RECIPES = sorted((Path(__file__).parents[3] / "configs/recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_say_what_auto_would_take(path):
     config = load(PPOConfig, path, ["--weights.transport=auto"])
-    (said,) = re.findall(r"`auto` takes (\w+)\s", path.read_text().replace("\n# ", " "))
+    (said,) = re.findall(r"`auto` selects (\w+)\s", path.read_text().replace("\n# ", " "))
     assert config.weights.transport == said != "object_store"
     assert load(PPOConfig, path, []).weights.transport == "object_store"

@@ -196,7 +196,7 @@ def test_foreign_code_needs_a_pinned_revision():
     with pytest.raises(ValidationError, match="pin it with `revision`"):
         ModelConfig(path="a/b", trust_remote_code=True)
     for movable in ("main", "v1.0", "0123abc", "0" * 39 + "g"):
-        with pytest.raises(ValidationError, match="branches and tags move"):
+        with pytest.raises(ValidationError, match="40 hex digits"):
             ModelConfig(path="a/b", trust_remote_code=True, revision=movable)
     commit = "0123456789" * 4
     pinned = ModelConfig(path="a/b", trust_remote_code=True, revision=commit)

@@ -127,7 +127,7 @@ def test_explained_variance_by_hand():
 
 
 def test_explained_variance_needs_values():
-    with pytest.raises(ValueError, match="without a critic"):
+    with pytest.raises(ValueError, match="has none"):
         explained_variance(replace(critic_batch([1.0], [1.0]), values=None))
 
 
