@@ -14,6 +14,7 @@ from tests.mutants.line_coverage import LineCoverage, Recorder
 from tests.mutants.sites import Mutant
 from tests.mutants.tree_copy import TreeCopy, copies_of
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 CODE = "def double(x):\n    return 2 * x\n\n\ndef unused(x):\n    return 3 * x\n"
 TESTS = """
