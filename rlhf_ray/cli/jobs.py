@@ -160,11 +160,11 @@ def _kill(server: "JobServer", job: "Job", node: str) -> None:
             raise ClusterError(f"{job.id} was not killed within {KILL_S:g} s: the killing job {helper} is "
                                f"{state.describe_state()}")
         time.sleep(0.5)
-    said = server.logs(helper).strip().splitlines()[-1:]
+    last_line = server.logs(helper).strip().splitlines()[-1:]
     if state.exit_code != 0:
         raise ClusterError(f"{job.id} was not killed: the killing job {helper} {state.describe_state()}: "
-                           f"{' '.join(said) or state.message}")
-    typer.echo("".join(said))
+                           f"{' '.join(last_line) or state.message}")
+    typer.echo("".join(last_line))
     server.forget(helper)
 
 

@@ -14,10 +14,10 @@ SHOWN_OPERATORS = 5
 
 
 def require_run(run: Path) -> None:
-    """Refuse a RUN that is no directory.
+    """Check that RUN is a directory.
 
     Raises:
-        DataError: naming it.
+        DataError: it is not.
     """
     if not run.is_dir():
         raise DataError(f"there is no run directory {run}; name the one that a stage wrote (its run.dir)")
@@ -25,14 +25,14 @@ def require_run(run: Path) -> None:
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory; or a job's id, with --address.")],
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it anew every two seconds; Ctrl-C ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Update every two seconds until Ctrl-C.")] = False,
     address: Annotated[str | None, typer.Option(
-        envvar="RAY_API_SERVER_ADDRESS", help="The cluster's job server (http://HOST:8265) that has the job.")] = None,
+        envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster with the job (http://HOST:8265).")] = None,
 ) -> None:
-    """Show how far a run is, what each role did and waited for, who holds what, and what to change first.
+    """Show a run's progress, the work and waiting times of each role, the workers, and a recommendation.
 
-    It reads the run's directory alone, so it works from any machine that sees it, during the run and after. Of a job
-    of a cluster it shows how that stands, and the run where this machine sees its directory.
+    The command reads only the run's directory, so it works on any machine that can read it, during the run and
+    afterwards. For a job of a cluster it shows the job's status, and the run if this machine can read its directory.
     """
     if address and not run.is_dir():
         from rlhf_ray.cli.jobs import print_job
@@ -57,53 +57,54 @@ def status(
 
 def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
-    generators: Annotated[int, typer.Option(min=1, help="How many generators there are to be.")],
+    generators: Annotated[int, typer.Option(min=1, help="New number of generators.")],
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the answer.")] = 900.0,
 ) -> None:
-    """Add generators to a run that goes on, or remove some, and say what happened.
+    """Add generators to a running PPO run, or remove some, and print the result.
 
-    New ones are brought to the present weights before they get prompts, in a bundle more of their pool where it has no
-    room; those that go finish what they have begun, or leave it to others. The run's results stay what they are, and
-    --resume begins with the number that was left.
+    New generators receive the present weights before they get prompts. If their pool is full, it grows by a bundle.
+    Removed generators finish their calls, or other generators repeat them. The results of the run do not change, and
+    --resume starts with the new number of generators.
     """
     require_run(run)
     from rlhf_ray.observability.control_files import ask
 
-    typer.echo(ask(run, "scale", {"generators": generators}, timeout_s=timeout)["said"])
+    typer.echo(ask(run, "scale", {"generators": generators}, timeout_s=timeout)["message"])
 
 
 def profile(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a PPO run that is going on.")],
-    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the step to begin and "
-                                           "end.")] = 3600.0,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a running PPO run.")],
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the start and the end "
+                                           "of the step.")] = 3600.0,
 ) -> None:
-    """Profile the next step of a run: torch's profiler in learners, reference and generators, and who worked when.
+    """Profile the next step of a run: torch's profiler in learners, reference and generators, and a timeline of calls.
 
-    Traces, for ui.perfetto.dev, and a summary lie in RUN/profile/step_N; the report is made anew and shows them.
+    Traces for ui.perfetto.dev and a summary are written to RUN/profile/step_N, and the report is written again with
+    them.
     """
     require_run(run)
     from rlhf_ray.observability.control_files import ask
     from rlhf_ray.observability.report import write_report
 
-    made = ask(run, "profile", timeout_s=timeout)
-    directory = run / "profile" / f"step_{made['step']}"
+    profiled = ask(run, "profile", timeout_s=timeout)
+    directory = run / "profile" / f"step_{profiled['step']}"
     report = write_report(run)
     _print_operators(json.loads((directory / "profile.json").read_text()))
     typer.echo(f"traces: {directory}\nreport: {report}")
 
 
-def _print_operators(found: dict[str, Any]) -> None:
+def _print_operators(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left",
-                  title=f"step {found['step']}, {found['seconds']:.3g} s")
+                  title=f"step {summary['step']}, {summary['seconds']:.3g} s")
     table.add_column("worker")
     table.add_column("operator")
     table.add_column("calls", justify="right")
     table.add_column("own ms", justify="right")
-    for worker, its in sorted(found["workers"].items()):
-        for i, operator in enumerate(its["operators"][:SHOWN_OPERATORS]):
+    for worker, profile in sorted(summary["workers"].items()):
+        for i, operator in enumerate(profile["operators"][:SHOWN_OPERATORS]):
             table.add_row("" if i else worker, operator["name"], f"{operator['calls']:,}", f"{operator['own_ms']:,.1f}")
     Console(highlight=False, soft_wrap=True).print(table)
 

@@ -53,13 +53,13 @@ def submit(
 
     package = list_package(Path())
     check_paths(config, package)
-    said = check_before_submission(stage, config)
+    findings = check_before_submission(stage, config)
     server = connect(address, config.cluster.allow_open)
     if plan:
-        said += check_plan(config, server.nodes(), server.url)
+        findings += check_plan(config, server.nodes(), server.url)
     typer.echo(f"packing {len(package.files)} files of {package.directory}, {package.nbytes / MIB:.3g} MiB"
                + ("" if package.nbytes < 50 * MIB else f"; the largest: {package.largest()}"))
-    for line in said:
+    for line in findings:
         typer.echo(line)
     about = about_run(stage, config, package.directory, [*arguments, *_kept(stage, requirements, env, plan)])
     job_id = server.submit(

@@ -61,8 +61,8 @@ class Scaling:
                 await self._remove(before - wanted)
             if wanted != before:
                 await self._files.records.run(self._changed, wanted)
-            said = f"{before} before, {len(group)} now" if wanted != before else f"{before}, as before"
-            return {"generators": group.ranks, "said": f"generators: {said}"}
+            change = f"{before} before, {len(group)} now" if wanted != before else f"{before}, as before"
+            return {"generators": group.ranks, "message": f"generators: {change}"}
 
     async def _add(self, count: int) -> None:
         """Add all of them, or none."""

@@ -24,7 +24,7 @@ MOST_RANKS = 4
 BEGIN_S = 60.0
 """A worker that does not begin by then is left out: the step waits for those that do."""
 RAY_TRACE = "ray.trace.json"
-NO_STEP = "the run went on to no other step: it has ended, or lost a learner; ask again if it goes on"
+NO_STEP = "no further step started: the run has ended, or lost a learner; repeat the request if it continues"
 
 
 class StepProfiler:

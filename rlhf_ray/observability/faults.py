@@ -146,7 +146,7 @@ def read_faults(path: Path) -> list[dict[str, Any]]:
         if isinstance(event, dict) and "role" in event:
             events.append(event)
         elif number < len(lines):
-            raise DataError(f"{path}, line {number}: not a lost worker: {line[:80]!r}. Remove the line to go on")
+            raise DataError(f"{path}, line {number}: not a lost worker: {line[:80]!r}. Remove the line to continue")
     return events
 
 

@@ -95,7 +95,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         if row is not None:
             rows.append(row)
         elif number < len(lines):
-            raise DataError(f"{path}, line {number}: not a metrics row: {line[:80]!r}. Remove the line to go on")
+            raise DataError(f"{path}, line {number}: not a metrics row: {line[:80]!r}. Remove the line to continue")
     return rows
 
 

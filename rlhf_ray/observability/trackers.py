@@ -205,8 +205,8 @@ class Delivery:
         if missing:
             self._say(f"{self._tracker.title} lacks {missing} of {self._written} rows{why}. metrics.jsonl has them")
         elif late:
-            self._say(f"{self._tracker.title} has all rows, and was not told within {CLOSING_S:g} s that the run is "
-                      f"over ({self._tracker.where})")
+            self._say(f"{self._tracker.title} has all rows, but its connection was not closed within {CLOSING_S:g} s "
+                      f"({self._tracker.where})")
 
     def _ended(self, within_s: float) -> bool:
         self._thread.join(within_s)
@@ -233,7 +233,7 @@ class Delivery:
             else:
                 self._warn(f"did not take the numbers of step {row[0]}: {first_line(error)}")
         if not self._given_up and (error := self._ask(self._tracker.close)) is not None:
-            self._warn(f"was not told that the run is over: {first_line(error)}")
+            self._warn(f"could not be closed: {first_line(error)}")
 
     def _ask(self, call: Callable[..., None], *arguments: Any) -> Exception | None:
         """Make one call; returns what it raised."""

@@ -111,7 +111,7 @@ def answers_of(requests: Sequence[RewardRequest], column: str | None, name: str)
     for request in requests:
         if request.metadata.get(column) is None:
             raise SampleError(f"rewards.{name}.answer={column!r}: the prompt of {sample_names([request.key])} has no "
-                              "such column or an empty one; beside the prompt its row has "
+                              "such column or an empty one; the other columns of its row are "
                               f"{sorted(request.metadata)}. Add it")
     return [request.metadata[column] for request in requests]
 

@@ -103,7 +103,7 @@ def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
 
 def _check_answer(reward: RewardConfig, row: dict[str, Any], column: str, where: str) -> None:
     if column not in row:
-        raise DataError(f"{where} has no such column; it has {sorted(row)} beside the prompt")
+        raise DataError(f"{where} has no such column; the other columns are {sorted(row)}")
     if isinstance(reward, NumberReward) and not has_number(row[column], reward.after):
         raise DataError(f"{where} is {brief(row[column])}, which has no number to compare with; name the column with "
                         "the answer, or fix the row")

@@ -136,7 +136,7 @@ def check_labels(name: str, questions: Sequence[PromptInput]) -> None:
         for question in questions:
             if column not in question.metadata:
                 raise DataError(f"{question.location}: no column {column!r}, which the scorer {name!r} compares "
-                                f"responses with; the row has {sorted(question.metadata)} beside the prompt")
+                                f"responses with; the other columns are {sorted(question.metadata)}")
 
 
 def rewards_of(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:

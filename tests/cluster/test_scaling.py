@@ -120,7 +120,7 @@ def test_every_role_is_where_the_labels_of_its_pool_say_and_the_driver_is_elsewh
 def test_generators_came_and_went_and_were_told_of(scaled):
     directory, seen = scaled
     assert [answer["generators"] for answer in seen.answers] == [[0, 1, 2], [0]]
-    assert [answer["said"] for answer in seen.answers] == [
+    assert [answer["message"] for answer in seen.answers] == [
         "generators: 2 before, 3 now", "generators: 3 before, 1 now"]
     first, added, removed = ([w["worker"] for w in lines if w["worker"].startswith("generator")]
                              for lines in seen.workers)

@@ -17,7 +17,7 @@ def test_it_asks_the_run_and_says_what_came_of_it(tmp_path, monkeypatch):
 
     def ask(*question, **options):
         asked.append((question, options))
-        return {"generators": [0, 1, 2], "said": "generators: 2 before, 3 now"}
+        return {"generators": [0, 1, 2], "message": "generators: 2 before, 3 now"}
 
     monkeypatch.setattr(control_files, "ask", ask)
     result = invoke(tmp_path, "--generators", 3, "--timeout", 20)

@@ -15,33 +15,33 @@ GONE = {"Alive": False, "NodeID": "c" * 32, "Resources": {}}
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """told(nodes that Ray tells of, what is free by id) -> our nodes."""
-    def tell(answer, free=None):
+def read(monkeypatch):
+    """read(nodes as Ray reports them, free resources by id) -> our nodes."""
+    def run(answer, free=None):
         monkeypatch.setattr(nodes.ray, "nodes", lambda: answer)
         monkeypatch.setattr(nodes.state, "available_resources_per_node", lambda: free or {})
         return nodes.present_nodes()
 
-    return tell
+    return run
 
 
-def test_a_node_with_gpus(told):
-    [node] = told([WORKER], {"b" * 32: {"GPU": 3.0}})
+def test_a_node_with_gpus(read):
+    [node] = read([WORKER], {"b" * 32: {"GPU": 3.0}})
     assert (node.cpus, node.gpus, node.gpu, node.memory_bytes) == (64, 8, H100, 1e12)
     assert (node.name, node.id) == ("b (10.0.0.2, bbbbbbbb)", "b" * 32)
     assert node.labels["role"] == "policy" and node.free == {"GPU": 3.0}
     assert node.custom == {"disk": 3.0}
 
 
-def test_the_kind_may_stand_among_the_resources(told):
-    [node] = told([{**WORKER, "Labels": {}, "Resources": {"GPU": 1.0, "accelerator_type:A100": 1.0}}])
+def test_the_kind_may_stand_among_the_resources(read):
+    [node] = read([{**WORKER, "Labels": {}, "Resources": {"GPU": 1.0, "accelerator_type:A100": 1.0}}])
     assert node.gpu is A100
 
 
-def test_the_object_store_is_part_of_main_memory(told):
-    [node] = told([HEAD])
+def test_the_object_store_is_part_of_main_memory(read):
+    [node] = read([HEAD])
     assert (node.memory_bytes, node.gpus, node.gpu, node.custom) == (8e9, 0, None, {})
 
 
-def test_the_head_comes_first_and_the_dead_do_not_count(told):
-    assert [node.id[0] for node in told([GONE, WORKER, HEAD])] == ["a", "b"]
+def test_the_head_comes_first_and_the_dead_do_not_count(read):
+    assert [node.id[0] for node in read([GONE, WORKER, HEAD])] == ["a", "b"]

@@ -34,8 +34,8 @@ class Ranks:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """watch(ranks, looks, lease_s=10.0, pause=None): look so often, a second apart; `pause` is the look before which
-    this process itself stands still for an hour."""
+    """watch(ranks, looks, heartbeat_timeout_s=10.0, pause=None): check `looks` times, a second apart; this process is
+    stopped for an hour before the check `pause`."""
 
     def run(ranks, looks, heartbeat_timeout_s=10.0, pause=None):
         clock = SimpleNamespace(now=0.0)

@@ -93,7 +93,7 @@ def test_one_that_is_new_has_the_present_weights_before_it_is_given_work():
         return answer, await it.ask_all(3), dict(it.group.versions)
 
     answer, asked, versions = run_in_virtual_time(run())
-    assert answer == {"generators": [0, 1, 2], "said": "generators: 2 before, 3 now"}
+    assert answer == {"generators": [0, 1, 2], "message": "generators: 2 before, 3 now"}
     assert asked == [0, 1, 2] and versions == {0: 3, 1: 3, 2: 3} and it.numbers == [3]
 
 
