@@ -21,10 +21,10 @@ Requirements = Annotated[Path | None, typer.Option(
     "--requirements", help="Packages that the cluster's nodes lack, one a line as for pip; Ray installs them for this "
     "job.")]
 Variables = Annotated[list[str] | None, typer.Option(
-    "--env", help="Name of an environment variable whose value here the job gets too; whoever has the cluster's token "
-    "can read it. Repeat for more.")]
+    "--env", help="Name of an environment variable to pass to the job; anyone with the cluster's token can read its "
+    "value. Repeat for more.")]
 PlanFirst = Annotated[bool, typer.Option(
-    "--plan/--no-plan", help="Refuse what the cluster's present nodes cannot hold.")]
+    "--plan/--no-plan", help="Refuse a run that does not fit on the cluster's present nodes.")]
 Follow = Annotated[bool, typer.Option("--follow/--no-follow", help="Show its progress until it ends.")]
 
 

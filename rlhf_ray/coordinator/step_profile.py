@@ -90,11 +90,11 @@ class StepProfiler:
         self._asked.clear()
 
     def close(self) -> None:
-        """No step will follow. Workers that outlive the learners record no more of one that was not finished."""
+        """Refuse open requests, and stop the profilers of an unfinished step in workers that outlive the learners."""
         workers, self._workers, self._closed = self._workers or [], None, True
         for group, rank in workers:
             if not self._roles.trains(group.role):
-                group.call(rank, "drop_profile")  # nobody need wait for it, nor be told that it failed
+                group.call(rank, "drop_profile")  # its result and its failure do not matter
         self._refuse(NO_STEP)
 
     def _refuse(self, why: str) -> None:
@@ -104,14 +104,14 @@ class StepProfiler:
         self._asked.clear()
 
     async def _kept(self, workers: list[tuple[WorkerGroup, int]], step: int, began: float, ended: float) -> Path:
-        """Write all that was recorded of a step; returns where it lies."""
+        """Write the profile of a step; returns its directory."""
         directory = self._directory.profile / f"step_{step}"
         records = self._directory.files.records
         await records.run(partial(directory.mkdir, parents=True, exist_ok=True))
-        found = await asyncio.gather(*(
+        outcomes = await asyncio.gather(*(
             group.call(rank, "end_profile", str(directory.resolve() / f"{group.role}_{rank}.trace.json.gz")).value()
             for group, rank in workers), return_exceptions=True)
-        profiles = {f"{group.role}/{rank}": profile for (group, rank), profile in zip(workers, found, strict=True)
+        profiles = {f"{group.role}/{rank}": profile for (group, rank), profile in zip(workers, outcomes, strict=True)
                     if _worked(profile) and isinstance(profile, WorkerProfile)}
         spans = [span for span in self._roles.clock.work(began, ended) if not span.role.startswith("phase:")]
         await records.run(self._write, step, profiles, spans, (began, ended))
@@ -121,7 +121,7 @@ class StepProfiler:
 
     def _write(self, step: int, profiles: Mapping[str, WorkerProfile], spans: list[Span],
                window: tuple[float, float]) -> None:
-        """`workers.trace.json`, and what the report shows: `profile.json`, with times from the step's begin on."""
+        """Write `workers.trace.json`, and `profile.json` for the report, with times since the start of the step."""
         began, ended = window
         where = f"{self._directory.profile.name}/step_{step}"
         lanes = [[f"{s.role}/{s.worker}", round(max(s.start, began) - began, 6), round(min(s.end, ended) - began, 6)]
@@ -133,10 +133,10 @@ class StepProfiler:
 
 
 def _worked(outcome: Any) -> bool:
-    """Whether a call came to its end; one that a worker refused or was lost in is nobody's business here.
+    """Whether a call succeeded. Refused calls and lost workers are ignored here.
 
     Raises:
-        BaseException: it is not about the worker.
+        BaseException: an error that is not an `RLHFError`.
     """
     if isinstance(outcome, BaseException) and not isinstance(outcome, RLHFError):
         raise outcome

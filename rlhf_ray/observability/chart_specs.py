@@ -163,8 +163,8 @@ CHARTS = (
     ),
     ChartPlan(
         "Weight publication", ("weights/publish_seconds", "weights/pause_seconds"), "System",
-        "Flat, far below the step's time. Generation goes on until the new weights lie beside the old; the pause is "
-        "what it stands still for.",
+        "Flat, far below the step's time. Generation continues while new weights are received; it pauses only while "
+        "they replace the old ones.",
         ("weights", "generator"),
         names=("Whole publication", "Generation paused"), axis="Time per publication (seconds)",
     ),

@@ -266,7 +266,7 @@ def finalize_ledger(ledger: Ledger, unused: Sequence[SampleKey]) -> dict[str, in
 
 def _geometry(config: PPOConfig) -> dict[str, int | str]:
     """What a resumed run must have in common with the run that saved."""
-    critic = config.critic.backbone if config.shares_backbone or config.starts_critic else "nobody's"
+    critic = config.critic.backbone if config.shares_backbone or config.starts_critic else "none"
     return {
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
