@@ -4,13 +4,13 @@ from pathlib import Path
 
 
 def test_an_example_runs_in_a_directory_of_its_own_name(command_line, stage):
-    calls = stage("arithmetic")
+    calls = stage("arithmetic_example")
     assert command_line("example", "arithmetic").code == 0
     assert calls == [((Path("runs/arithmetic"), "grpo", 0, []), {})]
 
 
 def test_options_and_overrides_are_passed_on(command_line, stage):
-    calls = stage("arithmetic")
+    calls = stage("arithmetic_example")
     outcome = command_line("example", "arithmetic", "--estimator", "rloo", "--dir", "/d", "--seed", "3",
                            "--run.steps=2")
     assert outcome.code == 0, outcome.err
@@ -18,12 +18,12 @@ def test_options_and_overrides_are_passed_on(command_line, stage):
 
 
 def test_an_unknown_example_is_refused_with_those_there_are(command_line, stage):
-    calls = stage("arithmetic")
+    calls = stage("arithmetic_example")
     outcome = command_line("example", "poetry")
     assert outcome.code == 2 and "arithmetic" in outcome.err and not calls
 
 
 def test_a_stray_argument_is_refused(command_line, stage):
-    calls = stage("arithmetic")
+    calls = stage("arithmetic_example")
     outcome = command_line("example", "arithmetic", "c.yaml")
     assert outcome.code == 2 and "unexpected argument 'c.yaml'" in outcome.err and not calls
