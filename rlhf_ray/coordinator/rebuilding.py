@@ -69,8 +69,8 @@ class Rebuilding:
         self._losses = self._losses + 1 if self._losses and committed == self._committed else 1
         self._committed = committed
         if self._losses > self._config.max_rebuilds:
-            since = "since the start of the run" if committed is None else f"since the checkpoint of step {committed}"
-            message = (f"learners were lost {self._losses} times {since} without a new one in between "
+            since = "since the run began" if committed is None else f"since the checkpoint of step {committed}"
+            message = (f"learners were lost {self._losses} times {since}, with no new checkpoint since "
                        f"(cluster.max_rebuilds={self._config.max_rebuilds}). The last loss: {error}")
             raise WorkerError(message, error.role) from error
 

@@ -11,7 +11,7 @@ from chaos.injector import Injector
 
 def coordinator(step, *down, told=False):
     """One after so many updates, with workers that are down."""
-    lost = {worker: SimpleNamespace(told=told) for worker in down}
+    lost = {worker: SimpleNamespace(recorded=told) for worker in down}
     return SimpleNamespace(state=SimpleNamespace(step=step), roles=SimpleNamespace(healing=SimpleNamespace(down=lost)))
 
 

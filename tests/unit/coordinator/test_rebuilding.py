@@ -128,4 +128,4 @@ def test_it_is_told_where_the_run_goes_on(tmp_path):
     asyncio.run(rebuilding.after(lost("policy", "died")))
     commit(store, 7)
     asyncio.run(rebuilding.after(lost("policy", "died")))
-    assert [text.rpartition("goes on from ")[2] for text in warnings] == ["its beginning", "the checkpoint of step 7"]
+    assert [text.rpartition("continues from ")[2] for text in warnings] == ["the beginning", "the checkpoint of step 7"]
