@@ -70,7 +70,7 @@ class Rebuilding:
         self._committed = committed
         if self._losses > self._config.max_rebuilds:
             since = "since the run began" if committed is None else f"since the checkpoint of step {committed}"
-            message = (f"learners were lost {self._losses} times {since}, with no new checkpoint since "
+            message = (f"learners were lost {self._losses} times {since} without a new checkpoint "
                        f"(cluster.max_rebuilds={self._config.max_rebuilds}). The last loss: {error}")
             raise WorkerError(message, error.role) from error
 

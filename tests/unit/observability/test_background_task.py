@@ -149,7 +149,7 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
     drains = Once(dict)
     monkeypatch.setattr(node_drain, "own_node", lambda: "here")
     monkeypatch.setattr(node_drain, "draining_nodes", lambda: {"node": None})
-    monkeypatch.setattr(node_drain.Notices, "heed", lambda self, node, left_s: drains())
+    monkeypatch.setattr(node_drain.DrainWatch, "handle", lambda self, node, left_s: drains())
     pulse, watch = Once(lambda rank: 1), Once(lambda: None)
 
     async def look():
