@@ -24,7 +24,8 @@ def test_the_lexicon_is_read_once():
 
 
 def test_importing_the_data_package_loads_nothing_heavy():
-    modules = ["sentiment", "synthetic_reviews", "tokenizer", "rows", "prompts", "demonstrations", "preferences", "batching"]
+    modules = ["sentiment", "synthetic_reviews", "tokenizer", "rows", "prompts", "demonstrations", "preferences",
+               "batching"]
     code = (f"import sys; from rlhf_ray.data import {', '.join(modules)}; "
             "print([m for m in ('transformers', 'datasets', 'tokenizers', 'torch', 'vaderSentiment', 'pyarrow') "
             "if m in sys.modules])")

@@ -326,7 +326,7 @@ def processes() -> list[int]:
     """Process ids of the functions that this process serves now."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
-    return [pid for pid in pids if b"function_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if b"function_subprocess" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def gone(pid: int) -> bool:
