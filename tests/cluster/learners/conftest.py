@@ -1,10 +1,8 @@
 """Learners on real ranks: processes that join once for all tests here, and build one learner after another."""
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +16,18 @@ from tests.cluster.learners.plain_torch import make_experiences
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of ZeRO stages and numbers of ranks, the default suite keeps two ranks at stage 3, which shards everything."""
+    """Of ZeRO stages and numbers of ranks, the default suite keeps two ranks at stage 3, which shards everything; of
+    loads by new processes, the policy's."""
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        if Path(__file__).parent in item.path.parents and callspec is not None and not _is_kept(callspec.params):
+        if Path(__file__).parent in item.path.parents and not _is_kept(item):
             item.add_marker(pytest.mark.slow)
 
 
-def _is_kept(parameters: Mapping[str, Any]) -> bool:
+def _is_kept(item: pytest.Item) -> bool:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
     before, after = parameters.get("before", (2, 3)), parameters.get("after", (1, 3))
+    if "fresh_ranks" in item.fixturenames and parameters.get("cls") != "PolicyLearner":
+        return False
     return (parameters.get("world", 2), parameters.get("zero", 3), before, after) == (2, 3, (2, 3), (1, 3))
 
 
