@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ from tests.cluster.tiny import (
 
 __all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "interrupted", "own_ray", "resumed_outside",
            "shared_ray", "write_prompts"]
+
+
+os.environ.setdefault("RAY_worker_niceness", "0")
+"""Ray's workers yield to other processes by default; these tests run beside others that would starve them."""
 
 
 @pytest.hookimpl(tryfirst=True)
