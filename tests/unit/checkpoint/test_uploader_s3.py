@@ -57,5 +57,5 @@ def test_a_server_that_goes_away_is_told_at_the_end(run, bucket, quick):
     wait_until(lambda: uploader.step == 1)
     server.stop()
     save(run, 2)
-    with pytest.raises(UploadError, match="there is the checkpoint of step 1"):
+    with pytest.raises(UploadError, match="it has the checkpoint of step 1"):
         uploader.finish()
