@@ -11,7 +11,7 @@ from rlhf_ray.config.stages import PPOConfig
 from tests.cluster.conftest import SMALL
 from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, without
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LORA = {"rank": 4, "alpha": 16, "dropout": 0.1}
 ATTENTION = ["q_proj", "v_proj"]
 KINDS = {
@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param("tied", marks=pytest.mark.slow), "policy"])
+@pytest.fixture(scope="module", params=["tied", "policy"])
 def whole(request, configure, files, tmp_path_factory):
     """Directory of a run of 3 steps, saved after the second, and the sections it was configured with."""
     from rlhf_ray.stages import ppo
@@ -76,7 +76,6 @@ def test_the_frozen_base_is_the_reference(run):
     assert abs(evaluation["before"]["kl"]) < 1e-4 < 0.01 < evaluation["after"]["kl"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("whole", ["tied"], indirect=True)
 def test_the_resumed_run_is_the_same_run_bit_for_bit(run, resumed):
     first, again = (without(steps(directory), *CLOCKS, TRAFFIC) for directory in (run, resumed))
