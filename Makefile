@@ -44,7 +44,7 @@ test-all: ## Run all tests that need no GPU, with the optional packages (W&B, ML
 fuzz: install-test ## Try thousands of senseless configurations, rows, replies and files (FUZZ_CASES=2000 of each kind)
 	FUZZ_CASES=$${FUZZ_CASES:-2000} $(BIN)/python -m pytest tests/fuzz --timeout 3600 $(ARGS)
 
-mutants: install-test ## Change the code in 300 places, and list the changes that no unit test notices (half an hour)
+mutants: install-test ## Change the code in 300 places, and list the changes that no unit test notices
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: install-test typecheck ## Check style, imports and types
