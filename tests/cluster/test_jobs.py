@@ -54,7 +54,7 @@ def test_a_followed_job_ends_with_its_own_exit_code_and_output(refused):
 def test_what_cannot_be_seen_from_here_is_named_and_runs_are_not_packed(refused):
     assert "not visible from here, so the job will check it when it starts: /nowhere/at/all" in refused["output"]
     assert "packing 1 files" in refused["output"]
-    assert "whether it fits the cluster is not planned" in refused["output"]
+    assert "no plan was made for the cluster" in refused["output"]
 
 
 def test_the_job_is_listed_with_its_run_stage_and_commit(refused):
@@ -78,10 +78,10 @@ def test_a_job_that_is_over_is_not_stopped(refused):
 
 def test_a_job_that_is_not_there_is_refused_with_those_that_are(refused):
     code, output = ask(refused["head"], "logs", "other")
-    assert code == 1 and "there is no job and no run 'other'" in output and "tiny-" in output
+    assert code == 1 and "there is no job or run 'other'" in output and "tiny-" in output
 
 
-@pytest.mark.parametrize(("token", "said"), [("", "there is none here"),
+@pytest.mark.parametrize(("token", "said"), [("", "none was found here"),
                                              ("f" * 32, "refuses the token found here (403)")])
 def test_without_the_token_nothing_is_told(refused, token, said):
     code, output = ask(refused["head"], "jobs", token=token)

@@ -39,22 +39,21 @@ def killed(configure, directory, after, **sections):
     assert parent.wait(timeout=400) == 0, log.read_text()
     assert "died of SIGKILL; restarting it from the checkpoint of step 2" in log.read_text()
     assert not driver.is_running()
-    return driver.pid
-
-
-@pytest.mark.parametrize("after", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_path, after):
-    """Killed when it is about to save, or has saved, the checkpoint of step 2; and in the next but one update."""
-    directory = tmp_path / "run"
-    pid = killed(configure, directory, after, generator={"workers": 1})  # the result does not depend on their number
     (event,) = read_faults(directory / "faults.jsonl")
     assert (event["role"], event["kind"], event["pid"], event["reason"]) == (
-        "run", "died", pid, "the run died of SIGKILL")
+        "run", "died", driver.pid, "the run died of SIGKILL")
     assert "Lost on the way: run (died)" in (directory / "report.html").read_text()
-    assert_equal_runs(finished.directory, directory)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_path, after):
+    """Killed when it is about to save, or has saved, the checkpoint of step 2; and in the next but one update."""
+    directory = tmp_path / "run"
+    killed(configure, directory, after)
+    assert_equal_runs(finished.directory, directory)
+
+
 def test_so_is_one_with_a_single_worker_of_each_role(configure, tmp_path):
     from rlhf_ray.stages import ppo
 

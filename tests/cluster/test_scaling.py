@@ -144,7 +144,7 @@ def test_the_one_that_was_added_made_samples_and_no_bit_of_the_result_changed(sc
 
 def test_a_resumed_run_has_as_many_generators_as_were_left(scaled):
     _, seen = scaled
-    assert "1 generators, as `rlhf-ray scale` left them (configured: 2)" in seen.resumed
+    assert "1 generators, as set by `rlhf-ray scale` (configured: 2)" in seen.resumed
     assert "1 generator," in seen.resumed
 
 

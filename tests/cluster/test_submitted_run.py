@@ -147,4 +147,4 @@ def test_a_killed_job_is_gone_at_once_without_being_asked(head, project, tmp_pat
     assert code == 0 and re.search(r"killed [1-9]\d* processes of killed-", said), said
     assert time.monotonic() - began < 60 and "the checkpoint is saved" not in said
     assert not processes_of_run(directory) and not list(directory.glob("checkpoints/step_*"))
-    assert "killed; --resume may go on" in head.run("jobs", "--address", head.url)[1]
+    assert "killed; --resume may continue it" in head.run("jobs", "--address", head.url)[1]

@@ -292,8 +292,9 @@ def test_one_forward_pass_gives_what_two_models_would(ranks, files, experiences,
     assert np.array_equal(alone.values, logprobs.values)
 
 
-@pytest.mark.parametrize(("zero", "lora"), [(0, None), (1, None), (2, None), (3, None), (1, LoRAConfig(rank=4)),
-                                             (3, LoRAConfig(rank=4))])
+@pytest.mark.parametrize(("zero", "lora"), [
+    (0, None), (1, None), (2, None), pytest.param(3, None, marks=pytest.mark.slow), (1, LoRAConfig(rank=4)),
+    (3, LoRAConfig(rank=4))])
 def test_all_together_go_on_bit_for_bit(ranks, fresh_ranks, files, experiences, tmp_path, zero, lora):
     arguments = shared(files, zero)
     arguments["config"] = arguments["config"].model_copy(update={"ema_decay": DECAY, "lora": lora})
