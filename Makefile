@@ -17,7 +17,7 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart example test test-all fuzz mutants lint typecheck bench bench-estimators bench-growth chaos docs monitoring requirements clean
+.PHONY: help install install-test quickstart example test test-all fuzz mutants lint typecheck bench bench-estimators bench-growth chaos docs requirements clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -68,9 +68,6 @@ chaos: install-test ## Kill, stop and damage what runs depend on, in about 20 mi
 
 docs: install ## Write docs/configuration.md from the configuration's models
 	@$(BIN)/python -m rlhf_ray.config.config_docs docs/configuration.md
-
-monitoring: install ## Write Grafana's dashboard from the catalogue of metrics
-	@$(BIN)/python -m rlhf_ray.observability.grafana launch/monitoring/grafana/dashboards/rlhf_ray.json
 
 requirements: install ## Export requirements/cpu.txt and gpu.txt: exact versions with hashes
 	@VENV="$(VENV)" requirements/export.sh
