@@ -2,25 +2,20 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
-from html import escape
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure import TITLES, Figure, ordered, shown, shown_goal, shown_value, title
+from benchmarks.figure import TITLES, ordered, shown, shown_goal, shown_value, title
 from benchmarks.page_charts import charts_of
 from benchmarks.summary import Measured, RunFacts, Summary
 from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.progress import duration
 
 FILE = "index.html"
-HEADINGS = (("Figure", ""), ("Value", "num"), ("Goal", "num"), ("Lowest to highest", "num"), ("Ours", ""),
-            ("Beside", ""), ("Measured", ""))
 DRAWINGS = {"growth.svg": "How cost grows with model size and length, role by role",
             "cluster_model.svg": "On paper: a 70B policy on 64 to 1024 GPUs"}
 """What other commands may have left beside the page."""
-ABOUT = ("Each ratio is of two sides measured in one run on one machine, in turns; its value is the median over the "
-         "repeats. docs/benchmarks.md says what each side does.")
 
 
 def write_page(summary: Summary, latest: RunFacts, directory: Path) -> Path:
@@ -40,19 +35,13 @@ def page(summary: Summary, latest: RunFacts, drawings: Mapping[str, bytes] | Non
         drawings: more SVGs to show, by their titles.
     """
     measured = {name: summary.measured[name] for name in ordered(list(summary.measured))}
-    charts = charts_of(measured)
-    body = [
-        html.header("Benchmarks", "Next to the goals", verdict(measured), facts(latest), notes(summary, latest)),
-        html.tiles(tiles(summary)),
-        table(measured),
-        html.curves(charts),
-        *(drawing(words, svg) for words, svg in (drawings or {}).items()),
-        *(html.folded_text(f"More about {name}", as_text(m.figure.more)) for name, m in measured.items()),
-        *(html.folded_text(f"Machine of the run of {when(run)}", as_text(run.machine))
-          for run in {m.run.time: m.run for m in measured.values()}.values()),
-        html.footer(ABOUT),
-    ]
-    return html.page("Benchmarks", body, charts)
+    details = {f"More about {name}": as_text(m.figure.more) for name, m in measured.items()}
+    details |= {f"Machine of the run of {when(m.run)}": as_text(m.run.machine) for m in measured.values()}
+    return html.page(
+        Path(__file__).with_name("page.html"), charts_of(measured), kind="Benchmarks", title="Next to the goals",
+        lead=verdict(measured), facts=facts(latest), notes=notes(summary, latest), tiles=tiles(summary),
+        measured=measured, drawings={words: svg_url(svg) for words, svg in (drawings or {}).items()}, details=details,
+        title_of=title, shown=shown, shown_value=shown_value, shown_goal=shown_goal, when=when)
 
 
 def verdict(measured: dict[str, Measured]) -> str:
@@ -97,44 +86,9 @@ def tiles(summary: Summary) -> list[html.Tile]:
     ]
 
 
-def table(measured: dict[str, Measured]) -> str:
-    """A row a figure."""
-    if not measured:
-        return ""
-    headings = "".join(f'<th class="{kind}">{name}</th>' for name, kind in HEADINGS)
-    rows = "".join(row(name, m) for name, m in measured.items())
-    return (f'<h2>Figures</h2><div class="verdict card scroll"><table><thead><tr>{headings}</tr></thead>'
-            f"<tbody>{rows}</tbody></table></div>")
-
-
-def row(name: str, measured: Measured) -> str:
-    """A figure as a row; the pill says in words what its colour says."""
-    figure = measured.figure
-    pill = f'<span class="pill {"better" if figure.reached else "worse"}">{"reached" if figure.reached else "missed"}'
-    cells = [
-        ("", f"{escape(title(name))}<br><code>{escape(name)}</code>"),
-        ("num", f"<b>{escape(shown_value(figure))}</b><br>{pill}</span>"),
-        ("num", escape(shown_goal(figure))),
-        ("num", escape(f"{min(figure.repeats):.3g} to {max(figure.repeats):.3g}")
-         + f"<br>{len(figure.repeats)} repeats" + ("<br>disturbed" if figure.disturbed else "")),
-        ("", side(figure.ours, figure, figure.ours_is)),
-        ("", side(figure.theirs, figure, figure.theirs_is)),
-        ("", f"{escape(when(measured.run))}<br><code>{escape(measured.run.commit)}</code>"),
-    ]
-    return "<tr>" + "".join(f'<td class="{kind}">{text}</td>' for kind, text in cells) + "</tr>"
-
-
-def side(value: float | None, figure: Figure, what: str) -> str:
-    """What a side is, and what it came to."""
-    parts: Iterable[str] = (what, "" if value is None else shown(value, figure.unit))
-    return "<br>".join(escape(part) for part in parts if part)
-
-
-def drawing(title: str, svg: bytes) -> str:
-    """An SVG as an image, so that its styles stay its own."""
-    source = f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
-    return (f'<h2>{escape(title)}</h2><div class="card scroll"><img src="{source}" alt="{escape(title)}" '
-            'style="width:100%;min-width:900px"></div>')
+def svg_url(svg: bytes) -> str:
+    """An SVG as the source of an image, so that its styles stay its own."""
+    return f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
 
 
 def when(run: RunFacts) -> str:

@@ -1,13 +1,14 @@
 """The page's plots: all figures beside their goals, and each figure repeat by repeat."""
 
-from typing import Any
+import plotly.graph_objects as go
 
 from benchmarks.figure import Figure, is_ratio, shown, shown_goal, shown_value, title
 from benchmarks.summary import Measured
 from rlhf_ray.observability.report_charts import Chart
 
 OVERVIEW, REPEATS = "Beside the goals", "Repeat by repeat"
-GOAL_LINE = {"color": "@soft", "width": 1.5, "dash": "dot"}
+TICKS = [0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20, 50, 100]
+GOAL_LINE = {"color": "var(--soft)", "width": 1.5, "dash": "dot"}
 
 
 def charts_of(measured: dict[str, Measured]) -> list[Chart]:
@@ -35,23 +36,23 @@ def overview(figures: dict[str, Figure]) -> Chart:
         healthy="The dot is the median over the repeats, the line reaches from the worst repeat to the best. Right of "
         "the dotted line the goal is reached, whether more or less is good.",
         section=OVERVIEW, latest="", data=data,
-        layout={"xaxis": {"title": {"text": "Times better than the goal (logarithmic)"}, "type": "log",
-                          "tickvals": [0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 20, 50, 100],
-                          "ticktext": ["0.1", "0.2", "0.5", "0.8", "1", "1.25", "2", "5", "10", "20", "50", "100"]},
-                "yaxis": {"title": {"text": ""}, "type": "category"}, "showlegend": False, "hovermode": "closest",
-                "shapes": [line]},
+        layout=go.Layout(
+            xaxis={"title_text": "Times better than the goal (logarithmic)", "type": "log", "tickvals": TICKS,
+                   "ticktext": [f"{tick:g}" for tick in TICKS]},
+            yaxis={"title_text": "", "type": "category"}, showlegend=False, hovermode="closest", shapes=[line]),
     )
 
 
-def bar(name: str, figure: Figure) -> dict[str, Any]:
+def bar(name: str, figure: Figure) -> go.Scatter:
     """One figure of the overview."""
     ends = sorted((lead(figure, min(figure.repeats)), lead(figure, max(figure.repeats))))
-    colour = "@good" if figure.reached else "@bad"
+    colour = "var(--good)" if figure.reached else "var(--bad)"
     said = (f"{shown_value(figure)}, goal {shown_goal(figure)}"
             f"<br>{shown_value(figure, min(figure.repeats))} to {shown_value(figure, max(figure.repeats))}")
-    return {"type": "scatter", "mode": "lines+markers", "x": [ends[0], lead(figure, figure.value), ends[1]],
-            "y": [title(name)] * 3, "name": title(name), "line": {"color": colour, "width": 3},
-            "marker": {"color": colour, "size": [0, 12, 0], "opacity": 1}, "hovertemplate": f"{said}<extra></extra>"}
+    return go.Scatter(
+        mode="lines+markers", x=[ends[0], lead(figure, figure.value), ends[1]], y=[title(name)] * 3, name=title(name),
+        line={"color": colour, "width": 3}, marker={"color": colour, "size": [0, 12, 0], "opacity": 1},
+        hovertemplate=f"{said}<extra></extra>")
 
 
 def repeats_chart(name: str, figure: Figure) -> Chart:
@@ -60,18 +61,18 @@ def repeats_chart(name: str, figure: Figure) -> Chart:
     numbers = list(range(1, count + 1))
     ends = [0.5, count + 0.5]
     data = [
-        {"type": "scatter", "mode": "markers", "x": numbers, "y": figure.repeats, "name": "repeats",
-         "marker": {"color": "@generator", "size": 8}},
-        {"type": "scatter", "mode": "lines", "x": ends, "y": [figure.value] * 2, "name": "median",
-         "line": {"color": "@good" if figure.reached else "@bad", "width": 2}},
-        {"type": "scatter", "mode": "lines", "x": ends, "y": [figure.goal] * 2, "name": "goal", "line": GOAL_LINE},
+        go.Scatter(mode="markers", x=numbers, y=figure.repeats, name="repeats",
+                   marker={"color": "var(--generator)", "size": 8}),
+        go.Scatter(mode="lines", x=ends, y=[figure.value] * 2, name="median",
+                   line={"color": "var(--good)" if figure.reached else "var(--bad)", "width": 2}),
+        go.Scatter(mode="lines", x=ends, y=[figure.goal] * 2, name="goal", line=GOAL_LINE),
     ]
     return Chart(
         title=title(name), healthy=sides(figure), section=REPEATS, latest=shown_value(figure), data=data,
-        layout={"xaxis": {"title": {"text": "Repeat"}, "range": ends, "dtick": max(1, count // 10)},
-                "yaxis": {"title": {"text": "Ratio" if is_ratio(figure) else figure.unit or "Value"},
-                          "rangemode": "tozero"},
-                "showlegend": True},
+        layout=go.Layout(
+            xaxis={"title_text": "Repeat", "range": ends, "dtick": max(1, count // 10)},
+            yaxis={"title_text": "Ratio" if is_ratio(figure) else figure.unit or "Value", "rangemode": "tozero"},
+            showlegend=True),
     )
 
 

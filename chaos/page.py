@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from benchmarks.page import drawing
+from benchmarks.page import svg_url
 from benchmarks.svg import STYLE, Axis, axis
 from chaos.faults import KINDS
 from chaos.summary import HEADINGS, CampaignSummary, FinishedRun, figures, problems, rows, seconds
@@ -17,8 +17,6 @@ from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.metrics import read_metrics
 
 PAGE_FILE, PICTURE_FILE = "index.html", "timeline.svg"
-ABOUT = ("Each fault was injected into a victim in the state given, and its effect was confirmed. docs/chaos.md "
-         "describes each kind, and the invariants that must hold afterwards.")
 TILES = ("Faults survived", "Samples lost", "Samples trained on twice", "Wedges")
 COLUMNS = ("Run", "Fault", "State of the victim", "Noticed after", "Back after", "Outcome")
 WIDTH, HEIGHT, MARGIN, KEY = 900, 150, 48, 24
@@ -52,25 +50,12 @@ def page(campaign: CampaignSummary) -> str:
              **{name: value for name, value in numbers.items() if name not in TILES}}
     faults = [(fault["run"], fault["kind"], fault["state"], seconds(fault["detection_s"]), seconds(fault["recovery_s"]),
                "survived" if fault["survived"] else fault["problem"]) for fault in data["faults"]]
-    body = [
-        html.header("Chaos", "Faults on purpose", verdict, facts, problems(campaign)),
-        html.tiles([html.Tile(name, numbers[name].partition(",")[0]) for name in TILES]),
-        drawing("Updates, and faults on the way", picture(campaign.runs).encode()),
-        table("By kind", HEADINGS, rows(campaign)),
-        table("One by one", COLUMNS, faults),
-        html.folded_text("Runs", json.dumps(data["runs"], indent=2)),
-        html.folded_text("Machine", json.dumps(campaign.machine, indent=2, default=str)),
-        html.footer(ABOUT),
-    ]
-    return html.page("Chaos", body, [])
-
-
-def table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """An HTML table."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in headings)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
-    return (f'<h2>{escape(title)}</h2><div class="verdict card scroll"><table><thead><tr>{head}</tr></thead>'
-            f"<tbody>{rows}</tbody></table></div>")
+    return html.page(
+        Path(__file__).with_name("page.html"), kind="Chaos", title="Faults on purpose", lead=verdict, facts=facts,
+        notes=problems(campaign), tiles=[html.Tile(name, numbers[name].partition(",")[0]) for name in TILES],
+        picture=svg_url(picture(campaign.runs).encode()), kind_headings=HEADINGS, kinds=rows(campaign),
+        fault_headings=COLUMNS, faults=faults, runs=json.dumps(data["runs"], indent=2),
+        machine=json.dumps(campaign.machine, indent=2, default=str))
 
 
 def write_picture(campaign: CampaignSummary, directory: Path) -> Path:

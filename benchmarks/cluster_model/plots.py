@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
+
 from benchmarks.cluster_model.check import Prediction
 from benchmarks.cluster_model.gpu_split import STALENESS, Answer, Step
 from benchmarks.svg import Chart as Drawn
@@ -12,10 +14,9 @@ from rlhf_ray.observability.report_charts import Chart
 
 SVG = "cluster_model.svg"
 COLOURS = {0: "#4477aa", 1: "#ee6677", 2: "#228833", 3: "#aa3377", 4: "#ccbb44"}
-PAGE_COLOURS = {0: "@reference", 1: "@generator", 2: "@policy", 3: "@reward", 4: "@weights"}
-CELL_COLOURS = ("@generator", "@weights", "@reference", "@reward", "@policy", "@accent", "@assembler", "@critic",
-                "@ink")
-PARTS = {"generation": "@generator", "scoring": "@reward", "training": "@policy", "publishing": "@weights"}
+PAGE_COLOURS = {0: "reference", 1: "generator", 2: "policy", 3: "reward", 4: "weights"}
+CELL_COLOURS = ("generator", "weights", "reference", "reward", "policy", "accent", "assembler", "critic", "ink")
+PARTS = {"generation": "generator", "scoring": "reward", "training": "policy", "publishing": "weights"}
 
 
 def page_charts(answers: Sequence[Answer], found: Sequence[Prediction]) -> list[Chart]:
@@ -29,15 +30,14 @@ def throughput(answers: Sequence[Answer]) -> Chart:
     data = [line(f"staleness {staleness}", PAGE_COLOURS[staleness],
                  [(answer.gpus, made.samples_per_second) for answer in answers
                   for made in answer.by_staleness if made.split.staleness == staleness]) for staleness in STALENESS]
-    ideal = line("perfect scaling", "@soft", [
+    ideal = line("perfect scaling", "soft", [
         (answer.gpus, first.samples_per_second * answer.gpus / answers[0].gpus) for answer in answers])
-    ideal["line"] |= {"dash": "dot", "width": 1.5}
+    ideal.update(line={"dash": "dot", "width": 1.5})
     made = chart("Samples a second", "The batch stays the same, so a step gets shorter until its longest response is "
                  "all that is left. Lines that part show what staleness is worth.", [*data, ideal],
                  ("GPUs", "Samples a second"), logarithmic=True)
     counts = [answer.gpus for answer in answers]
-    made.layout["xaxis"] |= {"tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}
-    made.layout["yaxis"] |= {"dtick": "D2"}
+    made.layout.update(xaxis={"tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}, yaxis_dtick="D2")
     return made
 
 
@@ -45,15 +45,13 @@ def parts(answers: Sequence[Answer]) -> Chart:
     """Work in a step of the recommended split."""
     best = [answer.recommended for answer in answers]
     names = [f"{answer.gpus:,}" for answer in answers]
-    data: list[dict[str, Any]] = [
-        {"type": "bar", "x": names, "y": [getattr(made, part) for made in best], "name": part,
-         "marker": {"color": colour}} for part, colour in PARTS.items()]
-    data.append({"type": "scatter", "mode": "markers", "x": names, "y": [made.seconds for made in best],
-                 "name": "whole step", "marker": {"color": "@ink", "symbol": "line-ew-open", "size": 26}})
+    data = [go.Bar(x=names, y=[getattr(made, part) for made in best], name=part, marker_color=f"var(--{colour})")
+            for part, colour in PARTS.items()]
+    data.append(go.Scatter(mode="markers", x=names, y=[made.seconds for made in best], name="whole step",
+                           marker={"color": "var(--ink)", "symbol": "line-ew-open", "size": 26}))
     made = chart("Where the time goes", "The recommended split of each number of GPUs. Bars above the mark are work "
                  "that pools do side by side.", data, ("GPUs", "Seconds"))
-    made.layout["barmode"] = "stack"
-    made.layout["xaxis"] |= {"type": "category"}
+    made.layout.update(barmode="stack", xaxis_type="category")
     return made
 
 
@@ -62,30 +60,30 @@ def accuracy(found: Sequence[Prediction]) -> Chart:
     data = []
     for activity, colour in zip(dict.fromkeys(p.cell.activity for p in found), CELL_COLOURS, strict=False):
         of = [p for p in found if p.cell.activity == activity]
-        data.append({"type": "scatter", "mode": "markers", "name": activity, "marker": {"color": colour, "size": 8},
-                     "x": [p.seconds / p.ratio for p in of], "y": [p.seconds for p in of],
-                     "text": [f"{p.cell.size}, {p.cell.length} tokens: {p.ratio:.2f}" for p in of]})
+        data.append(go.Scatter(mode="markers", name=activity, marker={"color": f"var(--{colour})", "size": 8},
+                               x=[p.seconds / p.ratio for p in of], y=[p.seconds for p in of],
+                               text=[f"{p.cell.size}, {p.cell.length} tokens: {p.ratio:.2f}" for p in of]))
     ends = [min(p.seconds for p in found), max(p.seconds for p in found)]
-    same = line("equal", "@soft", [(end, end) for end in ends])
-    same["line"] |= {"dash": "dot", "width": 1.5}
+    same = line("equal", "soft", [(end, end) for end in ends])
+    same.update(line={"dash": "dot", "width": 1.5})
     return chart("The formulas against measured roles", "One core, 1M to 100M parameters: a point is an activity at "
                  "one size and length. Above the line the formulas say too much.", [*data, same],
                  ("Measured seconds", "Predicted seconds"), logarithmic=True)
 
 
-def line(name: str, colour: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def line(name: str, colour: str, points: Sequence[tuple[float, float]]) -> go.Scatter:
     """A curve for plotly."""
-    return {"type": "scatter", "mode": "lines+markers", "name": name, "x": [x for x, _ in points],
-            "y": [y for _, y in points], "line": {"color": colour, "width": 2}, "marker": {"size": 7}}
+    return go.Scatter(mode="lines+markers", name=name, x=[x for x, _ in points], y=[y for _, y in points],
+                      line={"color": f"var(--{colour})", "width": 2}, marker_size=7)
 
 
 def chart(
-    title: str, about: str, data: list[dict[str, Any]], axes: tuple[str, str], logarithmic: bool = False
+    title: str, about: str, data: list[go.Scatter | go.Bar], axes: tuple[str, str], logarithmic: bool = False
 ) -> Chart:
     """One card of the page."""
-    x, y = ({"title": {"text": text}, **({"type": "log"} if logarithmic else {})} for text in axes)
-    layout = {"xaxis": x, "yaxis": y, "showlegend": True, "hovermode": "closest"}
-    return Chart(title, about, "Answers", "", data, layout)
+    x, y = ({"title_text": text, "type": "log" if logarithmic else None} for text in axes)
+    return Chart(title, about, "Answers", "", data,
+                 go.Layout(xaxis=x, yaxis=y, showlegend=True, hovermode="closest"))
 
 
 def write_svg(answers: Sequence[Answer], directory: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from benchmarks.cluster_model.gpu_split import Answer, Step
 from benchmarks.cluster_model.plots import page_charts
 from benchmarks.growth.report import table
 from benchmarks.growth.settings import LENGTHS, SIZES
-from rlhf_ray.observability import report_page as html
+from rlhf_ray.observability.report_page import page
 from rlhf_ray.planning.hardware import Hardware
 from rlhf_ray.planning.roofline import Workload
 
@@ -87,6 +86,8 @@ def error_in_words(found: Sequence[Prediction], core: Hardware) -> str:
 
 
 PAGE = "cluster_model.html"
+RECOMMENDED_HEADS = ("GPUs", "Staleness", "Generators", "Learners", "Step", "Samples a second",
+                     "Staleness 0 would take", "Bound by")
 
 
 def write_page(
@@ -94,19 +95,13 @@ def write_page(
     directory: Path,
 ) -> Path:
     """Write the page; `told` are the tables in Markdown, folded away there. Returns its path."""
-    charts = page_charts(answers, found)
-    body = [
-        html.header("On paper", "A 70B policy on many GPUs", advice(answers), facts(hardware, work), []),
-        steps_table(answers),
-        html.curves(charts),
-        html.folded_text("All tables", told),
-        html.folded_text("What the machine is taken to do", inputs(hardware)),
-        html.footer("Arithmetic, not a measurement: no such cluster was at hand. docs/benchmarks.md says how the "
-                    "formulas were checked."),
-    ]
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / PAGE
-    path.write_text(html.page("A 70B policy on many GPUs", body, charts), encoding="utf-8")
+    path.write_text(page(
+        Path(__file__).with_name("report.html"), page_charts(answers, found), kind="On paper",
+        title="A 70B policy on many GPUs", lead=advice(answers), facts=facts(hardware, work),
+        headings=RECOMMENDED_HEADS, steps=[recommended(answer) for answer in answers], tables=told,
+        machine=inputs(hardware)), encoding="utf-8")
     return path
 
 
@@ -123,18 +118,12 @@ def facts(hardware: Hardware, work: Workload) -> dict[str, str]:
             "Optimizer steps": f"{work.mini_batches} a batch, {work.epochs} epoch(s)"}
 
 
-def steps_table(answers: Sequence[Answer]) -> str:
-    """The recommended split of each number of GPUs."""
-    heads = (("GPUs", "num"), ("Staleness", "num"), ("Generators", "num"), ("Learners", "num"), ("Step", "num"),
-             ("Samples a second", "num"), ("Staleness 0 would take", "num"), ("Bound by", ""))
-    rows = "".join("<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for (_, kind), text in zip(heads, (
-        f"{a.gpus:,}", str(a.recommended.split.staleness), str(a.recommended.split.generators),
-        str(a.recommended.split.learners), f"{a.recommended.seconds:.1f} s",
-        f"{a.recommended.samples_per_second:.1f}", f"{a.by_staleness[0].seconds:.1f} s", a.recommended.bound,
-    ), strict=True)) + "</tr>" for a in answers)
-    headings = "".join(f'<th class="{kind}">{name}</th>' for name, kind in heads)
-    return (f'<h2>Recommended</h2><div class="verdict card scroll"><table><thead><tr>{headings}</tr></thead>'
-            f"<tbody>{rows}</tbody></table></div>")
+def recommended(answer: Answer) -> list[str]:
+    """The cells of one number of GPUs."""
+    best = answer.recommended
+    return [f"{answer.gpus:,}", str(best.split.staleness), str(best.split.generators), str(best.split.learners),
+            f"{best.seconds:.1f} s", f"{best.samples_per_second:.1f}", f"{answer.by_staleness[0].seconds:.1f} s",
+            best.bound]
 
 
 def inputs(hardware: Hardware) -> str:

@@ -101,33 +101,18 @@ def write_plots(outcomes: Outcomes, directory: Path) -> tuple[Path, Path]:
 
 
 def interactive(made: Sequence[Chart]) -> str:
-    """The charts as one page that holds plotly.js itself."""
-    from plotly.offline import get_plotlyjs
+    """The charts side by side as one page that holds plotly.js itself; the first chart's lines are the key for all."""
+    from plotly.graph_objects import Scatter
+    from plotly.subplots import make_subplots
 
-    figure = json.dumps({"data": [trace for i, chart in enumerate(made) for trace in traces(chart, i)],
-                         "layout": layout(made)})
-    draw = f'const figure={figure};Plotly.newPlot("plot",figure.data,figure.layout,{{responsive:true}})'
-    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Estimators</title></head>\n<body>'
-            '<div id="plot" style="height:min(95vh,640px)"></div>\n'
-            f"<script>{get_plotlyjs()}</script>\n<script>{draw}</script></body></html>\n")
-
-
-def traces(chart: Chart, place: int) -> list[dict[str, object]]:
-    """A chart's lines for plotly, in the `place`-th pair of axes; the first chart's are the key for all."""
-    axis = "" if place == 0 else str(place + 1)
-    return [{"type": "scatter", "mode": "lines", "name": line.name, "legendgroup": line.name, "showlegend": place == 0,
-             "x": [x for x, _ in line.points], "y": [y for _, y in line.points], "line": {"color": line.colour},
-             "xaxis": f"x{axis}", "yaxis": f"y{axis}"} for line in chart.lines]
-
-
-def layout(made: Sequence[Chart]) -> dict[str, object]:
-    """Axes side by side, each under its title, and the key below them."""
-    found: dict[str, object] = {"template": "none", "legend": {"orientation": "h", "y": -0.3}, "annotations": [
-        {"text": f"<b>{chart.title}</b>", "x": i / len(made), "y": 1.1, "xref": "paper", "yref": "paper",
-         "xanchor": "left", "showarrow": False} for i, chart in enumerate(made)]}
-    for i, chart in enumerate(made):
-        axis, share = "" if i == 0 else str(i + 1), 1 / len(made)
-        found[f"xaxis{axis}"] = {"title": {"text": chart.x}, "domain": [i * share, (i + 0.88) * share],
-                                 "anchor": f"y{axis}", "rangemode": "tozero"}
-        found[f"yaxis{axis}"] = {"title": {"text": chart.y}, "anchor": f"x{axis}", "rangemode": "tozero"}
-    return found
+    figure = make_subplots(1, len(made), subplot_titles=[chart.title for chart in made])
+    for column, chart in enumerate(made, start=1):
+        figure.add_traces([Scatter(mode="lines", name=line.name, legendgroup=line.name, showlegend=column == 1,
+                                   x=[x for x, _ in line.points], y=[y for _, y in line.points],
+                                   line_color=line.colour) for line in chart.lines], rows=1, cols=column)
+        figure.update_xaxes(title_text=chart.x, rangemode="tozero", col=column)
+        figure.update_yaxes(title_text=chart.y, rangemode="tozero", col=column)
+    figure.update_layout(template="none", legend={"orientation": "h", "y": -0.3})
+    plots = figure.to_html(full_html=False, config={"responsive": True}, default_height="min(95vh,640px)")
+    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Estimators</title></head>\n'
+            f"<body>{plots}</body></html>\n")

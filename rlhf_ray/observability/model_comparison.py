@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import fmean, stdev
 from typing import Any, TextIO
 
+import plotly.graph_objects as go
+
 from rlhf_ray.algorithms.win_rate import Z95, Outcome, WinRate
-from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.report_charts import Chart
-from rlhf_ray.observability.tables import Change, number, print_before_after
+from rlhf_ray.observability.report_page import ASSETS, Tile, page
+from rlhf_ray.observability.tables import Change, print_before_after
 
 SIDES = ("A", "B")
 
@@ -96,35 +97,26 @@ def print_comparison(comparison: Comparison, stream: TextIO | None = None) -> No
     stream.flush()
 
 
-WORDS = {"win": "B wins", "tie": "Tie", "loss": "A wins"}
-SHADES = {"win": "better", "tie": "same", "loss": "worse"}
 BINS = 40
 
 
 def comparison_page(comparison: Comparison) -> str:
     """One self-contained HTML document."""
-    c, charts = comparison, _charts(comparison)
+    c = comparison
     facts = {**dict(zip(SIDES, c.names, strict=True)), "Scorer": c.scorer, "Prompts": str(c.prompts), **c.facts}
-    body = [
-        html.header("Two models, the same prompts", "B against A", c.verdict() + ".", facts, _notes(c)),
-        html.tiles(_tiles(c)),
-        _bar(c),
-        html.curves(charts),
-        _texts(c.pairs),
-        html.footer("Both models answered with the same seeds. A tie counts as half a win."),
-    ]
-    return html.page("B against A", body, charts, extra="comparison")
+    return page(ASSETS / "comparison.html", _charts(c), kind="Two models, the same prompts", title="B against A",
+                lead=c.verdict() + ".", facts=facts, notes=_notes(c), tiles=_tiles(c), rate=c.rate, pairs=c.pairs)
 
 
-def _tiles(c: Comparison) -> list[html.Tile]:
+def _tiles(c: Comparison) -> list[Tile]:
     rate, scores, tokens = c.rate, c.means("scores"), c.means("tokens")
     mean, low, high = c.margin()
     return [
-        html.Tile("Win rate of B", f"{rate.rate:.1%}", f"95 % interval {rate.low:.1%} to {rate.high:.1%}"),
-        html.Tile("Wins, ties, losses", f"{rate.wins} · {rate.ties} · {rate.losses}", f"of B, {len(c.pairs)} pairs"),
-        html.Tile("Margin, mean", f"{mean:+.3g}", f"95 % interval {low:+.3g} to {high:+.3g}"),
-        html.Tile("Score, mean", f"{scores[0]:.3g} → {scores[1]:.3g}", "A → B"),
-        html.Tile("Length, mean", f"{tokens[0]:.1f} → {tokens[1]:.1f}", "tokens, A → B"),
+        Tile("Win rate of B", f"{rate.rate:.1%}", f"95 % interval {rate.low:.1%} to {rate.high:.1%}"),
+        Tile("Wins, ties, losses", f"{rate.wins} · {rate.ties} · {rate.losses}", f"of B, {len(c.pairs)} pairs"),
+        Tile("Margin, mean", f"{mean:+.3g}", f"95 % interval {low:+.3g} to {high:+.3g}"),
+        Tile("Score, mean", f"{scores[0]:.3g} → {scores[1]:.3g}", "A → B"),
+        Tile("Length, mean", f"{tokens[0]:.1f} → {tokens[1]:.1f}", "tokens, A → B"),
     ]
 
 
@@ -137,70 +129,35 @@ def _notes(c: Comparison) -> list[str]:
     return []
 
 
-def _bar(c: Comparison) -> str:
-    """Wins, ties and losses as one bar."""
-    parts = (("win", c.rate.wins, "B wins"), ("tie", c.rate.ties, "ties"), ("loss", c.rate.losses, "A wins"))
-    cells = "".join(f'<span class="{SHADES[o]}" style="flex:{n}">{words}: {n}</span>' for o, n, words in parts if n)
-    return f'<div class="shares">{cells}</div>'
-
-
 def _charts(c: Comparison) -> list[Chart]:
     first, second = ([pair.scores[side] for pair in c.pairs] for side in (0, 1))
     low, high = min(*first, *second), max(*first, *second)
     margins = _chart(
         "Margin", "How much higher B is scored, pair by pair. Right of zero B wins.",
-        [{**_histogram([pair.margin for pair in c.pairs], "policy"), "name": "pairs"}],
+        [_histogram([pair.margin for pair in c.pairs], "policy", "pairs")],
         ("B's score minus A's", "Pairs"), showlegend=False,
     )
     scores = _chart(
         "Scores", "A pair is a point: above the line B is scored higher.",
-        [{"type": "scatter", "mode": "markers", "x": first, "y": second, "name": "pairs",
-          "marker": {"color": "@policy/60", "size": 7}},
-         {"type": "scatter", "mode": "lines", "x": [low, high], "y": [low, high], "name": "equal", "hoverinfo": "skip",
-          "line": {"color": "@soft", "width": 1, "dash": "dot"}}],
+        [go.Scatter(mode="markers", x=first, y=second, name="pairs", marker={"color": "var(--policy/60)", "size": 7}),
+         go.Scatter(mode="lines", x=[low, high], y=[low, high], name="equal", hoverinfo="skip",
+                    line={"color": "var(--soft)", "width": 1, "dash": "dot"})],
         ("A's score", "B's score"), showlegend=False, hovermode="closest",
     )
     lengths = _chart(
         "Lengths", "Tokens of the answers. A scorer that likes long answers shows here.",
-        [{**_histogram([pair.tokens[side] for pair in c.pairs], colour), "name": name, "opacity": 0.6}
-         for side, (name, colour) in enumerate(zip(SIDES, ("reference", "policy"), strict=True))],
+        [_histogram([pair.tokens[side] for pair in c.pairs], colour, SIDES[side], opacity=0.6)
+         for side, colour in enumerate(("reference", "policy"))],
         ("Tokens", "Answers"), showlegend=True, barmode="overlay",
     )
     return [margins, scores, lengths]
 
 
-def _histogram(values: Sequence[float], colour: str) -> dict[str, Any]:
-    return {"type": "histogram", "x": list(values), "nbinsx": BINS, "marker": {"color": f"@{colour}"}}
+def _histogram(values: list[float], colour: str, name: str, **more: Any) -> go.Histogram:
+    return go.Histogram(x=values, nbinsx=BINS, marker_color=f"var(--{colour})", name=name, **more)
 
 
-def _chart(title: str, healthy: str, data: list[dict[str, Any]], axes: tuple[str, str], **layout: Any) -> Chart:
-    x, y = ({"title": {"text": text}} for text in axes)
-    return Chart(title, healthy, "Numbers", "", data, {"xaxis": x, "yaxis": y, **layout})
-
-
-def _texts(pairs: Sequence[Pair]) -> str:
-    """Controls, and a card for each pair; assets/comparison.js sorts and filters the cards."""
-    counts = {outcome: sum(pair.outcome == outcome for pair in pairs) for outcome in WORDS}
-    buttons = f'<button data-show="all" aria-pressed="true">All {len(pairs)}</button>' + "".join(
-        f'<button data-show="{o}" aria-pressed="false">{escape(words)} {counts[o]}</button>'
-        for o, words in WORDS.items())
-    orders = "".join(f'<option value="{value}">{words}</option>' for value, words in (
-        ("order", "As in the file"), ("high", "B furthest ahead first"), ("low", "A furthest ahead first"),
-        ("close", "Closest first")))
-    controls = (f'<div class="controls"><div class="buttons" role="group" aria-label="Outcome">{buttons}</div>'
-                f'<label>Order <select id="sort">{orders}</select></label>'
-                '<input id="find" type="search" placeholder="Find in texts" aria-label="Find in texts">'
-                '<span id="shown" aria-live="polite"></span></div>')
-    cards = "".join(_card(i, pair) for i, pair in enumerate(pairs))
-    return f'<h2>What they write</h2>{controls}<div id="pairs">{cards}</div>'
-
-
-def _card(i: int, pair: Pair) -> str:
-    sides = "".join(
-        f'<div class="side words{" ahead" if pair.outcome == wins else ""}"><b>{name} · {number(pair.scores[side])} · '
-        f'{pair.tokens[side]} tokens</b>{escape(pair.responses[side].strip())}</div>'
-        for side, (name, wins) in enumerate(zip(SIDES, ("loss", "win"), strict=True)))
-    return (f'<div class="text card" data-order="{i}" data-margin="{pair.margin:.6g}" data-outcome="{pair.outcome}">'
-            f'<div class="prompt words"><span class="pill {SHADES[pair.outcome]}">{escape(WORDS[pair.outcome])} '
-            f'{pair.margin:+.3g}</span><b>Prompt</b>{escape(pair.prompt.strip())}</div>'
-            f'<div class="sides">{sides}</div></div>')
+def _chart(title: str, healthy: str, data: list[go.Scatter | go.Histogram], axes: tuple[str, str],
+           **layout: Any) -> Chart:
+    return Chart(title, healthy, "Numbers", "", data,
+                 go.Layout(xaxis_title_text=axes[0], yaxis_title_text=axes[1], **layout))

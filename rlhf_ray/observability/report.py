@@ -13,13 +13,13 @@ import yaml
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.observability import report_page as html
 from rlhf_ray.observability.bottleneck import diagnosis
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
+from rlhf_ray.observability.report_page import ASSETS, Tile, page
 from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.run_directory import RunDirectory, sample_parts
 from rlhf_ray.observability.tables import changes, workers_text
@@ -87,23 +87,15 @@ def write_report(run_dir: Path, context: ReportContext | None = None, term: Term
     evaluation = _parsed(run.evaluation, json.loads, ValueError)
     summary = _parsed(run.summary, json.loads, ValueError)
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
-    title = context.title or run.path.resolve().name
-    body = [
-        html.header(_kind(rows, config), title, context.description or _lead(rows, summary), _facts(config),
-                    (*context.notes, *_endings(summary), *_losses(run), *_speed(rows, config))),
-        html.tiles(_tiles(rows)),
-        html.verdict(changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after")))),
-        html.texts(evaluation.get("texts", ())),
-        html.curves(charts),
-        profiles(run),
-        "<h2>Details</h2>",
-        html.rollouts(_rollouts(run.samples)),
-        html.folded_text("Where the workers ran", workers_text(run.status)),
-        html.folded_text("Summary", json.dumps(summary, indent=2, ensure_ascii=False) if summary else ""),
-        html.folded_text("Resolved configuration", config_text),
-        html.footer(),
-    ]
-    write_atomically(run.report, html.page(title, body, charts).encode(), term)
+    text = page(
+        ASSETS / "report.html", charts, kind=_kind(rows, config), title=context.title or run.path.resolve().name,
+        lead=context.description or _lead(rows, summary), facts=_facts(config), tiles=_tiles(rows),
+        notes=(*context.notes, *_endings(summary), *_losses(run), *_speed(rows, config)),
+        changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
+        texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=_rollouts(run.samples),
+        workers=workers_text(run.status), config=config_text,
+        summary=json.dumps(summary, indent=2, ensure_ascii=False) if summary else "")
+    write_atomically(run.report, text.encode(), term)
     return run.report
 
 
@@ -187,15 +179,15 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _tiles(rows: Rows) -> list[html.Tile]:
+def _tiles(rows: Rows) -> list[Tile]:
     """The first metrics of TILES that the run has: the last step against the first; throughput as a mean."""
     found = [(name, label, series(rows, name)[1]) for name, label in TILES.items()]
     tiles = []
     for name, label, values in [f for f in found if f[2]][:MAX_TILES]:
         if name.startswith("throughput/"):
-            tiles.append(html.Tile(label, _short(sum(values) / len(values)), "mean of all steps"))
+            tiles.append(Tile(label, _short(sum(values) / len(values)), "mean of all steps"))
         else:
-            tiles.append(html.Tile(label, _short(values[-1]), f"first {_short(values[0])}" if len(values) > 1 else ""))
+            tiles.append(Tile(label, _short(values[-1]), f"first {_short(values[0])}" if len(values) > 1 else ""))
     return tiles
 
 

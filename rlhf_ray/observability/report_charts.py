@@ -1,6 +1,7 @@
-"""The report's charts: which metrics belong together, what healthy looks like, and plotly figures as plain data.
+"""The report's charts: which metrics belong together, what healthy looks like, and plotly's graph objects of them.
 
-Colours are names such as "@policy"; the page turns them into the reader's light or dark palette (assets/report.js).
+Colours are variables of report.css, "var(--policy)", or "var(--policy/35)" with 35 % opacity: the page looks them up in
+the reader's light or dark palette (assets/report.js).
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import plotly.graph_objects as go
 
 from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, mean_shares
 from rlhf_ray.observability.chart_specs import CHARTS, PHASES, ROLE_COLOURS, ChartPlan, reward_components
@@ -35,8 +38,8 @@ class Chart:
     section: str
     latest: str
     """The newest value, shown in the card's corner; empty for charts with several lines."""
-    data: list[dict[str, Any]]
-    layout: dict[str, Any] = field(default_factory=dict)
+    data: Sequence[go.Scatter | go.Bar | go.Histogram]
+    layout: go.Layout
 
 
 def charts_of(rows: Rows) -> list[Chart]:
@@ -81,7 +84,7 @@ def _line_chart(plan: ChartPlan, rows: Rows) -> Chart | None:
     lines = {name: line for name, line in lines.items() if line[0]}
     if not lines or (plan.only_if_changing and all(len(set(values)) < 2 for _, values in lines.values())):
         return None
-    data: list[dict[str, Any]] = []
+    data: list[go.Scatter] = []
     for name, (steps, values) in lines.items():
         place = plan.metrics.index(name)
         title = plan.names[place] if plan.names else describe(name).title
@@ -103,25 +106,22 @@ def _latest(plan: ChartPlan, lines: dict[str, Any]) -> str:
     return f"{newest:.1%}" if plan.ticks.endswith("%") else f"{newest:.3g}" if abs(newest) < 1000 else f"{newest:,.0f}"
 
 
-def _traces(
-    title: str, steps: list[int], values: list[float], colour: str, smooth: bool = True
-) -> list[dict[str, Any]]:
+def _traces(title: str, steps: list[int], values: list[float], colour: str, smooth: bool) -> list[go.Scatter]:
     """A line; for long series a faint line of the steps under a strong line of their running mean."""
     x, y = thin(steps, MAX_POINTS), thin(values, MAX_POINTS)
-    line = {"type": "scatter", "mode": "lines" if len(x) > 12 else "lines+markers", "x": x, "y": y, "name": title}
+    mode = "lines" if len(x) > 12 else "lines+markers"
     if len(x) < SMOOTH_FROM or not smooth:
-        return [{**line, "line": {"color": f"@{colour}", "width": 2}, "marker": {"size": 6}}]
-    faint = {**line, "line": {"color": f"@{colour}/35", "width": 1}, "showlegend": False}
-    strong = {**line, "y": running_mean(y, len(y) // 20), "line": {"color": f"@{colour}", "width": 2.5}}
-    return [{**faint, "name": f"{title}, each step"}, strong]
+        return [go.Scatter(mode=mode, x=x, y=y, name=title, marker_size=6,
+                           line={"color": f"var(--{colour})", "width": 2})]
+    return [go.Scatter(mode=mode, x=x, y=y, name=f"{title}, each step", showlegend=False,
+                       line={"color": f"var(--{colour}/35)", "width": 1}),
+            go.Scatter(mode=mode, x=x, y=running_mean(y, len(y) // 20), name=title,
+                       line={"color": f"var(--{colour})", "width": 2.5})]
 
 
 def _held_out_charts(rows: Rows) -> list[Chart]:
-    """Charts of held-out metrics without a plan, from three evaluations on. Two points are a change and not a curve;
-    the table of before and after shows them.
-
-    Two points are a change, not a curve; the table of before and after shows them.
-    """
+    """Charts of held-out metrics without a plan, from three evaluations on. Two points are a change, not a curve; the
+    table of before and after shows them."""
     planned = {name for plan in CHARTS for name in plan.metrics}
     measured = {name for row in rows for name in row if name.startswith("eval/")} - planned
     names = sorted(name for name in measured if len(series(rows, name)[0]) > 2)
@@ -146,14 +146,11 @@ def _time_chart(rows: Rows) -> Chart | None:
     def seconds(phase: str) -> list[float]:
         return thin([row.get(f"time/{phase}") or 0.0 for row in timed], MAX_BARS)
 
-    data: list[dict[str, Any]] = []
-    for phase, colour in PHASES.items():
-        if any(y := seconds(phase)):
-            bar = {"type": "bar", "x": x, "y": y, "name": describe(f"time/{phase}").title}
-            data.append({**bar, "marker": {"color": f"@{colour}"}})
+    data = [go.Bar(x=x, y=y, name=describe(f"time/{phase}").title, marker_color=f"var(--{colour})")
+            for phase, colour in PHASES.items() if any(y := seconds(phase))]
     if any(whole := seconds("step")):
-        line = {"type": "scatter", "mode": "lines", "x": x, "y": whole, "name": "Whole step"}
-        data.append({**line, "line": {"color": "@ink", "width": 1.5, "dash": "dot"}})
+        data.append(go.Scatter(mode="lines", x=x, y=whole, name="Whole step",
+                               line={"color": "var(--ink)", "width": 1.5, "dash": "dot"}))
     return Chart(
         title="Where each step's time went",
         healthy="Generation usually takes the largest part. Bars that reach above the dotted line mean that roles "
@@ -161,7 +158,7 @@ def _time_chart(rows: Rows) -> Chart | None:
         section="System",
         latest="",
         data=data,
-        layout={**_layout("Work in a step (seconds)", legend=True), "barmode": "stack", "bargap": 0.15},
+        layout=_layout("Work in a step (seconds)", legend=True).update(barmode="stack", bargap=0.15),
     )
 
 
@@ -173,9 +170,9 @@ def _waiting_chart(rows: Rows) -> Chart | None:
     roles = sorted(shares, key=lambda role: -shares[role].get(BUSY, 0.0))
     causes = [BUSY, *(role for role in roles if any(shares[other].get(role) for other in roles)), COORDINATOR]
     data = [
-        {"type": "bar", "x": [readable(role) for role in roles], "name": _did(cause),
-         "y": [_rounded(shares[role].get(cause, 0.0)) for role in roles],
-         "marker": {"color": "@ink" if cause == BUSY else f"@{ROLE_COLOURS.get(cause, 'line')}/55"}}
+        go.Bar(x=[readable(role) for role in roles], y=[_rounded(shares[role].get(cause, 0.0)) for role in roles],
+               name=_did(cause),
+               marker_color="var(--ink)" if cause == BUSY else f"var(--{ROLE_COLOURS.get(cause, 'line')}/55)")
         for cause in causes if any(shares[role].get(cause) for role in roles)
     ]
     return Chart(
@@ -185,8 +182,9 @@ def _waiting_chart(rows: Rows) -> Chart | None:
         section="System",
         latest="",
         data=data,
-        layout={"xaxis": {"title": {"text": "Role"}}, "showlegend": True, "barmode": "stack", "bargap": 0.35,
-                "yaxis": {"title": {"text": "Share of the role's time"}, "tickformat": ".0%", "range": [0, 1]}},
+        layout=go.Layout(
+            xaxis_title_text="Role", showlegend=True, barmode="stack", bargap=0.35,
+            yaxis={"title_text": "Share of the role's time", "tickformat": ".0%", "range": [0, 1]}),
     )
 
 
@@ -196,11 +194,9 @@ def _did(cause: str) -> str:
     return "Handing over" if cause == COORDINATOR else f"Waits for {readable(cause).lower()}"
 
 
-def _layout(y_title: str, legend: bool, ticks: str = "") -> dict[str, Any]:
-    y: dict[str, Any] = {"title": {"text": y_title}}
-    if ticks:
-        y |= {"tickformat": ticks, "rangemode": "tozero"}
-    return {"xaxis": {"title": {"text": STEP_AXIS}}, "yaxis": y, "showlegend": legend}
+def _layout(y_title: str, legend: bool, ticks: str = "") -> go.Layout:
+    return go.Layout(xaxis_title_text=STEP_AXIS, yaxis_title_text=y_title, showlegend=legend,
+                     **({"yaxis_tickformat": ticks, "yaxis_rangemode": "tozero"} if ticks else {}))
 
 
 def _rounded(value: float) -> float:

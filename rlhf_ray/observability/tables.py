@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,13 @@ class Change(NamedTuple):
         if direction is None or not difference:
             return ""
         return "better" if (difference > 0) == (direction == "higher") else "worse"
+
+    @property
+    def share(self) -> float | None:
+        """The difference over `before`; None where a percentage has no meaning, since that is negative or very
+        small."""
+        share = self.difference / self.before if self.difference is not None and self.before else math.inf
+        return share if (self.before or 0) > 0 and -1 <= share < 10 else None
 
 
 def changes(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> list[Change]:

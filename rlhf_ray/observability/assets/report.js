@@ -3,8 +3,8 @@ const figures = JSON.parse(document.getElementById("figures").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const touch = matchMedia("(pointer: coarse)");
 
-function colour(token) {
-  const [name, percent] = token.slice(1).split("/");
+function colour(variable) { // "var(--name)" or "var(--name/percent)"
+  const [name, percent] = variable.slice("var(--".length, -1).split("/");
   const hex = getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   if (!percent) return hex;
   const rgb = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
@@ -12,30 +12,30 @@ function colour(token) {
 }
 
 function painted(value) {
-  if (typeof value === "string") return value.startsWith("@") ? colour(value) : value;
+  if (typeof value === "string") return value.startsWith("var(--") ? colour(value) : value;
   if (Array.isArray(value)) return value.map(painted);
   if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, painted(v)]));
   return value;
 }
 
 const axis = (given) => ({
-  gridcolor: "@grid", linecolor: "@line", zerolinecolor: "@line", automargin: true, exponentformat: "e", minexponent: 5,
-  tickfont: { color: "@soft", size: 11.5 }, ...given,
-  title: { text: given.title.text, font: { color: "@soft", size: 12.5 }, standoff: 10 },
+  gridcolor: "var(--grid)", linecolor: "var(--line)", zerolinecolor: "var(--line)", automargin: true, exponentformat: "e", minexponent: 5,
+  tickfont: { color: "var(--soft)", size: 11.5 }, ...given,
+  title: { text: given.title.text, font: { color: "var(--soft)", size: 12.5 }, standoff: 10 },
 });
 
 function layout(given) {
   return painted({
     ...given,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", color: "@ink" },
+    font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", color: "var(--ink)" },
     margin: { l: 12, r: 10, t: 10, b: 10 },
     xaxis: { ...axis(given.xaxis), showgrid: false, zeroline: false },
     yaxis: axis(given.yaxis),
     hovermode: given.hovermode || "x unified",
     dragmode: touch.matches ? false : "zoom", // a finger on a plot scrolls the page
-    hoverlabel: { bgcolor: "@card", bordercolor: "@line", font: { color: "@ink", size: 12 } },
-    legend: { orientation: "h", yanchor: "bottom", y: 1.02, xanchor: "left", x: 0, font: { color: "@soft", size: 12 } },
+    hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--line)", font: { color: "var(--ink)", size: 12 } },
+    legend: { orientation: "h", yanchor: "bottom", y: 1.02, xanchor: "left", x: 0, font: { color: "var(--soft)", size: 12 } },
   });
 }
 

@@ -14,7 +14,7 @@ from rlhf_ray.observability.chart_specs import CHARTS, PHASES
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.report import ReportContext, write_report
 from rlhf_ray.observability.report_charts import MAX_BARS, MAX_POINTS, Chart, charts_of, running_mean, series, thin
-from rlhf_ray.observability.report_page import figures_json
+from rlhf_ray.observability.report_page import ASSETS, figures_json
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 
 FILE_ONLY = LoggingConfig(tensorboard=False, ray_metrics=False)
@@ -68,10 +68,11 @@ def test_every_text_is_escaped(run):
 
 
 def test_figures_cannot_end_their_script_element_and_read_back_as_they_were():
-    chart = Chart("t", "h.", "System", "", [{"x": [1], "y": [0.5], "name": EVIL}], {"xaxis": {}})
-    text = figures_json([chart])
+    text = figures_json([Chart("t", "h.", "System", "", [go.Scatter(x=[1], y=[0.5], name=EVIL)],
+                               go.Layout(xaxis_title_text=EVIL))])
     assert "<" not in text
-    assert json.loads(text) == [{"data": chart.data, "layout": chart.layout}]
+    assert json.loads(text) == [{"data": [{"type": "scatter", "x": [1], "y": [0.5], "name": EVIL}],
+                                 "layout": {"xaxis": {"title": {"text": EVIL}}}}]
 
 
 def test_all_plots_are_there_with_axis_titles_and_a_sentence(run):
@@ -85,10 +86,11 @@ def test_all_plots_are_there_with_axis_titles_and_a_sentence(run):
         assert chart.data and all(any(math.isfinite(y) for y in trace["y"]) for trace in chart.data), chart.title
 
 
-def test_plotly_accepts_every_figure(run):
-    for chart in charts_of(read_metrics(run.path)):
-        text = json.dumps({"data": chart.data, "layout": chart.layout})
-        go.Figure(json.loads(re.sub(r'"@[^"]*"', '"#123456"', text)))
+def test_colours_of_figures_are_those_of_the_light_and_the_dark_palette(run):
+    named = set(re.findall(r"var\(--(\w+)(?:/\d+)?\)", figures_json(charts_of(read_metrics(run.path)))))
+    light, dark = (ASSETS / "report.css").read_text().split("@media (prefers-color-scheme: dark)")
+    assert {"policy", "ink"} < named
+    assert all(f"--{name}: #" in palette for name in named for palette in (light, dark))
 
 
 def test_each_plot_has_a_place_on_the_page(run):
@@ -116,8 +118,8 @@ def test_a_reward_of_several_components_has_a_chart_of_them_and_one_of_failures_
     assert [c.title for c in charts("one", row(0.0, a=1.0), row(0.0, a=2.0))] == ["Reward"]
     both = charts("two", row(0.0, a=1.0, b=5.0), row(0.5, a=2.0, b=6.0))
     assert [c.title for c in both] == ["Reward", "Components of the reward", "Not judged in the ordinary way"]
-    assert [(line["name"], line["y"]) for line in both[1].data] == [("a", [1.0, 2.0]), ("b", [5.0, 6.0])]
-    assert [line["y"] for line in both[2].data] == [[0.0, 0.5]] * 2
+    assert [(line["name"], line["y"]) for line in both[1].data] == [("a", (1.0, 2.0)), ("b", (5.0, 6.0))]
+    assert [line["y"] for line in both[2].data] == [(0.0, 0.5)] * 2
     quiet = charts("quiet", row(0.0, a=1.0, b=5.0), row(0.0, a=2.0, b=6.0))
     assert [c.title for c in quiet] == ["Reward", "Components of the reward"]
 
