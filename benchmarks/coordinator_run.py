@@ -71,7 +71,7 @@ class MarkingWriter(MetricsWriter):
 
     def __init__(self, path: Path, config: PPOConfig, clock: Callable[[], float]) -> None:
         super().__init__(path, config.logging)
-        self._clock, self._batch = clock, config.samples_per_step
+        self._clock, self._batch = clock, config.coordinator.samples_per_step
         self.marks: list[Mark] = []
 
     def mark(self, samples: int) -> None:
@@ -133,7 +133,7 @@ async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, liv
     directory = RunDirectory.create(config.run.dir)
     metrics = MarkingWriter(directory.path, config, roles.clock.now)
     prompts = PromptSource(WorkerDispatcher(reader, roles.clock), "training",
-                           [config.run.steps * config.samples_per_step], [])
+                           [config.run.steps * config.coordinator.samples_per_step], [])
     with (directory.path / "progress.txt").open("w") as stream, StageProgress("", config.run.steps, 0, stream) as shown:
         coordinator = wire(config, roles, WeightSync(config.weights, roles), (prompts, None), directory,
                            CheckpointStore(directory.checkpoints, 1), metrics, shown, StopRequest(shown.warn),

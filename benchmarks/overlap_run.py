@@ -131,7 +131,7 @@ class OverlapRun:
         config = self._config_of(max_staleness, steps + 2)
         state = RunState(FixedKL(config.algorithm.kl.coef),
                          PromptCursor(self._prompts.sizes, SEED, shuffle=True), step=self._step)
-        buffer = ReplayBuffer((max_staleness + 1) * config.samples_per_step, None, max_staleness, 3600.0)
+        buffer = ReplayBuffer((max_staleness + 1) * config.coordinator.samples_per_step, None, max_staleness, 3600.0)
         buffer.load_state_dict(self._places, {})
         watch, silent = Watch(self._roles.clock), _Silent()
         with self._ledger(config, state.cursor) as ledger:
@@ -143,7 +143,7 @@ class OverlapRun:
                 profiler=StepProfiler(RunDirectory(Path(config.run.dir)), self._roles),
             ).run()
         self._step, self._places = state.step, buffer.state_dict()
-        return watch.middle(config.samples_per_step)
+        return watch.middle(config.coordinator.samples_per_step)
 
     def _config_of(self, max_staleness: int, steps: int) -> PPOConfig:
         run = self.config.run.model_copy(update={"steps": self._step + steps})
@@ -155,7 +155,7 @@ class OverlapRun:
         """The books of one turn, on disk as a run's are."""
         path = Path(config.run.dir) / "ledger.sqlite"
         path.unlink(missing_ok=True)
-        ledger = Ledger.create(path, LedgerFacts.of(config, cursor))
+        ledger = Ledger.create(path, LedgerFacts.of(config.coordinator, cursor))
         try:
             yield ledger
         finally:

@@ -46,7 +46,7 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
         for number in range(turns):
             order = (ours, theirs) if number % 2 else (theirs, ours)
             seconds = {run.name: median(run.turn(UPDATES_A_TURN)[1:]) for run in order}
-            mine, other = (config.samples_per_step / seconds[run.name] for run in (ours, theirs))
+            mine, other = (config.coordinator.samples_per_step / seconds[run.name] for run in (ours, theirs))
             rates.append((mine, other))
             shares.append(theirs.cpus / THREADS)
             print(f"turn {number + 1}: {mine:.1f} and {other:.1f} samples/s", file=sys.stderr, flush=True)
@@ -58,7 +58,7 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
         ours=median(mine for mine, _ in rates), theirs=median(other for _, other in rates), unit="samples/s",
         cpu_share=median(shares),
         more={
-            "updates": config.run.steps, "samples_an_update": config.samples_per_step,
+            "updates": config.run.steps, "samples_an_update": config.coordinator.samples_per_step,
             "seconds_to_first_update": {run.name: run.seconds_to_first_update for run in (ours, theirs)},
             "quality": run_in_process(qualities, directory, home),
         })}
@@ -94,7 +94,7 @@ def their_settings(config: PPOConfig, models: Path, directory: Path) -> dict[str
     return {
         "policy": str(models / "sft" / "model"), "reward_model": str(models / "reward_model" / "model"),
         "prompts": str(models / "data" / "prompts.jsonl"), "directory": str(directory), "threads": THREADS,
-        "seed": config.run.seed, "updates": config.run.steps, "batch": config.samples_per_step,
+        "seed": config.run.seed, "updates": config.run.steps, "batch": config.coordinator.samples_per_step,
         "epochs": algorithm.epochs, "mini_batches": algorithm.mini_batches, "clip": algorithm.clip_low,
         "value_clip": algorithm.value_clip, "gamma": algorithm.gamma, "lam": algorithm.lam,
         "kl_coef": algorithm.kl.coef, "temperature": sampling.temperature, "response_tokens": sampling.max_tokens,

@@ -53,7 +53,7 @@ class Books:
     def of(cls, record: RunRecord) -> Books:
         """Read them from the ledger; without one all samples count as lost."""
         config = load(PPOConfig, record.config, [])
-        wanted = config.run.steps * config.samples_per_step
+        wanted = config.run.steps * config.coordinator.samples_per_step
         try:
             with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
                 states = counts(db)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rlhf_ray.cli.main import app
 from rlhf_ray.cli.stage import split_arguments
+from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import STAGES, load
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +152,7 @@ def test_the_estimator_in_the_readme_needs_no_critic(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(recipes()["ppo"]) | yaml.safe_load(lines)))
     config = load(STAGES["ppo"], file, [])
-    assert config.algorithm.kl.placement == "loss" and "critic" not in config.placements()
+    assert config.algorithm.kl.placement == "loss" and "critic" not in placements_of(config)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

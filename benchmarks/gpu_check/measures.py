@@ -13,6 +13,7 @@ from benchmarks.gpu_check.settings import ALGORITHM, PROMPT_TOKENS, Round, Scale
 from benchmarks.gpu_check.table import Row
 from benchmarks.gpu_check.workers import SEED, Pair
 from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.hardware import CORE, Hardware
@@ -169,13 +170,13 @@ def held(group: WorkerGroup, gpu: bool) -> float | None:
 
 def planned(scale: Scale, a_round: Round, model: ModelConfig, device: Hardware | None) -> dict[str, float]:
     """Bytes of each role where its model lies, as `rlhf-ray plan` has them for a run with these sections."""
-    config = PPOConfig.model_validate({
+    config = resolve(PPOConfig.model_validate({
         "model": model, "rewards": {"main": {"type": "model", "path": model.path}},
         "prompts": {"path": "prompts.jsonl", "max_tokens": PROMPT_TOKENS}, "algorithm": ALGORITHM,
         "generator": scale.generation(a_round.apart), "policy": scale.policy(a_round.zero_stage, a_round.apart),
         "coordinator": {"prompts_per_step": scale.rows},
         "pools": {"default": scale.pool(a_round.apart).model_copy(update={"cpus": 8.0})},
-    })
+    }))
     roles = {role.name: role for role in roles_of(config, lambda _, field: shape_of(model, field))}
     found = {}
     for section, name in (("generator", "generator"), ("policy", "policy_learner")):

@@ -13,9 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.cluster.resource_pools import Pools
-from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import ModelReward
-from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import ClusterError
 
 ANSWER_S = 120.0
@@ -74,30 +72,26 @@ WRITERS = ("policy", "critic", "learner", "assembler")
 """Sections of the roles that write into the run's directory."""
 
 
-async def require_shared_files(config: StageConfig, pools: Pools) -> None:
+async def require_shared_files(
+    directory: Path, placements: Mapping[str, PlacementConfig], models: Mapping[str, Sequence[str]], pools: Pools
+) -> None:
     """Refuse nodes that lack a model, or whose run.dir is a different directory from this process's.
+
+    Args:
+        directory: run.dir.
+        placements: of the roles, by section.
+        models: paths or Hub ids of the models that a role loads, by section.
 
     Raises:
         ClusterError: see `require_files`.
     """
-    nodes = {name: pools.nodes_of(name) for name in config.pools}
-    directory = Path(config.run.dir)
+    nodes = {name: pools.nodes_of(name) for name in {place.pool for place in placements.values()}}
     if not directory.is_dir():
         return
     with marker_file(directory) as marker:
         wanted: dict[str, set[str]] = defaultdict(set)
-        for role, place in config.placements().items():
-            paths = {path for path in _models(config, role) if Path(path).exists()}  # the others are Hub ids
+        for role, place in placements.items():
+            paths = {path for path in models[role] if Path(path).exists()}  # the others are Hub ids
             for node in nodes[place.pool]:
                 wanted[node] |= paths | ({marker} if role in WRITERS else set())
         await require_files({node: sorted(paths) for node, paths in wanted.items()})
-
-
-def _models(config: StageConfig, role: str) -> Iterator[str]:
-    """Paths of the models that a role loads; every role of a stage loads the tokenizer of `model`."""
-    if isinstance(model := getattr(config, "model", None), ModelConfig):
-        yield model.path
-    if isinstance(config, PPOConfig) and role == "reward":
-        yield from (reward.path for reward in config.rewards.values() if isinstance(reward, ModelReward))
-    if isinstance(config, PPOConfig) and role == "critic":
-        yield config.critic_model.path

@@ -130,11 +130,6 @@ class BundleSlot:
     """Number of the bundle in its pool."""
 
 
-def check_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> None:
-    """Check that every worker fits into a bundle; raises as `worker_bundles`."""
-    worker_bundles(pools, placements)
-
-
 def worker_bundles(pools: dict[str, PoolConfig], placements: dict[str, PlacementConfig]) -> list[BundleSlot]:
     """The bundle of every worker, as `assigned` chooses it.
 

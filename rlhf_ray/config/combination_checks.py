@@ -1,59 +1,190 @@
 """Checks of combinations of sections, made before anything starts.
 
-They refuse numbers with which a run would wait for ever, a weight transport that the placement does not allow, and
-GPU sharing with overlapping phases. Each check raises ValueError with the fields, their values and what to change.
+They refuse pools that are too small for their roles, settings of which one would have no effect, numbers with which a
+run would wait for ever, and hardware that a setting cannot use. Each check raises ValueError with the fields, their
+values and what to change.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.bundle_assignment import worker_bundles
+from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, meet_on_every_gpu, placements_of
 from rlhf_ray.config.learner import PPOLearnerConfig
-from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
-from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
+from rlhf_ray.config.rewards import ModelReward
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
+from rlhf_ray.errors import ConfigError
 
 BYTES_PER_TOKEN, BYTES_PER_VALUE = 25, 4
 """Bytes of a token in `records.Experience`: id, mask and five numbers; with a critic one number more."""
 MIB = 2**20
 
 
-def check_chunks(loop: CoordinatorConfig, samples: int, chunk: int, concurrency: int) -> None:
-    """Chunks must hold whole prompts, divide a batch if batches form in order of completion, and fit the concurrency.
+def check_combinations(config: StageConfig) -> None:
+    """Check that the sections of a stage fit together.
 
-    Args:
-        samples: samples of one update.
-        chunk: `generator.chunk`.
-        concurrency: maximum number of samples in flight, given or derived.
+    Raises:
+        ConfigError: the first problem, with its fields, their values and what to change.
     """
+    try:
+        for stage, checks in CHECKS.items():
+            for check in checks if isinstance(config, stage) else ():
+                check(config)
+    except ValueError as problem:
+        raise ConfigError(f"the configuration cannot run:\n  {problem}") from None
+
+
+def check_pools(config: StageConfig) -> None:
+    """Every role's pool must exist, with bundles of enough resources for a worker, and with room for all workers."""
+    placed = placements_of(config)
+    for role, p in placed.items():
+        if p.pool not in config.pools:
+            raise ValueError(f"{role}.pool={p.pool!r} is not one of the pools {sorted(config.pools)}; use one of "
+                             "them, or define it")
+        for kind in ("cpus", "gpus"):
+            bundle = getattr(config.pools[p.pool], kind)
+            if getattr(p, kind) > bundle:
+                raise ValueError(
+                    f"{role}.{kind}={getattr(p, kind):g} is more than a bundle of pools.{p.pool} has ({bundle:g}); "
+                    f"a worker runs in one bundle, so raise pools.{p.pool}.{kind} or lower {role}.{kind}")
+    for name, pool in config.pools.items():
+        users = {r: p for r, p in placed.items() if p.pool == name}
+        for kind in ("cpus", "gpus"):
+            asked = sum(p.workers * getattr(p, kind) for p in users.values())
+            given = pool.bundles * getattr(pool, kind)
+            if asked > given + 1e-6:
+                parts = ", ".join(f"{r} {p.workers}x{getattr(p, kind)}" for r, p in users.items())
+                raise ValueError(
+                    f"pools.{name} has {given:g} {kind}, but its roles need {asked:g} ({parts}); "
+                    f"raise pools.{name}.{kind} or bundles, or lower the roles' {kind} or workers")
+    worker_bundles(config.pools, placed)
+
+
+def check_all_prompts(config: PreferencesStageConfig) -> None:
+    """Pairs are sampled for all prompts."""
+    if config.prompts.held_out:
+        raise ValueError(f"prompts.held_out={config.prompts.held_out:g} holds out prompts for an evaluation, but "
+                         "this stage has none; set it to 0, and use data.held_out of `reward-model` to hold out "
+                         "pairs")
+
+
+def check_backbone(config: PPOConfig) -> None:
+    """A critic that is the policy's model has a loss, and nothing of a separate critic."""
+    if config.critic.backbone == "policy" and not config.algorithm.has_critic:
+        raise ValueError(f"critic.backbone=policy makes the policy its own critic, but algorithm.estimator="
+                         f"{config.algorithm.estimator} uses none; set backbone to own, or the estimator to gae")
+    if config.critic.backbone == "own":
+        return
+    if config.algorithm.old_logprobs == "generator":
+        raise ValueError("algorithm.old_logprobs=generator saves a forward pass of the policy, but "
+                         "critic.backbone=policy needs that pass for the values; set it to policy")
+    if config.critic.init == "reward":
+        raise ValueError("critic.init=reward starts a separate critic from the reward model, but with "
+                         "critic.backbone=policy the critic is the policy's model; set init to policy")
+    if config.algorithm.critic_warmup_steps:
+        raise ValueError(f"algorithm.critic_warmup_steps={config.algorithm.critic_warmup_steps} trains only "
+                         "the critic, but with critic.backbone=policy that would also change the policy; set it "
+                         "to 0")
+
+
+def check_reward_components(config: PPOConfig) -> None:
+    """Components have names for metrics, and one has a weight."""
+    for name in config.rewards:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(f"rewards: {name!r} is not a valid name of a component (it becomes part of metric "
+                             "names); use letters, digits, _ and -")
+    if not any(reward.weight for reward in config.rewards.values()):
+        raise ValueError(f"rewards: the weight of each of {', '.join(config.rewards)} is 0, so every response would "
+                         "score 0; give one of them another weight")
+
+
+def check_critic_start(config: PPOConfig) -> None:
+    """A critic can start from one reward model only."""
+    models = [reward for reward in config.rewards.values() if isinstance(reward, ModelReward)]
+    if derive(config).starts_critic and config.critic.init == "reward" and len(models) != 1:
+        raise ValueError(f"critic.init=reward starts the critic from the only reward of type model, but "
+                         f"rewards has {len(models) or 'none'}; use critic.init=policy, or one such reward")
+
+
+def check_groups(config: PPOConfig) -> None:
+    """An estimator that compares a prompt's samples needs several."""
+    if config.algorithm.compares_groups and config.coordinator.samples_per_prompt < 2:
+        raise ValueError(
+            f"algorithm.estimator={config.algorithm.estimator} compares a prompt's samples, but "
+            f"coordinator.samples_per_prompt={config.coordinator.samples_per_prompt}; raise it to at least 2 (4 to "
+            "16 are usual) or use gae, reinforce or reinforce_pp")
+
+
+def check_held_out(config: PPOConfig) -> None:
+    """An evaluation has prompts, and prompts are held out for an evaluation only."""
+    evaluation, share = config.evaluation, config.prompts.held_out
+    if evaluation and evaluation.prompts is None and not share:
+        raise ValueError("evaluation.prompts is empty and prompts.held_out=0, so the evaluation has no prompts; "
+                         "set evaluation.prompts, or prompts.held_out (0.01 to 0.1 are usual)")
+    if share and (evaluation is None or evaluation.prompts is not None):
+        fix = ("add one, e.g. evaluation.every=10" if evaluation is None else
+               f"it uses evaluation.prompts={evaluation.prompts!r}; leave that empty")
+        raise ValueError(f"prompts.held_out={share:g} holds out prompts for an "
+                         f"evaluation that does not use them: {fix}, or set prompts.held_out=0")
+
+
+def check_overlong_buffer(config: PPOConfig) -> None:
+    """The length penalty begins within a response."""
+    buffer, longest = config.algorithm.overlong_buffer, config.generator.sampling.max_tokens
+    if buffer is not None and buffer > longest:
+        raise ValueError(f"algorithm.overlong_buffer={buffer} is more than the maximum response length, "
+                         f"generator.sampling.max_tokens={longest}; lower it to a part of that")
+
+
+def check_best_metric(config: PPOConfig) -> None:
+    """The metric that selects the best step is measured."""
+    metric = config.checkpoint.best_metric
+    if metric and not config.evaluation:
+        raise ValueError(f"checkpoint.best_metric={metric} is measured on held-out prompts, but there is no "
+                         "evaluation; add one, e.g. evaluation.every=10, with prompts.held_out=0.01 or "
+                         "evaluation.prompts")
+    if metric == "kl" and not derive(config).evaluates_the_policy_itself:
+        raise ValueError("checkpoint.best_metric=kl, but KL is only measured if evaluation.sampling is the "
+                         "distribution under training (its temperature, top_p=1, top_k=0); change one of them")
+
+
+def check_mini_batches(config: PPOConfig) -> None:
+    """Mini-batches are of equal size."""
+    c, mini_batches = config.coordinator, config.algorithm.mini_batches
+    if c.samples_per_step % mini_batches:
+        raise ValueError(
+            f"coordinator.prompts_per_step x samples_per_prompt = {c.prompts_per_step} x {c.samples_per_prompt} = "
+            f"{c.samples_per_step} is not divisible by algorithm.mini_batches={mini_batches}; change one of them")
+
+
+def check_chunks(config: PPOConfig) -> None:
+    """Chunks hold whole prompts, divide a batch if batches form in order of completion, and fit the concurrency."""
+    loop, chunk = config.coordinator, config.generator.chunk
     if chunk % loop.samples_per_prompt:
         raise ValueError(f"generator.chunk={chunk} is not a multiple of coordinator.samples_per_prompt="
                          f"{loop.samples_per_prompt}; the samples of a prompt are generated in one chunk")
-    if loop.max_staleness and samples % chunk:
+    if loop.max_staleness and loop.samples_per_step % chunk:
         raise ValueError(
             f"with coordinator.max_staleness={loop.max_staleness} batches form in order of completion, so the "
-            f"{samples} samples of a step must be a multiple of generator.chunk={chunk}; change one")
-    if concurrency < chunk:
-        raise ValueError(f"coordinator.concurrency={concurrency} is less than generator.chunk={chunk}, so no chunk "
+            f"{loop.samples_per_step} samples of a step must be a multiple of generator.chunk={chunk}; change one")
+    in_flight = concurrency_of(loop, config.generator)
+    if in_flight < chunk:
+        raise ValueError(f"coordinator.concurrency={in_flight} is less than generator.chunk={chunk}, so no chunk "
                          "could start; raise it to at least that (several chunks keep a generator busy)")
 
 
-def check_buffer(
-    buffer: BufferConfig, samples: int, max_staleness: int, longest: int, capacity_mb: int | None, critic: bool
-) -> None:
-    """The buffer must hold all samples that max_staleness admits, and the bytes of the largest possible batch.
-
-    Args:
-        samples: samples of one update.
-        longest: maximum tokens of a sample.
-        capacity_mb: maximum MiB of experience, given or derived; None without a bound.
-        critic: whether experience contains a critic's values.
-    """
-    needed = (max_staleness + 1) * samples
+def check_buffer(config: PPOConfig) -> None:
+    """The buffer holds all samples that max_staleness admits, and the bytes of the largest possible batch."""
+    buffer, samples = config.buffer, config.coordinator.samples_per_step
+    needed = (config.coordinator.max_staleness + 1) * samples
     if buffer.capacity_samples is not None and buffer.capacity_samples < needed:
         raise ValueError(
             f"buffer.capacity_samples={buffer.capacity_samples} cannot hold (max_staleness + 1) x {samples} = {needed} "
             "samples, so the loop would wait for ever; raise it or leave it empty")
-    per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if critic else 0)
-    batch_mb = -(-samples * longest * per_token // MIB)
+    longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+    per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if config.algorithm.has_critic else 0)
+    batch_mb, capacity_mb = -(-samples * longest * per_token // MIB), buffer_capacity_mb(buffer, config.cluster)
     if capacity_mb is not None and capacity_mb < batch_mb:
         name = "buffer.capacity_mb" if buffer.capacity_mb else "half of cluster.object_store_mb"
         raise ValueError(
@@ -63,48 +194,58 @@ def check_buffer(
             "max_tokens")
 
 
-def check_deadlines(buffer: BufferConfig, cluster: ClusterConfig) -> None:
-    """A lease must last longer than the update that uses it."""
-    lease_s, call_s = buffer.lease_timeout_s, cluster.call_timeout_s
+def check_deadlines(config: PPOConfig) -> None:
+    """A lease lasts longer than the update that uses it."""
+    lease_s, call_s = config.buffer.lease_timeout_s, config.cluster.call_timeout_s
     if lease_s < call_s:
         raise ValueError(
             f"buffer.lease_timeout_s={lease_s:g} is less than cluster.call_timeout_s={call_s:g}: experience would be "
             "leased again while an update may still be training on it; raise it to at least that")
 
 
-def settled_transport(
-    transport: str, generator: GenerationConfig, policy: PlacementConfig, pools: Mapping[str, PoolConfig]
-) -> str:
-    """Resolve "auto": "ipc" if every generator certainly shares a GPU with a policy rank, "nccl" if all generators and
-    ranks have whole GPUs, else "object_store". Other values are returned unchanged."""
-    if transport != "auto":
-        return transport
-    if generator.engine == "in_process":
-        return "object_store"
-    if _meet_on_every_gpu(generator, policy, pools):
-        return "ipc"
-    return "nccl" if generator.gpus >= 1 and policy.gpus >= 1 else "object_store"
+def check_micro_batches(config: PPOConfig) -> None:
+    """A micro-batch holds the longest row that a role receives, and a mini-batch a row for each rank."""
+    derived, learners = derive(config), _learners(config)
+    for role in (*learners, *(["reference"] if derived.starts_reference else []), "reward"):
+        budget, response = getattr(config, role).micro_batch_tokens, derived.longest_response
+        field = derived.longest_response_field
+        if role in learners and (role != "policy" or derived.starts_reference):  # these process no held-out responses
+            response, field = config.generator.sampling.max_tokens, "generator.sampling.max_tokens"
+        longest = config.prompts.max_tokens + response
+        if budget < longest:
+            raise ValueError(
+                f"{role}.micro_batch_tokens={budget} is less than the longest sample, prompts.max_tokens + {field} "
+                f"= {longest}; raise it to at least that")
+    if config.ptx and config.policy.micro_batch_tokens < config.ptx.max_tokens:
+        raise ValueError(f"policy.micro_batch_tokens={config.policy.micro_batch_tokens} is less than "
+                         f"ptx.max_tokens={config.ptx.max_tokens}; raise it to at least that, or lower "
+                         "ptx.max_tokens")
+    rows = config.coordinator.samples_per_step // config.algorithm.mini_batches
+    for role, learner in learners.items():
+        if rows < learner.workers:
+            raise ValueError(
+                f"a mini-batch of {rows} samples cannot be divided among {role}.workers={learner.workers}; "
+                "use fewer mini_batches or workers")
 
 
-def check_transport(
-    transport: str, generator: GenerationConfig, policy: PlacementConfig, pools: Mapping[str, PoolConfig]
-) -> None:
-    """Refuse a GPU transport without GPUs, or with a placement that it does not support."""
-    if transport in ("auto", "object_store"):
+def check_transport(config: PPOConfig) -> None:
+    """A GPU transport has GPUs, and a placement that it supports."""
+    generator, policy = config.generator, config.policy
+    if config.weights.transport in ("auto", "object_store"):
         return
-    asked = f"weights.transport={transport}"
+    asked = f"weights.transport={config.weights.transport}"
     if not generator.gpus or not policy.gpus:
         raise ValueError(
             f"{asked} copies weights from GPU to GPU, but generator.gpus={generator.gpus:g} and policy.gpus="
             f"{policy.gpus:g}; give both GPUs, or set weights.transport to object_store, which works on any hardware")
     if generator.engine == "in_process":
         raise ValueError(f"{asked} needs generator.engine=async (or auto), whose processes receive weights from a GPU")
-    if transport == "nccl" and (generator.gpus < 1 or policy.gpus < 1):
+    if config.weights.transport == "nccl" and (generator.gpus < 1 or policy.gpus < 1):
         raise ValueError(
             f"{asked} needs one GPU per process, because NCCL refuses two processes on one GPU, but generator.gpus="
             f"{generator.gpus:g} and policy.gpus={policy.gpus:g} share GPUs; set weights.transport to ipc, or "
             "give each process whole GPUs")
-    if transport == "ipc" and not _meet_on_every_gpu(generator, policy, pools):
+    if config.weights.transport == "ipc" and not meet_on_every_gpu(generator, policy, config.pools):
         raise ValueError(
             f"{asked} shares memory within one GPU, so every generator must be on the GPU of a policy rank: place "
             "both in a pool of one bundle with one GPU, with fractions of at most 1 together (now generator.pool="
@@ -112,21 +253,44 @@ def check_transport(
             f"{policy.workers} x {policy.gpus:g}); or set weights.transport to auto")
 
 
-def check_phases(generator: GenerationConfig, learners: Mapping[str, PPOLearnerConfig], max_staleness: int) -> None:
-    """Refuse sleeping and offloading between phases if rollouts and updates overlap, as no role is ever idle then."""
-    asked = [f"{name}.offload_between_phases=true" for name, own in learners.items() if own.offload_between_phases]
-    if generator.sleep_level:
-        asked.append(f"generator.sleep_level={generator.sleep_level}")
-    if asked and max_staleness:
+def check_phases(config: PPOConfig) -> None:
+    """Sleeping and offloading between phases need rollouts and updates that do not overlap: otherwise no role is ever
+    idle."""
+    asked = [f"{role}.offload_between_phases=true" for role, learner in _learners(config).items()
+             if learner.offload_between_phases]
+    if config.generator.sleep_level:
+        asked.append(f"generator.sleep_level={config.generator.sleep_level}")
+    if asked and config.coordinator.max_staleness:
         raise ValueError(f"{asked[-1]} needs rollouts and updates to alternate, but with coordinator.max_staleness="
-                         f"{max_staleness} they overlap; set max_staleness to 0, or turn both settings off")
+                         f"{config.coordinator.max_staleness} they overlap; set max_staleness to 0, or turn both "
+                         "settings off")
 
 
-def _meet_on_every_gpu(
-    generator: GenerationConfig, policy: PlacementConfig, pools: Mapping[str, PoolConfig]
-) -> bool:
-    """Whether each generator is certain to share the GPU of a policy rank. In a pool of several bundles, two generators
-    may be in one bundle and two ranks in another."""
-    pool = pools.get(generator.pool)
-    fractions = generator.gpus > 0 and policy.gpus > 0 and generator.gpus + policy.gpus <= 1
-    return pool is not None and generator.pool == policy.pool and (pool.bundles, pool.gpus) == (1, 1) and fractions
+def check_schedules(config: PPOConfig) -> None:
+    """The warm-up leaves steps for the policy, and the adaptive coefficient stays positive."""
+    a, samples = config.algorithm, config.coordinator.samples_per_step
+    if a.critic_warmup_steps >= config.run.steps:
+        raise ValueError(
+            f"algorithm.critic_warmup_steps={a.critic_warmup_steps} leaves no step of run.steps={config.run.steps} "
+            "for the policy; lower it or raise run.steps")
+    if a.kl.kind == "adaptive" and samples >= 5 * a.kl.horizon:
+        raise ValueError(
+            f"algorithm.kl.horizon={a.kl.horizon} is less than a fifth of the {samples} samples of "
+            "a step, and one correction could turn the coefficient negative; use 10000 or more")
+
+
+CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
+    StageConfig: (check_pools,),
+    PreferencesStageConfig: (check_all_prompts,),
+    PPOConfig: (
+        check_backbone, check_reward_components, check_critic_start, check_groups, check_held_out,
+        check_overlong_buffer, check_best_metric, check_mini_batches, check_chunks, check_buffer, check_deadlines,
+        check_micro_batches, check_transport, check_phases, check_schedules,
+    ),
+}
+"""The checks of a configuration and of those derived from it, in the order in which they are made."""
+
+
+def _learners(config: PPOConfig) -> dict[str, PPOLearnerConfig]:
+    """Sections of the learners that are started."""
+    return {"policy": config.policy, **({"critic": config.critic} if derive(config).starts_critic else {})}

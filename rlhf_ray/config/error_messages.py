@@ -137,7 +137,7 @@ def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]
     kind, name = problem["type"], ".".join(place.path)
     if kind == "value_error":  # our own validators already give complete messages
         text = problem["msg"].removeprefix("Value error, ")
-        return f"{name}: {text}{_origin_within(place.path, text, layers)}" if name else text
+        return f"{name}: {text}{_origin_within(place.path, text, layers)}"
     if kind == "missing":
         return f"{name}: is required{_sentence(place)}; set it in the file or with --{name}{_first_key(place)}=..."
     if kind == "extra_forbidden":

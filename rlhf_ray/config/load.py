@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from rlhf_ray.config.combination_checks import settled_transport
+from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
+from rlhf_ray.config.derived import buffer_capacity_mb, transport_of
 from rlhf_ray.config.error_messages import explain, suggestion
 from rlhf_ray.config.stages import (
     PPOConfig,
@@ -61,29 +62,37 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
 
 
 def resolve(config: C) -> C:
-    """Fill in every value that follows from others. Resolving twice changes nothing.
+    """Fill in every value that follows from others, and check that the sections fit together. Resolving twice changes
+    nothing.
 
-    For PPO: `buffer.capacity_samples` is (max_staleness + 1) steps' worth of samples, and `buffer.capacity_mb` half of
-    a local cluster's `cluster.object_store_mb` (a joined cluster sizes its own store, so there is no bound in bytes).
+    For PPO: fields of `evaluation.sampling` that are not set are those of `generator.sampling`;
+    `buffer.capacity_samples` is (max_staleness + 1) steps' worth of samples, and `buffer.capacity_mb` half of a local
+    cluster's `cluster.object_store_mb` (a joined cluster sizes its own store, so there is no bound in bytes).
     `weights.transport: auto` becomes the transport that the placement allows. For every stage with a generator on CPUs,
     an empty `generator.kv_cache_mb` becomes its default.
+
+    Raises:
+        ConfigError: the sections do not fit together, see `combination_checks`.
     """
+    if isinstance(config, PPOConfig) and config.evaluation and (sampling := config.evaluation.sampling):
+        given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
+        config = _with(config, "evaluation", sampling=config.generator.sampling.model_copy(update=given))
+    check_combinations(config)
     generator = getattr(config, "generator", None)
     if generator is not None:
-        settled_cache = generator.model_copy(update={"kv_cache_mb": generator.cache_mb})
-        config = config.model_copy(update={"generator": settled_cache})
+        config = _with(config, "generator", kv_cache_mb=generator.cache_mb)
     if isinstance(config, PPOConfig):
-        buffer, steps = config.buffer, config.coordinator.max_staleness + 1
-        settled = buffer.model_copy(
-            update={
-                "capacity_samples": buffer.capacity_samples or steps * config.samples_per_step,
-                "capacity_mb": config.buffer_capacity_mb,
-            }
-        )
-        transport = settled_transport(config.weights.transport, config.generator, config.policy, config.pools)
-        weights = config.weights.model_copy(update={"transport": transport})
-        return config.model_copy(update={"buffer": settled, "weights": weights})
+        samples = (config.coordinator.max_staleness + 1) * config.coordinator.samples_per_step
+        config = _with(config, "buffer", capacity_samples=config.buffer.capacity_samples or samples,
+                       capacity_mb=buffer_capacity_mb(config.buffer, config.cluster))
+        config = _with(config, "weights", transport=transport_of(
+            config.weights.transport, config.generator, config.policy, config.pools))
     return config
+
+
+def _with(config: C, section: str, **values: Any) -> C:
+    """The configuration with other values of some fields of a section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def as_yaml(config: StageConfig) -> str:

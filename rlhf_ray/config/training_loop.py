@@ -23,6 +23,11 @@ class CoordinatorConfig(Section):
     """Maximum number of samples in flight at the generators; if empty, twice as many as they decode in parallel
     (generator.max_sequences), and at least two chunks each."""
 
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one update."""
+        return self.prompts_per_step * self.samples_per_prompt
+
 
 class BufferConfig(Section):
     """The replay buffer: references to experience in Ray's object store."""

@@ -9,7 +9,8 @@ and generators wake their weights; after the publication generators wake their c
 import asyncio
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
 
@@ -17,9 +18,10 @@ from rlhf_ray.coordinator.role_groups import RoleGroups
 class Phases:
     """Switches between generation and learning as configured; does nothing by default. No call may be under way."""
 
-    def __init__(self, config: PPOConfig, roles: RoleGroups) -> None:
-        self._dispatcher, self._level = roles.dispatcher(roles.generators), config.generator.sleep_level
-        learners = [(config.policy, roles.policy), *([(config.critic, roles.critic)] if roles.critic else [])]
+    def __init__(self, generator: GenerationConfig, policy: PPOLearnerConfig, critic: PPOLearnerConfig,
+                 roles: RoleGroups) -> None:
+        self._dispatcher, self._level = roles.dispatcher(roles.generators), generator.sleep_level
+        learners = [(policy, roles.policy), *([(critic, roles.critic)] if roles.critic else [])]
         self._offloading: list[WorkerGroup] = [group for own, group in learners if own.offload_between_phases]
         self._asleep: set[int] = set()
         """Ranks of the generators that sleep; one that is replaced meanwhile is awake."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.training_loop import EvaluationConfig
 from rlhf_ray.coordinator.dispatcher import kept
 from rlhf_ray.coordinator.pipeline import Pipeline
@@ -51,12 +52,12 @@ class Evaluator:
             RewardError: no held-out prompt has a score, or one has none and may not be left out.
         """
         config, roles, self._slots = self._pipeline.config, self._pipeline.roles, self._present_slots()
-        size = config.generator.chunk
+        derived, size = derive(config), config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)
         refs = (part.ref for part in parts)
         _, (metrics, texts) = await roles.dispatcher(roles.assembler).call_and_get(
-            0, "sum_up", config.evaluates_the_policy_itself, config.solved_at, *refs, phase="evaluate")
+            0, "sum_up", derived.evaluates_the_policy_itself, derived.solved_at, *refs, phase="evaluate")
         if config.reward.on_failure == "quarantine":
             metrics["unscored"] = float(unscored)
         return Evaluation(metrics, texts)

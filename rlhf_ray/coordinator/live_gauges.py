@@ -4,7 +4,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.prometheus import LiveValue
 
@@ -15,9 +15,9 @@ WINDOW_S = 60.0
 """Window of the mean `live/pool_busy`: longer than the times that a healthy pool waits for another one."""
 
 
-def pools_of(config: PPOConfig) -> dict[str, str]:
-    """Each role's pool."""
-    return {role: getattr(config, section).pool for role, section in SECTIONS.items()}
+def pools_of(placements: Mapping[str, PlacementConfig]) -> dict[str, str]:
+    """The pool of each role whose section has a placement."""
+    return {role: placements[section].pool for role, section in SECTIONS.items() if section in placements}
 
 
 class LiveGauges:

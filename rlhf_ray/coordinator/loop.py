@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.cluster.calls import traffic
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.colocation import Phases
@@ -64,7 +65,8 @@ class Coordinator:
     """How long training paused for a checkpoint since the last row of metrics."""
 
     def __post_init__(self) -> None:
-        self._learning = Learning(self.config, self.roles, self.state, self.pipeline, self.progress.warn)
+        self._learning = Learning(self.config.algorithm, derive(self.config).shares_backbone, self.roles, self.state,
+                                  self.pipeline, self.progress.warn)
 
     async def run(self) -> None:
         """Run the remaining steps, or as many as `early_stop` allows.

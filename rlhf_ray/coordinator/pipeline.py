@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from rlhf_ray.config.derived import concurrency_of
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.dispatcher import kept
 from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
@@ -78,12 +79,13 @@ class Pipeline:
         while True:
             self.buffer.expire()
             self.admit()
-            lease = self.buffer.lease(self.config.samples_per_step, self.state.step)
+            lease = self.buffer.lease(self.config.coordinator.samples_per_step, self.state.step)
             if lease is not None:
                 return lease
             if not self._running:
                 raise BufferError(f"at step {self.state.step} the buffer ({self.buffer.stats()}) has no batch of "
-                                  f"{self.config.samples_per_step} samples, and no chunk is under way to fill it")
+                                  f"{self.config.coordinator.samples_per_step} samples, and no chunk is under way to "
+                                  "fill it")
             await self._progress()
 
     async def _progress(self) -> None:
@@ -97,7 +99,7 @@ class Pipeline:
         restored policy. If max_staleness is smaller than in the saved run, chunks beyond it lose their places, and
         their samples are admitted again later."""
         self.version = self.state.step
-        dropped = {place.order: place for place in self.buffer.trim(self.config.samples_per_step)}
+        dropped = {place.order: place for place in self.buffer.trim(self.config.coordinator.samples_per_step)}
         keys: list[SampleKey] = []
         for order, place in dropped.items():
             if isinstance(place, Entry):
@@ -155,7 +157,7 @@ class Pipeline:
         if self._generators != len(self.roles.generators):  # some were added or removed
             self._rule = self._rule_of(len(self.roles.generators))
         allowance = self._rule.allowance(self.version, buffer.accepted, buffer.running, self._generating)
-        left = self.config.run.steps * self.config.samples_per_step - buffer.accepted - buffer.running
+        left = self.config.run.steps * self.config.coordinator.samples_per_step - buffer.accepted - buffer.running
         allowance = min(allowance, left)
         while allowance > 0:
             size, position = self._next_chunk()
@@ -178,13 +180,13 @@ class Pipeline:
 
     def _rule_of(self, generators: int) -> AdmissionRule:
         self._generators = generators
-        return AdmissionRule(self.config.samples_per_step, self.config.coordinator.max_staleness,
-                             self.config.concurrency_of(generators))
+        return AdmissionRule(self.config.coordinator.samples_per_step, self.config.coordinator.max_staleness,
+                             concurrency_of(self.config.coordinator, self.config.generator, generators))
 
     def _next_chunk(self) -> tuple[int, int]:
         """Size of the next chunk and its position in its batch, in samples. The last chunk of a batch is smaller, if
         chunks do not add up to a batch."""
-        batch = self.config.samples_per_step
+        batch = self.config.coordinator.samples_per_step
         position = (self.buffer.accepted + self.buffer.running) % batch
         return min(self.config.generator.chunk, batch - position), position
 

@@ -50,7 +50,7 @@ class Recovery:
         Args:
             summaries: of the entries in the buffer, by admission number.
             geometry: values of the configuration (by field) that must be the same when the run resumes.
-            old_logprobs: which ones experience contains, see `PPOConfig.old_logprobs`. If that has changed when the run
+            old_logprobs: which ones experience contains, see `Derived.old_logprobs`. If that has changed when the run
                 resumes, as it may with another max_staleness, ready experience is generated again.
         """
         self.geometry, self.old_logprobs = geometry, old_logprobs

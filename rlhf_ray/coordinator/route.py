@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import Prompter
@@ -43,7 +44,7 @@ class Route:
     """Calls the roles for chunks, concurrently for any number of them. Has no state of chunks."""
 
     def __init__(self, config: PPOConfig, roles: RoleGroups) -> None:
-        self.config, self.roles = config, roles
+        self.config, self.roles, self._derived = config, roles, derive(config)
         self._generators = roles.dispatcher(roles.generators)
         self._reference = roles.dispatcher(roles.reference) if roles.reference is not None else None
         self._reward, self._assembler = roles.dispatcher(roles.reward), roles.dispatcher(roles.assembler)
@@ -105,10 +106,10 @@ class Route:
     async def _learner_passes(self, rollouts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """References to each policy rank's log-probabilities (empty if no pass is made for them), and to each critic
         rank's values (empty without a critic)."""
-        roles, passes = self.roles, self.config.old_logprobs == "policy"
+        roles, passes = self.roles, self._derived.old_logprobs == "policy"
         if passes or roles.critic:
             await self._learners_free.wait()
-        if self.config.shares_backbone:
+        if self._derived.shares_backbone:
             both = [roles.policy.call(rank, "logprobs_and_values", *rollouts, outputs=2)
                     for rank in range(len(roles.policy))]
             await self._all_ranks(both, "logprobs")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
@@ -40,9 +40,11 @@ class Learned:
 class Learning:
     """Runs the learners' updates, and keeps state, buffer and ledger consistent with them."""
 
-    def __init__(self, config: PPOConfig, roles: RoleGroups, state: RunState, pipeline: Pipeline,
-                 warn: Callable[[str], None]) -> None:
-        self._config, self._roles, self._state, self._pipeline, self._warn = config, roles, state, pipeline, warn
+    def __init__(self, config: AlgorithmConfig, shares_backbone: bool, roles: RoleGroups, state: RunState,
+                 pipeline: Pipeline, warn: Callable[[str], None]) -> None:
+        """`shares_backbone`: whether policy and critic are one model."""
+        self._config, self._shares_backbone, self._warn = config, shares_backbone, warn
+        self._roles, self._state, self._pipeline = roles, state, pipeline
 
     async def learn(self, lease: Lease) -> tuple[Learned, list[ExperienceSummary]]:
         """Update policy and critic, which makes a new version; returns the result and the batch's summaries.
@@ -60,9 +62,9 @@ class Learning:
     async def _update_all(self, lease: Lease) -> Learned:
         """Update policy and critic from the same experience, concurrently."""
         roles, coef = self._roles, self._state.kl.value
-        if self._config.shares_backbone:
+        if self._shares_backbone:
             return Learned(*await self._update(roles.policy, lease, "policy_update", coef, method="update_both"))
-        warming_up = self._state.step < self._config.algorithm.critic_warmup_steps
+        warming_up = self._state.step < self._config.critic_warmup_steps
         return Learned(*await asyncio.gather(
             self._update(None if warming_up else roles.policy, lease, "policy_update", coef),
             self._update(roles.critic, lease, "critic_update"),

@@ -2,6 +2,7 @@
 
 from math import ceil
 
+from rlhf_ray.config.derived import concurrency_of, derive
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import (
     PPOConfig,
@@ -27,7 +28,7 @@ def batch_layout_of(config: StageConfig) -> dict[str, str]:
 
 
 def _ppo(config: PPOConfig) -> dict[str, str]:
-    c, a, samples = config.coordinator, config.algorithm, config.samples_per_step
+    c, a, samples = config.coordinator, config.algorithm, config.coordinator.samples_per_step
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
     tokens = f"{config.prompts.max_tokens} + {config.generator.sampling.max_tokens} = {longest} tokens"
     found = {
@@ -37,11 +38,11 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
                    f"{samples // a.mini_batches} samples, each an optimizer step; {counted(config.run.steps, 'step')}",
         "policy": micro_batches(config.policy, samples // a.mini_batches, longest),
     }
-    if config.starts_critic:
+    if derive(config).starts_critic:
         found["critic"] = micro_batches(config.critic, samples // a.mini_batches, longest)
     chunk = config.generator.chunk
     found["generators"] = (f"{config.generator.workers} x up to {config.generator.max_sequences} sequences at a time, "
-                           f"in chunks of {chunk}; up to {config.concurrency} samples in flight")
+                           f"in chunks of {chunk}; up to {concurrency_of(c, config.generator)} samples in flight")
     held = (c.max_staleness + 1) * samples
     found["staleness"] = (f"{counted(c.max_staleness, 'version')} at most; the buffer holds up to "
                           f"{config.buffer.capacity_samples or held} samples")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PPOLearnerConfig
-from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.planning.memory_breakdown import BUFFERS, DRIVER, MIB, RAY_HEAD, RUNTIME, WEIGHTS, Memory
 from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.roles import Role
@@ -69,7 +69,7 @@ def worker_memories(roles: Sequence[Role], placement: Placement, nodes: Sequence
 
 
 def loads_of(
-    config: StageConfig, roles: Sequence[Role], placement: Placement, nodes: Sequence[Node]
+    cluster: ClusterConfig, roles: Sequence[Role], placement: Placement, nodes: Sequence[Node]
 ) -> list[Load]:
     """Loads of all GPUs in use, and of the main memory of all nodes in use."""
     held = worker_memories(roles, placement, nodes)
@@ -86,16 +86,16 @@ def loads_of(
             loads.append(Load(node.name, device, node.gpu.name if node.gpu else "unknown GPU", capacity, taken))
         main: dict[str, Mapping[str, float]] = {worker.name: held[worker.role].host for worker in here}
         main |= {worker.name: held[worker.role].first for worker in here if not worker.rank and held[worker.role].first}
-        main["object store"] = {"object store": store_bytes(config, nodes, node)}
+        main["object store"] = {"object store": store_bytes(cluster, nodes, node)}
         main["Ray"] = {RUNTIME: float(RAY_HEAD + (DRIVER if not number else 0))}
         loads.append(Load(node.name, None, "memory", node.memory_bytes, main))
     return loads
 
 
-def store_bytes(config: StageConfig, nodes: Sequence[Node], node: Node) -> float:
+def store_bytes(cluster: ClusterConfig, nodes: Sequence[Node], node: Node) -> float:
     """Bytes of a node's object store: the configured size in a local cluster, else Ray's default."""
-    if config.cluster.address is None and len(nodes) == 1:
-        return config.cluster.object_store_mb * float(MIB)
+    if cluster.address is None and len(nodes) == 1:
+        return cluster.object_store_mb * float(MIB)
     return min(OBJECT_STORE_MOST, OBJECT_STORE_SHARE * node.memory_bytes)
 
 

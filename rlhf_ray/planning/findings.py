@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_ray.config.derived import buffer_capacity_mb, derive
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
@@ -54,7 +55,7 @@ def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory
         if not isinstance(generator, GenerationConfig):
             continue
         prompts = config.prompts.max_tokens  # type: ignore[attr-defined]
-        response = config.longest_response[0] if isinstance(config, PPOConfig) else generator.sampling.max_tokens
+        response = derive(config).longest_response if isinstance(config, PPOConfig) else generator.sampling.max_tokens
         longest, shape = prompts + response, role.models[0]
         room = cache_sequences(generator, shape, memory[role.name], longest)
         needed = -(-shape.cache_bytes * longest // MIB)
@@ -79,7 +80,8 @@ def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) ->
         return
     shape = roles[0].models[0]
     bucket = max(config.weights.bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value)
-    needed = min(3 * bucket, shape.weight_bytes + 2 * bucket) + (config.buffer_capacity_mb or 0) * MIB
+    held = (buffer_capacity_mb(config.buffer, config.cluster) or 0) * MIB
+    needed = min(3 * bucket, shape.weight_bytes + 2 * bucket) + held
     stores = [load.holders["object store"]["object store"] for load in loads if load.device is None]
     if stores and min(stores) < needed:
         yield Finding("tight", f"the object store of {gib(min(stores))} may not hold three buckets of a publication "

@@ -59,7 +59,7 @@ def make_plan(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, free_d
     """
     roles = roles_of(config, shapes)
     placement = place(config.pools, {role.name: role.placement for role in roles}, nodes)
-    memory, loads = worker_memories(roles, placement, nodes), loads_of(config, roles, placement, nodes)
+    memory, loads = worker_memories(roles, placement, nodes), loads_of(config.cluster, roles, placement, nodes)
     disk = disk_of(config, roles)
     findings = [Finding("refused", text) for text in placement.shortages]
     findings += _too_full(config, nodes, shapes, loads)
@@ -74,7 +74,8 @@ def worst_load(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, on: L
     """How full the fullest device with the same roles would be with this configuration."""
     roles = roles_of(config, shapes)
     placement = place(config.pools, {role.name: role.placement for role in roles}, nodes)
-    return max((load.share for load in loads_of(config, roles, placement, nodes) if load.is_like(on)), default=0.0)
+    loads = loads_of(config.cluster, roles, placement, nodes)
+    return max((load.share for load in loads if load.is_like(on)), default=0.0)
 
 
 def _too_full(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, loads: Sequence[Load]) -> list[Finding]:
@@ -107,7 +108,7 @@ def checkpoint_bytes(config: StageConfig, roles: Sequence[Role]) -> float:
         total += FLOAT * (1 + MOMENTS + average) * trained(role.placement, role.models[0])
     if isinstance(config, PPOConfig) and config.coordinator.max_staleness:
         longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
-        total += 29.0 * config.coordinator.max_staleness * config.samples_per_step * longest
+        total += 29.0 * config.coordinator.max_staleness * config.coordinator.samples_per_step * longest
     return total
 
 

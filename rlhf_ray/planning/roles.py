@@ -1,18 +1,20 @@
 """The roles of a stage for planning: their workers, models and memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rlhf_ray.config.derived import concurrency_of, derive
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.config.rewards import FunctionReward, ModelReward, ProcessReward
+from rlhf_ray.config.rewards import FunctionReward, ModelReward, ProcessReward, RewardConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import (
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
     RewardModelConfig,
+    ScorerConfig,
     SFTConfig,
     StageConfig,
 )
@@ -54,33 +56,31 @@ def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
 
 
 def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
-    shape, named = shapes(config.model, "model"), config.model.path
-    longest = config.prompts.max_tokens + config.longest_response[0]
+    shape, named, derived = shapes(config.model, "model"), config.model.path, derive(config)
+    longest = derived.longest_sample
     bucket = max(config.weights.bucket_mb * float(MIB), shape.vocabulary * shape.hidden * shape.bytes_per_value)
     answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
-    rows = config.samples_per_step // config.algorithm.mini_batches
+    rows = config.coordinator.samples_per_step // config.algorithm.mini_batches
     through_memory = shape.weight_bytes if config.weights.transport == "object_store" else 0.0
+    # One call to a scorer is a chunk, or with staleness, where chunks are batched, up to all samples in flight.
+    batched = config.coordinator.max_staleness > 0
+    samples = concurrency_of(config.coordinator, config.generator) if batched else config.generator.chunk
     roles = [_generator(config.generator, shape, named, longest, bucket, through_memory)]
-    if config.starts_reference:
+    if derived.starts_reference:
         reference = config.reference
-        tokens = min(reference.micro_batch_tokens, _samples_per_call(config) * longest)
+        tokens = min(reference.micro_batch_tokens, samples * longest)
         roles.append(Role("reference", reference, (shape,), named,
                           lambda _: scorer_memory(reference.gpus, shape, tokens, longest, answers)))
-    roles.append(_reward(config, shapes, longest))
+    roles.append(_reward(config.rewards, config.reward, shapes, longest, samples))
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]
     roles.append(_learner("policy", config.policy, Training(
         shape, longest, answers, rows, config.policy.ema_decay is not None, bucket,
         direct=config.weights.transport != "object_store"), named))
-    if config.starts_critic:
-        critic = shapes(config.critic_model, "critic").headless()
-        roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0, rows), config.critic_model.path))
+    if derived.starts_critic:
+        critic = shapes(derived.critic_model, "critic").headless()
+        roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0, rows), derived.critic_model.path))
     return roles
-
-
-def _samples_per_call(config: PPOConfig) -> int:
-    """Samples of one call to a scorer: a chunk, or with staleness, where chunks are batched, all that are in flight."""
-    return config.concurrency if config.coordinator.max_staleness else config.generator.chunk
 
 
 def _supervised(config: SFTConfig | RewardModelConfig | ProcessRewardConfig, shapes: Shapes) -> Role:
@@ -107,24 +107,25 @@ def _learner(name: str, config: LearnerConfig, model: Training, named: str) -> R
     return Role(name, config, (model.shape,), named, lambda _: learner_memory(config, model))
 
 
-def _reward(config: PPOConfig, shapes: Shapes, longest: int) -> Role:
-    """Each worker holds all components of the rewards; functions run in separate processes."""
-    models = [(name, reward) for name, reward in config.rewards.items()
+def _reward(rewards: Mapping[str, RewardConfig], scorer: ScorerConfig, shapes: Shapes, longest: int,
+            samples: int) -> Role:
+    """Each worker holds all components of the rewards; functions run in separate processes. A call has up to `samples`
+    of up to `longest` tokens."""
+    models = [(name, reward) for name, reward in rewards.items()
               if isinstance(reward, ModelReward | ProcessReward)]
     model_shapes = [shapes(reward, f"rewards.{name}") for name, reward in models]
     model_shapes = [shape.headless() if isinstance(reward, ModelReward) else shape
                     for shape, (_, reward) in zip(model_shapes, models, strict=True)]
-    functions = sum(isinstance(reward, FunctionReward) for reward in config.rewards.values())
+    functions = sum(isinstance(reward, FunctionReward) for reward in rewards.values())
 
     def memory(_: Hardware = CORE) -> Memory:
-        parts = [scorer_memory(config.reward.gpus, shape, min(
-            config.reward.micro_batch_tokens, _samples_per_call(config) * longest), longest, 0.0)
-                 for shape in model_shapes] or [Memory(host={RUNTIME: float(SMALL)})]
-        whole = combined_memory(parts)
+        tokens = min(scorer.micro_batch_tokens, samples * longest)
+        parts = [scorer_memory(scorer.gpus, shape, tokens, longest, 0.0) for shape in model_shapes]
+        whole = combined_memory(parts or [Memory(host={RUNTIME: float(SMALL)})])
         host = {**whole.host, RUNTIME: whole.host.get(RUNTIME, 0.0) + functions * SMALL}
         return Memory(device=whole.device, host=host)
 
-    return Role("reward", config.reward, tuple(model_shapes), ", ".join(reward.path for _, reward in models), memory)
+    return Role("reward", scorer, tuple(model_shapes), ", ".join(reward.path for _, reward in models), memory)
 
 
 def combined_memory(parts: list[Memory]) -> Memory:

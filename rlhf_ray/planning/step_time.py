@@ -6,6 +6,7 @@ Rates are those of data sheets times the shares in `hardware.py`; lengths are as
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
@@ -69,7 +70,7 @@ def _ppo(
             took[name] = scoring_s(roles[name], devices[name], work)
     learning = [name for name in ("policy", "critic") if name in roles]
     for name in learning:
-        spared = name == "policy" and config.old_logprobs != "policy"
+        spared = name == "policy" and derive(config).old_logprobs != "policy"
         before = 0.0 if spared else scoring_s(roles[name], devices[name], work)
         took[name] = before + update_s(roles[name], devices[name], work)
     took["publication"] = publication_s(roles["generator"], devices["generator"])
@@ -81,14 +82,14 @@ def _ppo(
         whole = drawn + learned + took["publication"]
     longer = rollouts if drawn >= learned else {name: took[name] for name in learning}
     seconds, bound = _on_cores(took, roles, nodes, whole, max(longer, key=lambda name: longer[name]))
-    return StepTime(took, seconds, bound, config.samples_per_step)
+    return StepTime(took, seconds, bound, config.coordinator.samples_per_step)
 
 
 def workload_of(config: PPOConfig) -> Workload:
     """The workload that the estimate assumes, as lengths are not known in advance: prompts of half the maximum length,
     and response lengths uniform up to the maximum, so half of it on average."""
     return Workload(
-        samples=config.samples_per_step, prompt=max(1, config.prompts.max_tokens // 2),
+        samples=config.coordinator.samples_per_step, prompt=max(1, config.prompts.max_tokens // 2),
         response=max(1, config.generator.sampling.max_tokens // 2), tail=2.0,
         mini_batches=config.algorithm.mini_batches, epochs=config.algorithm.epochs,
     )

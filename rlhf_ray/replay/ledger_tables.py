@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rlhf_ray.errors import LedgerError
 
 if TYPE_CHECKING:
-    from rlhf_ray.config.stages import PPOConfig
+    from rlhf_ray.config.training_loop import CoordinatorConfig
     from rlhf_ray.data.cursor import PromptCursor
 
 SCHEMA = 2
@@ -90,10 +90,10 @@ class LedgerFacts:
         return ((name, json.dumps(value)) for name, value in asdict(self).items())
 
     @classmethod
-    def of(cls, config: PPOConfig, cursor: PromptCursor) -> Self:
+    def of(cls, config: CoordinatorConfig, cursor: PromptCursor) -> Self:
         """Of a run with this configuration, whose prompts this cursor hands out."""
         order = cursor.state_dict()
-        return cls(config.samples_per_step, config.coordinator.samples_per_prompt, config.coordinator.max_staleness,
+        return cls(config.samples_per_step, config.samples_per_prompt, config.max_staleness,
                    tuple(order["rows"]), order["seed"], order["shuffle"], tuple(map(float, order["weights"])))
 
     @classmethod

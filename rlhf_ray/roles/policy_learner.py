@@ -37,7 +37,7 @@ class PolicyLearner(Learner):
     def __init__(self, config: PolicyConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
                  algorithm: AlgorithmConfig, temperature: float, old_logprobs: OldLogprobs = "policy",
                  longest: int | None = None) -> None:
-        """`old_logprobs`: the source of an update's old log-probabilities, see `PPOConfig.old_logprobs`."""
+        """`old_logprobs`: the source of an update's old log-probabilities, see `Derived.old_logprobs`."""
         super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.algorithm, self.temperature, self.old_logprobs = algorithm, temperature, old_logprobs
         self.kl_coef = 0.0

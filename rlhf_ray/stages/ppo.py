@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.pulse import Pulse
 from rlhf_ray.cluster.session import Session, write_timeline
+from rlhf_ray.config.derived import derive, placements_of
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
@@ -100,19 +101,20 @@ def preflight(config: PPOConfig) -> None:
     refuse_open_serialization()
     armed()  # a misspelled failpoint would never be reached
     check_data(config.prompts, "prompts")
-    held_out = config.evaluation_prompts
+    derived = derive(config)
+    held_out = derived.evaluation_prompts
     if held_out:
         check_data_file(held_out.location, "evaluation.prompts")
     check_pretraining_text(config)
     check_model(config.model, "model")
-    longest, field = config.longest_response
-    rows = config.prompts.max_tokens + longest, f"prompts.max_tokens + {field}"
+    longest, field = derived.longest_response, derived.longest_response_field
+    rows = derived.longest_sample, f"prompts.max_tokens + {field}"
     check_family(config.model, "model", POLICY, rows)
     check_rewards(config)
     check_adapters(config.policy, config.model, "policy", scalar=False)
-    if config.starts_critic:
-        check_family(config.critic_model, f"critic.init={config.critic.init}", {Use.SCALAR}, rows)
-        check_adapters(config.critic, config.critic_model, "critic", scalar=True)
+    if derived.starts_critic:
+        check_family(derived.critic_model, f"critic.init={config.critic.init}", {Use.SCALAR}, rows)
+        check_adapters(config.critic, derived.critic_model, "critic", scalar=True)
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
     check_fit(config)
     for section in (config.prompts, held_out) if held_out else (config.prompts,):
@@ -139,7 +141,8 @@ async def _run(
                     progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: "
                                   f"{configured})")
                 prompts = await start_roles(config, runtime, roles, progress)
-                weights = WeightSync(config.weights, roles, config.cluster.heartbeat_timeout_s, Phases(config, roles))
+                weights = WeightSync(config.weights, roles, config.cluster.heartbeat_timeout_s,
+                                     Phases(config.generator, config.policy, config.critic, roles))
                 roles.keep_alive(weights.catch_up)
                 pulse = Pulse(roles.learners(), config.cluster.heartbeat_timeout_s, log.failed)
                 attempts = RunAttempts(
@@ -179,7 +182,7 @@ def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinat
     """A function that sets a run's live metrics on Ray's Prometheus endpoint, if they are enabled."""
     if not config.logging.ray_metrics:
         return lambda _: None
-    live, gauges = LiveGauges(pools_of(config)), Gauges(directory.path.name)
+    live, gauges = LiveGauges(pools_of(placements_of(config))), Gauges(directory.path.name)
     return lambda coordinator: gauges.set_live(live.read(coordinator))
 
 
@@ -196,7 +199,7 @@ def wire(
                      PromptCursor(training.sizes, config.run.seed, config.prompts.shuffle, config.prompts.weights),
                      early_stop=EarlyStop(config.early_stop))
     buffer = ReplayBuffer(
-        buffer_config.capacity_samples or config.samples_per_step,
+        buffer_config.capacity_samples or config.coordinator.samples_per_step,
         buffer_config.capacity_mb * 2**20 if buffer_config.capacity_mb else None,
         config.coordinator.max_staleness, buffer_config.lease_timeout_s,
     )
@@ -219,7 +222,7 @@ def wire(
         config=config, roles=roles, state=state, buffer=buffer, pipeline=pipeline,
         weights=weights, evaluator=evaluator, best=best,
         recovery=Recovery(store, roles, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger,
-                          config.old_logprobs, files),
+                          derive(config).old_logprobs, files),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at, directory.term), progress=progress,
         stop=stop, on_evaluation=note_evaluation, files=files, phases=weights.phases,
         profiler=StepProfiler(directory, roles, config.logging.profile_step, progress.note,
@@ -231,7 +234,7 @@ def wire(
 def _ledger(config: PPOConfig, cursor: PromptCursor, directory: RunDirectory, store: CheckpointStore,
             resume_at: int | None, thread: FileThread) -> Ledger:
     """A new ledger, or the one in the checkpoint of step `resume_at`."""
-    facts = LedgerFacts.of(config, cursor)
+    facts = LedgerFacts.of(config.coordinator, cursor)
     if resume_at is None or resume_at == NOTHING:
         discard(directory.ledger)  # left by a run that failed before its first checkpoint
         return Ledger.create(directory.ledger, facts, directory.term, thread)
@@ -266,7 +269,7 @@ def finalize_ledger(ledger: Ledger, unused: Sequence[SampleKey]) -> dict[str, in
 
 def _geometry(config: PPOConfig) -> dict[str, int | str]:
     """What a resumed run must have in common with the run that saved."""
-    critic = config.critic.backbone if config.shares_backbone or config.starts_critic else "none"
+    critic = config.critic.backbone if config.algorithm.has_critic else "none"
     return {
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,

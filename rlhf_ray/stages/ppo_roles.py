@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
+from rlhf_ray.config.derived import derive, placements_of
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.healing import Healing
@@ -33,12 +34,12 @@ from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learn
 
 def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = None) -> RoleGroups:
     """Spawn all processes of the run; they load in parallel once `start_roles` calls them."""
-    generation, temperature = config.generator, config.generator.sampling.temperature
+    derived, generation, temperature = derive(config), config.generator, config.generator.sampling.temperature
     return RoleGroups(
         generators=runtime.spawn(
             "generator", Generator, generation,
             lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
-                          "max_context": config.prompts.max_tokens + config.longest_response[0],
+                          "max_context": derived.longest_sample,
                           "name": f"generator/{rank}", "in_flight": config.weights.in_flight,
                           "transport": config.weights.transport},
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
@@ -47,7 +48,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = N
             "reference_scorer", ReferenceScorer, config.reference,
             lambda _: {"model": config.model, "micro_batch_tokens": config.reference.micro_batch_tokens,
                        "temperature": temperature, "longest": _longest_row(config, "reference")},
-        ) if config.starts_reference else None,
+        ) if derived.starts_reference else None,
         reward=runtime.spawn(
             "reward_scorer", RewardScorer, config.reward,
             lambda _: {"rewards": config.rewards, "policy": config.model,
@@ -61,14 +62,14 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = N
                        "longest": generation.sampling.max_tokens},
         ),
         policy=runtime.spawn(
-            "policy_learner", ActorCriticLearner if config.shares_backbone else PolicyLearner, config.policy,
+            "policy_learner", ActorCriticLearner if derived.shares_backbone else PolicyLearner, config.policy,
             lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
-                          "old_logprobs": config.old_logprobs}, shutdown_method="leave",
+                          "old_logprobs": derived.old_logprobs}, shutdown_method="leave",
         ),
         critic=runtime.spawn(
             "critic_learner", CriticLearner, config.critic,
             lambda rank: _learner(config, "critic", rank), shutdown_method="leave",
-        ) if config.starts_critic else None,
+        ) if derived.starts_critic else None,
         clock=StepClock(),
         healing=healing or Healing(config.cluster),
     )
@@ -77,7 +78,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = N
 def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
     """Arguments of a learner's rank. The policy makes no optimizer steps while the critic warms up."""
     learner = getattr(config, role)
-    model = config.critic_model if role == "critic" else config.model
+    model = derive(config).critic_model if role == "critic" else config.model
     steps = config.run.steps - (config.algorithm.critic_warmup_steps if role == "policy" else 0)
     return {"config": learner, "model": model, "rank": rank, "world": learner.workers, "seed": config.run.seed,
             "total_steps": max(1, steps) * config.algorithm.epochs * config.algorithm.mini_batches,
@@ -86,7 +87,7 @@ def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
 
 def _longest_row(config: PPOConfig, role: str) -> int:
     """Longest row that a role receives, in tokens: a sample's, or for the policy also a row of pretraining text."""
-    sample = config.prompts.max_tokens + config.longest_response[0]
+    sample = derive(config).longest_sample
     return max(sample, config.ptx.max_tokens) if config.ptx and role == "policy" else sample
 
 
@@ -138,16 +139,16 @@ async def _read_prompts(
 ) -> tuple[PromptSource, PromptSource | None]:
     reader = roles.dispatcher(group)
     await group.start()
-    sections = {"training": config.prompts}
-    if config.evaluation_prompts is not None:
-        sections["evaluation"] = config.evaluation_prompts
+    sections, evaluation_prompts = {"training": config.prompts}, derive(config).evaluation_prompts
+    if evaluation_prompts is not None:
+        sections["evaluation"] = evaluation_prompts
     roles.healing.look_after(reader, reopened(group, sections))
     training = await PromptSource.open(reader, "training", config.prompts)
     for report in training.reports:
         progress.note(report)
-    if config.evaluation_prompts is None:
+    if evaluation_prompts is None:
         return training, training.first_held_out(config.evaluation.limit) if config.evaluation else None
-    held_out = await PromptSource.open(reader, "evaluation", config.evaluation_prompts)
+    held_out = await PromptSource.open(reader, "evaluation", evaluation_prompts)
     progress.note(held_out.reports[0])
     return training, held_out
 
@@ -203,7 +204,7 @@ def with_generators(config: PPOConfig, count: int) -> PPOConfig:
     """
     name = config.generator.pool
     scaled = config.model_copy(update={"generator": config.generator.model_copy(update={"workers": count})})
-    users = {role: place for role, place in scaled.placements().items() if place.pool == name}
+    users = {role: place for role, place in placements_of(scaled).items() if place.pool == name}
     pool = config.pools[name]
     while not isinstance(assigned(pool, users), Bundles):
         pool = pool.model_copy(update={"bundles": pool.bundles + 1})

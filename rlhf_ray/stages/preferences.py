@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PreferencesStageConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
@@ -42,6 +43,7 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
 
 def preflight(config: PreferencesStageConfig) -> None:
     """Refuse a configuration that cannot work, before anything starts; raises the same errors as `run`."""
+    check_combinations(config)
     refuse_open_serialization()
     check_data(config.prompts, "prompts")
     check_model(config.model, "model")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.rewards import (
     FunctionReward,
     HTTPReward,
@@ -39,8 +40,10 @@ def check_rewards(config: PPOConfig) -> None:
     for name, reward in config.rewards.items():
         _check_source(config, name, reward)
         _check_answers(config, name, reward)
-    if config.starts_critic and config.critic.init == "reward":
-        check_same_tokens(config.model, config.critic_model, ("model", "rewards, from which critic.init=reward starts"))
+    derived = derive(config)
+    if derived.starts_critic and config.critic.init == "reward":
+        check_same_tokens(config.model, derived.critic_model,
+                          ("model", "rewards, from which critic.init=reward starts"))
 
 
 def _check_source(config: PPOConfig, name: str, reward: RewardConfig) -> None:
@@ -123,6 +126,6 @@ def _prompt_files(config: PPOConfig) -> list[tuple[str, PromptsConfig]]:
     """Sections of prompts that are local files, with the field of each."""
     files = [(f"prompts.mix.{i}.path" if config.prompts.sources else "prompts.path", part)
              for i, part in enumerate(config.prompts.parts())]
-    if config.evaluation_prompts:
-        files.append(("evaluation.prompts", config.evaluation_prompts))
+    if evaluation_prompts := derive(config).evaluation_prompts:
+        files.append(("evaluation.prompts", evaluation_prompts))
     return [(field, part) for field, part in files if Path(part.location).expanduser().is_file()]

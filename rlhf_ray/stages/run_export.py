@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.coordinator.loop import Coordinator
@@ -27,7 +28,7 @@ async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, direc
     """Write model/ and, where the run has them, adapter/, value_head.safetensors and model_ema/."""
     config, policy = coordinator.config, coordinator.roles.policy
     await export_learner(policy, config.policy, directory, _card(coordinator, evaluations))
-    if config.shares_backbone:
+    if derive(config).shares_backbone:
         await policy.values("export_value_head", str(directory.value_head.absolute()), directory.term)
     if config.policy.ema_decay is not None:
         card = replace(_card(coordinator, evaluations), metrics={}, weights="exponential moving average, decay "

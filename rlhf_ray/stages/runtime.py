@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_ray.checkpoint.atomic_directory import clear_leftovers
@@ -16,6 +17,7 @@ from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session
 from rlhf_ray.cluster.shared_files import require_shared_files
 from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
@@ -41,7 +43,7 @@ class Runtime:
         Args:
             scratch: see the attribute of that name.
         """
-        self._config, self._pools = config, pools
+        self._config, self._pools, self._placements = config, pools, placements_of(config)
         self.scratch = scratch or {}
         """Environment variables that put a worker's temporary files into a directory that the stage removes."""
         self._groups: list[tuple[WorkerGroup, str | None]] = []
@@ -64,7 +66,7 @@ class Runtime:
 
     def _section(self, placement: PlacementConfig) -> str:
         """The configuration section of a placement; empty for roles without one."""
-        return next((name for name, known in self._config.placements().items() if known is placement), "")
+        return next((name for name, known in self._placements.items() if known is placement), "")
 
     async def shut_down(self, grace_s: float) -> None:
         """End all workers: by their shutdown methods within `grace_s`, then by killing them."""
@@ -86,13 +88,15 @@ async def open_runtime(config: StageConfig, say: Callable[[str], None] | None = 
     Args:
         say: called with a message when the pools take long.
     """
-    pools = Pools(config.pools, config.placements(), config.cluster)
+    placements = placements_of(config)
+    pools = Pools(config.pools, placements, config.cluster)
     await pools.open(config.cluster.start_timeout_s, say)
     grace_s = FAILURE_SHUTDOWN_GRACE_S
     with scratch(config) as variables:
         runtime = Runtime(config, pools, variables)
         try:
-            await require_shared_files(config, pools)
+            models = {role: model_paths(config, role) for role in placements}
+            await require_shared_files(Path(config.run.dir), placements, models, pools)
             yield runtime
             grace_s = SHUTDOWN_GRACE_S
         finally:

@@ -11,6 +11,7 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.node_drain import watch_node_drains
@@ -157,6 +158,7 @@ def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: St
     Raises:
         DataError, ModelError, ConfigError: naming the field, the value and the fix.
     """
+    check_combinations(config)
     check_data(config.data, "data")
     check_model(config.model, "model")
     check_row_length(config.model, config.data.max_tokens, "data.max_tokens")

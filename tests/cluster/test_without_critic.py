@@ -60,17 +60,19 @@ def test_the_resumed_run_is_the_same_run(run, configure, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_without_the_pass_for_old_logprobs_is_the_run_with_it(configure, tmp_path_factory, monkeypatch):
+    from rlhf_ray.config import derived
     from rlhf_ray.stages import ppo
 
     algorithm = {"estimator": "grpo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.1, "kind": "fixed"}}
     sections = {**SMALL, "run": {"steps": 1}, "algorithm": algorithm}
     found = {}
-    for old in ("update", "generator", "policy"):
+    for old, overrides in (("update", []), ("generator", ["--algorithm.old_logprobs=generator"]), ("policy", [])):
         directory = tmp_path_factory.mktemp(old) / "run"
-        config = load(PPOConfig, configure(directory, **sections), [])
-        assert config.old_logprobs == "update"
+        config = load(PPOConfig, configure(directory, **sections), overrides)
         with monkeypatch.context() as patched:
-            patched.setattr(PPOConfig, "old_logprobs", old)
+            if old == "policy":
+                patched.setattr(derived, "update_gives_old_logprobs", lambda _: False)
+            assert derived.derive(config).old_logprobs == old
             ppo.run(config)
         found[old] = without(steps(directory), *CLOCKS, TRAFFIC)
     for old in ("update", "generator"):

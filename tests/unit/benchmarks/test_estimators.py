@@ -30,7 +30,8 @@ def outcome(name: str = "rloo", seed: int = 0, **changes: object) -> Outcome:
 def test_all_estimators_share_models_prompts_and_the_budget_of_samples(estimator):
     config = run_config(estimator, 2, 24, Path("/m"), Path("/out"))
     assert config.algorithm.estimator == estimator
-    assert (config.samples_per_step, config.run.steps, config.run.seed, config.run.dir) == (128, 24, 2, "/out")
+    assert config.coordinator.samples_per_step == 128
+    assert (config.run.steps, config.run.seed, config.run.dir) == (24, 2, "/out")
     usual = run_config("gae", 2, 24, Path("/m"), Path("/out"))
     assert (config.model, config.prompts, config.evaluation) == (usual.model, usual.prompts, usual.evaluation)
     assert config.policy == usual.policy

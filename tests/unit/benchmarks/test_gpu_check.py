@@ -31,11 +31,15 @@ def test_nccl_is_tried_where_there_are_two_gpus_and_ipc_on_one():
 def test_its_sections_are_such_as_a_run_could_have():
     """Fields, bounds and placements are the configuration's own."""
     from rlhf_ray.config.combination_checks import check_transport
+    from rlhf_ray.config.generation import WeightsConfig
+    from rlhf_ray.config.stages import PPOConfig
 
     for scale, gpus in ((ON_GPU, 1), (ON_GPU, 2)):
         for a_round in scale.rounds(gpus):
             generation, policy = scale.generation(a_round.apart), scale.policy(a_round.zero_stage, a_round.apart)
-            check_transport(a_round.transport, generation, policy, {"default": scale.pool(a_round.apart)})
+            check_transport(PPOConfig.model_construct(
+                weights=WeightsConfig(transport=a_round.transport), generator=generation, policy=policy,
+                pools={"default": scale.pool(a_round.apart)}))
             assert policy.micro_batch_tokens >= scale.context <= scale.architecture.max_positions
 
 

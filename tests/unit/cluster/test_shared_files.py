@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_ray.cluster import shared_files
+from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ClusterError
@@ -37,7 +38,10 @@ def test_each_node_is_asked_for_what_its_roles_read_and_write(config, tmp_path, 
         assert Path(mark).parent == tmp_path / "run" and Path(mark).exists()
 
     monkeypatch.setattr(shared_files, "require_files", require)
-    asyncio.run(shared_files.require_shared_files(config, SimpleNamespace(nodes_of=NODES.__getitem__)))
+    roles = placements_of(config)
+    models = {role: model_paths(config, role) for role in roles}
+    asyncio.run(shared_files.require_shared_files(
+        tmp_path / "run", roles, models, SimpleNamespace(nodes_of=NODES.__getitem__)))
     named = {node: {Path(path).name.split("-")[0] for path in paths} for node, paths in asked.items()}
     assert named == {"g1": {"policy"}, "g2": {"policy"}, "s": {"policy", "reward"}, "l": {"policy", "reward", ".seen"}}
     assert list((tmp_path / "run").iterdir()) == [], "the mark is gone"

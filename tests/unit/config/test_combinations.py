@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.combination_checks import BYTES_PER_TOKEN, BYTES_PER_VALUE
-from rlhf_ray.config.load import STAGES, load, save
+from rlhf_ray.config.derived import placements_of
+from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.records import Experience, SampleKey
 
@@ -84,15 +85,6 @@ def test_refused(write, command, overrides, words):
         assert word in str(caught.value)
 
 
-def test_a_critic_on_the_policy_s_backbone_is_no_role_of_its_own(write):
-    config = load(STAGES["ppo"], write("ppo"), ["--critic.backbone=policy", "--critic.workers=50"])
-    assert config.shares_backbone and not config.starts_critic and "critic" not in config.placements()
-    own = load(STAGES["ppo"], write("ppo"), [])
-    assert own.starts_critic and not own.shares_backbone and "critic" in own.placements()
-    without = load(STAGES["ppo"], write("ppo"), ["--algorithm.estimator=reinforce"])
-    assert not without.shares_backbone and not without.starts_critic
-
-
 @pytest.mark.parametrize("overrides", [["--buffer.capacity_samples=128"], ["--policy.micro_batch_tokens=768"]])
 def test_the_limits_themselves_are_allowed(write, overrides):
     load(STAGES["ppo"], write("ppo"), overrides)
@@ -103,8 +95,8 @@ def test_a_policy_with_adapters_needs_no_room_for_a_reference(write):
     with pytest.raises(ConfigError, match="reference 50x"):
         load(STAGES["ppo"], write("ppo"), room)
     config = load(STAGES["ppo"], write("ppo"), [*room, "--policy.lora={}"])
-    assert config.policy.lora.rank == 16 and "reference" not in config.placements()
-    assert "reference" in load(STAGES["ppo"], write("ppo"), ["--critic.lora={}"]).placements()
+    assert config.policy.lora.rank == 16 and "reference" not in placements_of(config)
+    assert "reference" in placements_of(load(STAGES["ppo"], write("ppo"), ["--critic.lora={}"]))
 
 
 @pytest.mark.parametrize("critic", [True, False])
@@ -117,38 +109,3 @@ def test_the_bytes_of_a_batch_are_those_of_its_experience(critic):
         advantages=zeros, returns=zeros, keys=[SampleKey(0, 0, 0)])
     per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if critic else 0)
     assert experience.nbytes - experience.offsets.nbytes == tokens * per_token
-
-
-ONE_STEP = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.kl.placement=loss"]
-
-
-@pytest.mark.parametrize(("changes", "own"), [
-    ([], True), (["--algorithm.kl.placement=reward", "--algorithm.kl.coef=0"], True), (["--policy.lora={}"], True),
-    (["--algorithm.epochs=2"], False), (["--algorithm.mini_batches=2"], False),
-    (["--coordinator.max_staleness=1"], False), (["--algorithm.kl.placement=reward"], False),
-    (["--algorithm.kl.kind=adaptive"], False), (["--algorithm.critic_warmup_steps=1"], False),
-    (["--policy.lora.dropout=0.1"], False), (["--critic.backbone=policy"], False),
-], ids=str)
-def test_no_pass_for_old_logprobs_where_the_update_s_own_gives_them(write, changes, own):
-    assert load(STAGES["ppo"], write("ppo"), [*ONE_STEP, *changes]).old_logprobs == ("update" if own else "policy")
-
-
-def test_generators_logprobs_can_be_the_old_ones_whatever_the_number_of_steps(write):
-    old = "--algorithm.old_logprobs=generator"
-    assert load(STAGES["ppo"], write("ppo"), [old]).old_logprobs == "generator"
-    assert load(STAGES["ppo"], write("ppo"), [old, *ONE_STEP]).old_logprobs == "generator"
-    for change, field in (("--algorithm.importance=truncate", "set importance=none"),
-                          ("--critic.backbone=policy", "algorithm.old_logprobs=generator saves")):
-        with pytest.raises(ConfigError, match=field):
-            load(STAGES["ppo"], write("ppo"), [old, change])
-
-
-def test_held_out_responses_are_sampled_as_in_training_but_for_what_is_given(write, tmp_path):
-    path = write("ppo", generator={"sampling": {"max_tokens": 16, "temperature": 0.7}})
-    config = load(STAGES["ppo"], path, ["--evaluation.prompts=e.jsonl", "--evaluation.sampling.temperature=0"])
-    assert (config.evaluation.sampling.max_tokens, config.evaluation.sampling.temperature) == (16, 0)
-    assert config.generator.sampling.temperature == 0.7 and config.longest_response[0] == 16
-    save(config, tmp_path / "saved.yaml")
-    assert "max_tokens: 16" in (tmp_path / "saved.yaml").read_text().split("evaluation:")[1].split("early_stop:")[0]
-    assert load(STAGES["ppo"], tmp_path / "saved.yaml", []) == config
-    assert load(STAGES["ppo"], path, ["--evaluation.prompts=e.jsonl"]).evaluation.sampling is None

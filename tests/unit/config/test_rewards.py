@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.fields import describe_fields
 from rlhf_ray.config.load import load, save
 from rlhf_ray.config.rewards import FunctionReward, ModelReward, NumberReward, rewards_in_words
@@ -67,8 +68,8 @@ def test_a_critic_starts_from_the_one_reward_model_there_is(write, rewards, has)
     load(PPOConfig, write("ppo", rewards=rewards), ["--critic.init=policy"])
     load(PPOConfig, write("ppo", rewards=rewards), ["--critic.init=reward", "--algorithm.estimator=reinforce"])
     one = load(PPOConfig, write("ppo", rewards=TWO), ["--critic.init=reward"])
-    assert one.critic_model is one.rewards["quality"]
-    assert load(PPOConfig, write("ppo", rewards=TWO), []).critic_model.path == "m"
+    assert derive(one).critic_model is one.rewards["quality"]
+    assert derive(load(PPOConfig, write("ppo", rewards=TWO), [])).critic_model.path == "m"
 
 
 def test_fields_say_of_which_types_they_are():

@@ -43,7 +43,7 @@ class PipelineHarness:
         self.roles = role_groups_of(generators=self.generators, policy=self.policy, reward=self.score,
                             reference=self.forward, critic=self.forward, assembler=self.assemble)
         self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=True))
-        capacity = (config.coordinator.max_staleness + 1) * config.samples_per_step
+        capacity = (config.coordinator.max_staleness + 1) * config.coordinator.samples_per_step
         self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness, 60.0, clock)
         self._directory = tempfile.TemporaryDirectory()
         self.ledger = ledger_of(config, self.state.cursor, self._directory.name)
@@ -236,7 +236,7 @@ class DelayedRun:
                        reference=self.forward, assembler=self.assemble)
         self.state = RunState(FixedKL(0.1), PromptCursor(1000, 5, shuffle=False))
         eta = config.coordinator.max_staleness
-        self.buffer = ReplayBuffer(capacity or (eta + 1) * config.samples_per_step, None, eta, 1e9)
+        self.buffer = ReplayBuffer(capacity or (eta + 1) * config.coordinator.samples_per_step, None, eta, 1e9)
         writes = ("admit", "lease", "generated", "scored", "consumed", "give_up")
         ledger = SimpleNamespace(**dict.fromkeys(writes, _nothing), settled=_silence)
         self.pipeline = Pipeline(config, roles, self.state, self.buffer, StandInPrompts("prompts"), ledger)

@@ -25,7 +25,7 @@ FOREVER_S = 1e9
 
 def ledger_of(config: PPOConfig, cursor: PromptCursor, directory: str, thread: FileThread | None = None) -> Ledger:
     """A real and empty ledger."""
-    return Ledger.create(Path(directory) / "ledger.sqlite", LedgerFacts.of(config, cursor), thread=thread)
+    return Ledger.create(Path(directory) / "ledger.sqlite", LedgerFacts.of(config.coordinator, cursor), thread=thread)
 
 
 class SharedRef:

@@ -16,17 +16,15 @@ from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 class Roles:
     """Stand-ins of two generators, two policy ranks and a critic; `events` in their order."""
 
-    def __init__(self, ppo_config, sleep=0, offload=(), transport="object_store"):
+    def __init__(self, sleep=0, offload=(), transport="object_store"):
         self.events, self.incarnations = [], {}
         groups = {name: self._group(name, workers) for name, workers in
                   (("generators", 2), ("policy", 2), ("critic", 1))}
         self.roles = role_groups_of(**groups)
-        config = ppo_config()
-        config = config.model_copy(update={
-            "generator": GenerationConfig().model_copy(update={"sleep_level": sleep}),
-            "policy": PolicyConfig().model_copy(update={"offload_between_phases": "policy" in offload}),
-            "critic": CriticConfig().model_copy(update={"offload_between_phases": "critic" in offload})})
-        self.phases = Phases(config, self.roles)
+        self.phases = Phases(
+            GenerationConfig().model_copy(update={"sleep_level": sleep}),
+            PolicyConfig().model_copy(update={"offload_between_phases": "policy" in offload}),
+            CriticConfig().model_copy(update={"offload_between_phases": "critic" in offload}), self.roles)
         weights = WeightsConfig().model_copy(update={"transport": transport})
         self.sync = WeightSync(weights, self.roles, phases=self.phases)
 
@@ -67,8 +65,8 @@ def step(roles, *versions, between=lambda: None):
 
 
 @pytest.fixture
-def roles(ppo_config):
-    return lambda **settings: Roles(ppo_config, **settings)
+def roles():
+    return Roles
 
 
 def test_by_default_nobody_gives_way(roles):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.config.training_loop import EvaluationConfig
@@ -144,7 +145,7 @@ def test_the_distribution_under_training_is_known_from_its_settings(ppo_config, 
     config = ppo_config(evaluation={"prompts": "e", "sampling": sampling})
     trained = config.generator.model_copy(update={"sampling": SamplingConfig(temperature=0.7)})
     config = config.model_copy(update={"generator": trained})
-    assert config.evaluates_the_policy_itself is told
+    assert derive(config).evaluates_the_policy_itself is told
 
     async def run():
         pipeline = StandInPipeline(config)
@@ -193,8 +194,8 @@ def test_which_components_count_as_solved_and_from_where():
     }
 
     def solved_at(**evaluation):
-        return PPOConfig(model={"path": "m"}, rewards=rewards, prompts={"path": "p"},
-                         evaluation={"prompts": "e", **evaluation}).solved_at
+        return derive(PPOConfig(model={"path": "m"}, rewards=rewards, prompts={"path": "p"},
+                                evaluation={"prompts": "e", **evaluation})).solved_at
 
     assert solved_at() == {"sum": 2.0}, "a rule whose passing is worth less than its failing solves nothing"
     assert solved_at(solved_at=0.5) == {"sum": 2.0, "tests": 0.5}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlhf_ray.config.derived import placements_of
 from rlhf_ray.coordinator.live_gauges import WINDOW_S, LiveGauges, pools_of
 from rlhf_ray.observability.prometheus import LIVE
 from rlhf_ray.observability.spans import Task
@@ -92,7 +93,8 @@ def test_a_generator_that_did_not_confirm_is_behind(run, time):
 
 def test_the_pools_of_a_configuration_are_those_that_its_roles_name(ppo_config):
     config = ppo_config(pools={"default": {"cpus": 4}, "b": {"cpus": 4}}, policy={"pool": "b"})
-    assert (pools_of(config)["generator"], pools_of(config)["policy_learner"]) == ("default", "b")
+    pools = pools_of(placements_of(config))
+    assert (pools["generator"], pools["policy_learner"]) == ("default", "b")
 
 
 def test_a_generator_that_was_removed_is_behind_nobody(run, time):

@@ -87,7 +87,7 @@ def test_a_run_saved_between_a_failure_and_its_replacement_goes_on_as_if_it_had_
     assert sum(len(keys) for _, keys in state["in_flight"]) + 2 * len(summaries) < 8, "some prompts are not replaced"
 
     resumed = ordered(turns[::-1])
-    facts = LedgerFacts.of(resumed.pipeline.config, resumed.state.cursor)
+    facts = LedgerFacts.of(resumed.pipeline.config.coordinator, resumed.state.cursor)
     resumed.ledger.close()
     resumed.ledger = resumed.pipeline.ledger = Ledger.resume(resumed.ledger.path, copy, facts)
     resumed.pipeline.quarantine = Quarantine(resumed.ledger, resumed.file, 0.5, ROWS, lambda _: None)

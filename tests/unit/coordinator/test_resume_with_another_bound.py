@@ -29,7 +29,7 @@ class Stretch(DelayedRun):
         super().__init__(config, summary, seed, generating=pace[0], updating=pace[1], capacity=capacity)
         self._path, self._stop_after, self._saved = Path(directory) / "ledger.sqlite", stop_after, saved
         self.snapshot = None
-        facts = LedgerFacts.of(config, self.state.cursor)
+        facts = LedgerFacts.of(config.coordinator, self.state.cursor)
         self.ledger = (Ledger.resume(self._path, self._copy, facts) if saved
                        else Ledger.create(self._path, facts))
         self.pipeline.ledger = self.ledger

@@ -49,7 +49,7 @@ ELSEWHERE = {
     "estimator", "gamma", "lam", "lam_alpha", "lam_critic", "reward_normalisation", "reward_clip",
     "missing_eos_penalty", "overlong_buffer", "overlong_penalty",  # the assembler's: test_assembler, test_token_rewards
     "epochs", "mini_batches", "whiten_advantages",  # of the batch, before the loss: test_updates
-    "old_logprobs",  # settled as `PPOConfig.old_logprobs`, which the learner is given apart: below
+    "old_logprobs",  # settled as `Derived.old_logprobs`, which the learner is given apart: below
     "critic_warmup_steps",  # the coordinator's
 }
 ELSEWHERE_OF_KL = {"coef", "kind", "target", "horizon"}

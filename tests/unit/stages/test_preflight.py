@@ -412,6 +412,17 @@ def test_every_stage_refuses_what_is_known_not_to_work(of_family, llama, tmp_pat
                                            sampling))
 
 
+def test_a_stage_refuses_sections_that_do_not_fit_together_however_it_was_configured():
+    for stage, config in (
+        (sft, SFTConfig(model={"path": "m"}, data={"path": "d"}, learner={"cpus": 9})),
+        (preferences, PreferencesStageConfig(model={"path": "m"}, prompts={"path": "p"}, generator={"cpus": 9})),
+        (ppo, PPOConfig(model={"path": "m"}, prompts={"path": "p"}, generator={"cpus": 9},
+                        rewards={"main": {"type": "model", "path": "r"}})),
+    ):
+        with pytest.raises(ConfigError, match="cpus=9 is more than a bundle of pools.default has"):
+            stage.run(config)
+
+
 def test_ppo_refuses_what_cannot_be_published_and_windows_that_rows_leave(of_family, ppo_config):
     with pytest.raises(ModelError, match=r"^model: .*'mixtral'.*new weights for vLLM"):
         ppo.preflight(ppo_config(model={"path": str(of_family("mixtral"))}))

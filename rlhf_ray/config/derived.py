@@ -1,0 +1,162 @@
+"""What follows from several sections of a configuration. Pure functions; `load.resolve` enters into the configuration
+those values that a user may set too."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf_ray.config.algorithm import OldLogprobs
+from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, VerifiableReward
+from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
+from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What follows from the configuration of a PPO run."""
+
+    starts_reference: bool
+    """Whether the reference has its own workers; a policy with adapters contains it as its frozen base."""
+    starts_critic: bool
+    """Whether the critic is a separate model, and so a role."""
+    shares_backbone: bool
+    """Whether policy and critic are one model."""
+    critic_model: ModelConfig
+    """Model that the critic starts from."""
+    old_logprobs: OldLogprobs
+    """Source of the old log-probabilities: `algorithm.old_logprobs`, or "update" if the update's own forward pass
+    gives them, so that no separate pass is needed (`update_gives_old_logprobs`)."""
+    longest_response: int
+    """Maximum tokens of a response, in training or evaluation."""
+    longest_response_field: str
+    """The field that sets it."""
+    longest_sample: int
+    """Maximum tokens of a prompt and its response, in training or evaluation."""
+    evaluation_prompts: PromptsConfig | None
+    """The section of `evaluation.prompts`, with missing fields taken from the training prompts; None if it names no
+    data set."""
+    evaluates_the_policy_itself: bool
+    """Whether held-out responses are sampled from the distribution under training, so that the generators'
+    log-probabilities minus the reference's estimate a KL. Truncated, greedy or other temperatures do not."""
+    solved_at: dict[str, float]
+    """Minimum score at which a component of the rewards counts as solved, by name; pass@k is reported for these
+    only."""
+
+
+def derive(config: PPOConfig) -> Derived:
+    """What follows from the configuration of a PPO run, which need not have passed its checks."""
+    own_critic, training = config.critic.backbone == "own", config.generator.sampling
+    held_out = config.evaluation.sampling if config.evaluation else None
+    reward_models = [reward for reward in config.rewards.values() if isinstance(reward, ModelReward)]
+    responses = {"generator.sampling.max_tokens": training.max_tokens}
+    if held_out is not None:
+        responses["evaluation.sampling.max_tokens"] = held_out.max_tokens
+    longest = max(responses, key=responses.__getitem__)
+    return Derived(
+        starts_reference=config.policy.lora is None,
+        starts_critic=config.algorithm.has_critic and own_critic,
+        shares_backbone=config.algorithm.has_critic and not own_critic,
+        critic_model=reward_models[0] if config.critic.init == "reward" and reward_models else config.model,
+        old_logprobs="update" if update_gives_old_logprobs(config) else config.algorithm.old_logprobs,
+        longest_response=responses[longest], longest_response_field=longest,
+        longest_sample=config.prompts.max_tokens + responses[longest],
+        evaluation_prompts=_evaluation_prompts(config),
+        evaluates_the_policy_itself=held_out is None or (
+            held_out.temperature == training.temperature and held_out.top_p == 1 and not held_out.top_k),
+        solved_at=_solved_at(config),
+    )
+
+
+def update_gives_old_logprobs(config: PPOConfig) -> bool:
+    """Whether the update's own forward pass gives the old log-probabilities.
+
+    That requires a single optimizer step per batch, on-policy samples, and no dropout. Rewards and the adaptive
+    coefficient must not need them before the update; metrics use the generators'.
+    """
+    a, lora = config.algorithm, config.policy.lora
+    one_backbone = a.has_critic and config.critic.backbone == "policy"
+    only_one = a.epochs * a.mini_batches == 1 and not config.coordinator.max_staleness and not one_backbone
+    needed_before = a.kl.kind == "adaptive" or not (a.kl_in_loss or a.kl.coef == 0) or a.critic_warmup_steps > 0
+    return a.old_logprobs == "policy" and only_one and not needed_before and not (lora and lora.dropout)
+
+
+def placements_of(config: StageConfig) -> dict[str, PlacementConfig]:
+    """Placements of the roles that a stage starts, by section: of PPO the critic only if it is a separate model, the
+    reference only if it is not the policy's frozen base."""
+    sections = {name: getattr(config, name) for name in type(config).model_fields}
+    if isinstance(config, PPOConfig):
+        derived = derive(config)
+        starts = {"critic": derived.starts_critic, "reference": derived.starts_reference}
+        sections = {name: section for name, section in sections.items() if starts.get(name, True)}
+    return {name: section for name, section in sections.items() if isinstance(section, PlacementConfig)}
+
+
+def model_paths(config: StageConfig, role: str) -> list[str]:
+    """Paths or Hub ids of the models that a role loads, by its section; every role of a stage loads the tokenizer of
+    `model`."""
+    model = getattr(config, "model", None)
+    paths = [model.path] if isinstance(model, ModelConfig) else []
+    if isinstance(config, PPOConfig) and role == "reward":
+        paths += [reward.path for reward in config.rewards.values() if isinstance(reward, ModelReward)]
+    if isinstance(config, PPOConfig) and role == "critic":
+        paths.append(derive(config).critic_model.path)
+    return paths
+
+
+def concurrency_of(coordinator: CoordinatorConfig, generator: GenerationConfig, generators: int | None = None) -> int:
+    """Maximum number of samples in flight at `generators` generators, whose number may change during a run; at
+    `generator.workers` if None."""
+    workers = generator.workers if generators is None else generators
+    return coordinator.concurrency or workers * generator.samples_in_flight
+
+
+def buffer_capacity_mb(buffer: BufferConfig, cluster: ClusterConfig) -> int | None:
+    """Maximum MiB of experience held: by default half of a local cluster's object store, and on a joined cluster, which
+    sizes its own store, None: no bound."""
+    return buffer.capacity_mb or (None if cluster.address else cluster.object_store_mb // 2)
+
+
+def transport_of(
+    transport: str, generator: GenerationConfig, policy: PlacementConfig, pools: Mapping[str, PoolConfig]
+) -> str:
+    """Resolve "auto": "ipc" if every generator certainly shares a GPU with a policy rank, "nccl" if all generators and
+    ranks have whole GPUs, else "object_store". Other values are returned unchanged."""
+    if transport != "auto":
+        return transport
+    if generator.engine == "in_process":
+        return "object_store"
+    if meet_on_every_gpu(generator, policy, pools):
+        return "ipc"
+    return "nccl" if generator.gpus >= 1 and policy.gpus >= 1 else "object_store"
+
+
+def meet_on_every_gpu(
+    generator: GenerationConfig, policy: PlacementConfig, pools: Mapping[str, PoolConfig]
+) -> bool:
+    """Whether each generator is certain to share the GPU of a policy rank. In a pool of several bundles, two generators
+    may be in one bundle and two ranks in another."""
+    pool = pools.get(generator.pool)
+    fractions = generator.gpus > 0 and policy.gpus > 0 and generator.gpus + policy.gpus <= 1
+    return pool is not None and generator.pool == policy.pool and (pool.bundles, pool.gpus) == (1, 1) and fractions
+
+
+def _evaluation_prompts(config: PPOConfig) -> PromptsConfig | None:
+    if config.evaluation is None or config.evaluation.prompts is None:
+        return None
+    return EvaluationPrompts(**dict(config.prompts) | {
+        "path": config.evaluation.prompts, "mix": [], "subset": None, "split": config.evaluation.split,
+        "column": config.evaluation.column, "limit": config.evaluation.limit, "held_out": 0.0,
+    })
+
+
+def _solved_at(config: PPOConfig) -> dict[str, float]:
+    scores = {name: reward.right for name, reward in config.rewards.items()
+              if isinstance(reward, VerifiableReward) and reward.right > reward.wrong}
+    other = config.evaluation.solved_at if config.evaluation else None
+    if other is not None:
+        scores |= {name: other for name, reward in config.rewards.items()
+                   if isinstance(reward, FunctionReward | HTTPReward)}
+    return scores

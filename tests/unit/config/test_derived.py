@@ -1,0 +1,88 @@
+"""What follows from several sections, and what of it the loaded configuration contains."""
+
+import pytest
+
+from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, placements_of
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.load import STAGES, load, resolve, save
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
+from rlhf_ray.errors import ConfigError
+from tests.unit.config.conftest import MINIMAL
+
+
+def test_a_critic_on_the_policy_s_backbone_is_no_role_of_its_own(write):
+    config = load(STAGES["ppo"], write("ppo"), ["--critic.backbone=policy", "--critic.workers=50"])
+    shared = derive(config)
+    assert shared.shares_backbone and not shared.starts_critic and "critic" not in placements_of(config)
+    config = load(STAGES["ppo"], write("ppo"), [])
+    own = derive(config)
+    assert own.starts_critic and not own.shares_backbone and "critic" in placements_of(config)
+    without = derive(load(STAGES["ppo"], write("ppo"), ["--algorithm.estimator=reinforce"]))
+    assert not without.shares_backbone and not without.starts_critic
+
+
+ONE_STEP = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.kl.placement=loss"]
+
+
+@pytest.mark.parametrize(("changes", "own"), [
+    ([], True), (["--algorithm.kl.placement=reward", "--algorithm.kl.coef=0"], True), (["--policy.lora={}"], True),
+    (["--algorithm.epochs=2"], False), (["--algorithm.mini_batches=2"], False),
+    (["--coordinator.max_staleness=1"], False), (["--algorithm.kl.placement=reward"], False),
+    (["--algorithm.kl.kind=adaptive"], False), (["--algorithm.critic_warmup_steps=1"], False),
+    (["--policy.lora.dropout=0.1"], False), (["--critic.backbone=policy"], False),
+], ids=str)
+def test_no_pass_for_old_logprobs_where_the_update_s_own_gives_them(write, changes, own):
+    config = load(STAGES["ppo"], write("ppo"), [*ONE_STEP, *changes])
+    assert derive(config).old_logprobs == ("update" if own else "policy")
+
+
+def test_generators_logprobs_can_be_the_old_ones_whatever_the_number_of_steps(write):
+    old = "--algorithm.old_logprobs=generator"
+    assert derive(load(STAGES["ppo"], write("ppo"), [old])).old_logprobs == "generator"
+    assert derive(load(STAGES["ppo"], write("ppo"), [old, *ONE_STEP])).old_logprobs == "generator"
+    for change, field in (("--algorithm.importance=truncate", "set importance=none"),
+                          ("--critic.backbone=policy", "algorithm.old_logprobs=generator saves")):
+        with pytest.raises(ConfigError, match=field):
+            load(STAGES["ppo"], write("ppo"), [old, change])
+
+
+def test_generators_keep_two_chunks_or_twice_their_sequences_under_way_unless_the_number_is_given():
+    generator = GenerationConfig(workers=3, chunk=16, max_sequences=4)
+    assert concurrency_of(CoordinatorConfig(), generator) == 3 * 2 * 16
+    assert concurrency_of(CoordinatorConfig(), generator.model_copy(update={"max_sequences": 64}), 5) == 5 * 2 * 64
+    assert concurrency_of(CoordinatorConfig(concurrency=7), generator, 5) == 7
+
+
+def test_the_buffer_has_half_of_a_local_store_and_no_bound_on_a_joined_cluster():
+    local, joined = ClusterConfig(object_store_mb=300), ClusterConfig(address="auto", object_store_mb=300)
+    assert [buffer_capacity_mb(BufferConfig(), cluster) for cluster in (local, joined)] == [150, None]
+    assert buffer_capacity_mb(BufferConfig(capacity_mb=7), joined) == 7
+
+
+def test_prompts_of_an_evaluation_are_read_as_those_of_training_but_for_what_is_given():
+    prompts = {"path": "p", "max_tokens": 9, "system": "be brief", "column": "text", "split": "test"}
+    config = PPOConfig(**MINIMAL["ppo"] | {"prompts": prompts, "evaluation": {"prompts": "e", "limit": 5}})
+    found = derive(config).evaluation_prompts
+    assert (found.path, found.max_tokens, found.system) == ("e", 9, "be brief")
+    assert (found.column, found.split, found.limit, found.SECTION) == ("prompt", "train", 5, "evaluation")
+    assert derive(PPOConfig(**MINIMAL["ppo"])).evaluation_prompts is None
+
+
+def test_a_configuration_that_was_not_loaded_is_refused_when_it_is_resolved():
+    unsound = PPOConfig(**MINIMAL["ppo"], critic={"init": "reward", "workers": 9})
+    assert derive(unsound).critic_model.path == "r"
+    with pytest.raises(ConfigError, match="critic 9x"):
+        resolve(unsound)
+
+
+def test_held_out_responses_are_sampled_as_in_training_but_for_what_is_given(write, tmp_path):
+    path = write("ppo", generator={"sampling": {"max_tokens": 16, "temperature": 0.7}})
+    config = load(STAGES["ppo"], path, ["--evaluation.prompts=e.jsonl", "--evaluation.sampling.temperature=0"])
+    assert (config.evaluation.sampling.max_tokens, config.evaluation.sampling.temperature) == (16, 0)
+    assert config.generator.sampling.temperature == 0.7 and derive(config).longest_response == 16
+    save(config, tmp_path / "saved.yaml")
+    assert "max_tokens: 16" in (tmp_path / "saved.yaml").read_text().split("evaluation:")[1].split("early_stop:")[0]
+    assert load(STAGES["ppo"], tmp_path / "saved.yaml", []) == config
+    assert load(STAGES["ppo"], path, ["--evaluation.prompts=e.jsonl"]).evaluation.sampling is None
