@@ -56,7 +56,7 @@ def test_the_trace_has_a_process_for_each_role_and_a_thread_for_each_worker():
 def test_the_picture_has_a_row_for_each_worker_and_a_bar_for_each_call(tmp_path):
     RunDirectory(tmp_path).config.write_text("run: {}")
     write_profile(tmp_path, 3)
-    drawn = write_report(tmp_path).read_text()
+    drawn = " ".join(write_report(tmp_path).read_text().split())
     assert re.findall(r'<text x="142" y="(\d+)" text-anchor="end">([^<]+)</text>', drawn) == [
         ("15", "Generator 0"), ("37", "Generator 1"), ("59", "Policy learner 0")]
     bars = re.findall(r'<rect x="([^"]+)" y="(\d+)" width="([^"]+)" .*?var\(--(\w+)\).*?<title>([^<]+)</title>', drawn)
