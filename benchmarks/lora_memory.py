@@ -7,6 +7,7 @@ trained, resident memory beyond what the process had before it built anything, a
 import multiprocessing
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +88,9 @@ def learn(model: Path, way: Way, directory: Path) -> tuple[int, float]:
     sizes = learner.start(learner.rendezvous("127.0.0.1"), timeout_s=600.0)
     learner.update(0, 0.0, experience())
     highest = resident() - before
-    learner.save(str(directory))
+    learner.begin_save(str(directory))
+    while not learner.save_progress().done:
+        time.sleep(0.01)
     return int(sizes["trained"]), highest
 
 

@@ -12,7 +12,7 @@ from rlhf_ray.models.packed_model import PackedActorCritic
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import explained_variance, value_objective
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, inference_plan, score_columns, share_of
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.ppo_update import training_batch
 
@@ -32,15 +32,9 @@ class ActorCriticLearner(PolicyLearner):
 
     def logprobs_and_values(self, *rollouts: Rollout) -> tuple[TokenScores, TokenScores]:
         """The results of `PolicyLearner.logprobs` and `CriticLearner.values` from one forward pass."""
-        rollout = concatenated(rollouts)
-        plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
-
-        def forward(micro: MicroBatch) -> tuple[Tensor, Tensor]:
-            logprobs, _, values = self.engine.infer(micro.tokens, micro.packing, micro.predicted)
-            return logprobs, values
-
-        logprobs, values = score_columns(rollout, plan, self.engine.device, forward, 2)
-        return share_of(logprobs, self.rank, self.world), share_of(values, self.rank, self.world)
+        logprobs, values = self.score(
+            rollouts, lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[::2], columns=2)
+        return logprobs, values
 
     def update_both(self, step: int, kl_coef: float, *experiences: Experience) -> tuple[UpdateStats, UpdateStats]:
         """`PolicyLearner.update` of the shared model; returns the statistics of the policy and of the critic.

@@ -47,14 +47,9 @@ class AsyncCheckpointWriter:
             OSError: a file cannot be written.
         """
         if self._pending is not None and self._pending.done():
-            self.wait()
-        return SaveProgress(self._pending is None, self._thread.moved, self._thread.progress.doing)
-
-    def wait(self) -> None:
-        """Wait for the last `begin` to finish; errors as in `progress`."""
-        if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
+        return SaveProgress(self._pending is None, self._thread.moved, self._thread.progress.doing)
 
 
 def _write(directory: Path, writers: Writers) -> None:

@@ -10,7 +10,7 @@ from rlhf_ray.models.loading import load_scalar_model
 from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import MicroBatch, concatenated, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.micro_batch import MicroBatch
 from rlhf_ray.roles.ppo_update import run_update, training_batch
 
 
@@ -32,13 +32,8 @@ class CriticLearner(Learner):
 
     def values(self, *rollouts: Rollout) -> TokenScores:
         """Values of the states before the response tokens, for this rank's contiguous share of all rows."""
-        rollout = concatenated(rollouts)
-        plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
-        scores = score_tokens(
-            rollout, plan, self.engine.device,
-            lambda micro: values_before_tokens(self.engine.infer(micro.tokens, micro.packing), micro.predicted),
-        )
-        return share_of(scores, self.rank, self.world)
+        return self.score(rollouts, lambda micro: [
+            values_before_tokens(self.engine.infer(micro.tokens, micro.packing), micro.predicted)])[0]
 
     def update(self, step: int, *experiences: Experience) -> UpdateStats:
         """Clipped value updates on one batch of experience; errors as in `run_update`."""

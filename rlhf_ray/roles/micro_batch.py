@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor
 from rlhf_ray.data.batching import micro_batches
 from rlhf_ray.engine.distributed import sum_over_ranks
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.records import Batch, Ragged, Rollout, TokenScores, offsets_of, row_indices
+from rlhf_ray.records import Ragged, Rollout, TokenScores, offsets_of, row_indices
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Some rows of a record, packed for a forward pass."""
 
-    record: Rollout | Batch
-    """The micro-batch's rows only."""
+    record: Any
+    """The micro-batch's rows only: a `Rollout`, a `Batch`, or another record of rows with tokens."""
     device: torch.device | str
 
     @cached_property
@@ -59,29 +59,19 @@ class MicroBatch:
         return self.responses.to_grid(flat)
 
 
-def score_tokens(
-    rollout: Rollout,
-    plan: Sequence[np.ndarray],
-    device: torch.device | str,
-    forward: Callable[[MicroBatch], Tensor],
-) -> TokenScores:
-    """Scores of the response tokens of the rows in `plan`, zero for all other tokens.
-
-    Args:
-        plan: micro-batches as row numbers; rows that are in none keep zeros.
-        forward: returns `[n]` numbers at a micro-batch's response tokens.
-    """
-    return score_columns(rollout, plan, device, lambda micro: (forward(micro),), 1)[0]
-
-
 def score_columns(
     rollout: Rollout,
     plan: Sequence[np.ndarray],
     device: torch.device | str,
     forward: Callable[[MicroBatch], Sequence[Tensor]],
-    columns: int,
+    columns: int = 1,
 ) -> list[TokenScores]:
-    """As `score_tokens`, for a forward pass that returns several columns of numbers."""
+    """Columns of scores of the response tokens of the rows in `plan`, zero for all other tokens.
+
+    Args:
+        plan: micro-batches as row numbers; rows that are in none keep zeros.
+        forward: returns each column's `[n]` numbers at a micro-batch's response tokens.
+    """
     values = np.zeros((columns, len(rollout.tokens)), dtype=np.float32)
     for rows in plan:
         micro = MicroBatch(rollout.select(rows), device)

@@ -1,6 +1,5 @@
 """The learner of the policy: old log-probabilities, clipped policy updates, weight averages."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
+from rlhf_ray.roles.async_checkpoint import Writers
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.ppo_update import run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
 
@@ -63,18 +63,19 @@ class PolicyLearner(Learner):
 
     def logprobs(self, *rollouts: Rollout) -> TokenScores:
         """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under current weights."""
-        return self._scored(concatenated(rollouts))
-
-    def _scored(self, rollout: Rollout) -> TokenScores:
-        plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
-        scores = score_tokens(rollout, plan, self.engine.device,
-                              lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[0])
-        return share_of(scores, self.rank, self.world)
+        return self.score(
+            rollouts, lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[:1])[0]
 
     def reference_logprobs(self, *rollouts: Rollout) -> TokenScores:
-        """The same under the adapters' frozen base, which is the model that the policy started from."""
-        with self.frozen_base():
-            return self._scored(concatenated(rollouts))
+        """The same under the adapters' frozen base, which is the model that the policy started from.
+
+        Raises:
+            ValueError: the model is trained without adapters, so its initial weights are not kept.
+        """
+        if self.adapters is None:
+            raise ValueError("without adapters the initial weights are not kept; set `lora`, or use a reference model")
+        with self.adapters.disabled():
+            return self.logprobs(*rollouts)
 
     def update(self, step: int, kl_coef: float, *experiences: Experience) -> UpdateStats:
         """Clipped policy updates on one batch of experience; errors as in `run_update`.
@@ -91,7 +92,7 @@ class PolicyLearner(Learner):
 
     def optimize(self, mini_batch: Batch, meter: AverageMeter) -> StepResult:
         """As `Learner.optimize`, with pretraining text if configured; updates the average of the weights."""
-        losses = self._shares(mini_batch, meter)
+        losses = self.shares(mini_batch, meter)
         result = self.engine.step(self.ptx.join(self, losses, meter) if self.ptx else losses)
         self._weights_unchanged = self._weights_unchanged and not result.applied
         if self.average and result.applied:
@@ -145,24 +146,19 @@ class PolicyLearner(Learner):
         average = self.average
         if average is None:
             raise ValueError("there is no average to export: set policy.ema_decay")
-        self.export(directory, card, term, lambda names: average.gather(names, self.engine.gather))
+        self.published.export(directory, card, term, lambda names: average.gather(names, self.engine.gather))
 
-    def copies(self) -> dict[str, Callable[[Path], object]]:
-        """As `Learner.copies`, plus the average of the weights and the position in the pretraining text."""
-        writers = super().copies()
-        if self.average:
-            writers[f"average_{self.rank}.pt"] = partial(torch.save, self.average.copy())
-        if self.ptx and self.rank == 0:
-            writers["ptx_0.json"] = partial(_write_state, self.ptx.state_dict())
-        return writers
+    def copies(self) -> Writers:
+        """The average of the weights and the position in the pretraining text."""
+        average = {f"average_{self.rank}.pt": partial(torch.save, self.average.copy())} if self.average else {}
+        position = self.ptx.state_dict() if self.ptx and self.rank == 0 else None
+        return {**average, **({"ptx_0.json": lambda path: save_state(path, position)} if position else {})}
 
-    def load_more(self, path: Path) -> None:
-        """Errors as in `WeightAverage.load` and `PretrainingMix.load`."""
+    def load(self, directory: str) -> None:
+        """As `Learner.load`; errors also as in `WeightAverage.load` and `PretrainingMix.load`."""
+        super().load(directory)
+        path = Path(directory)
         if self.average:
             self.average.load(*(path / f"average_{rank}.pt" for rank in range(len(list(path.glob("average_*.pt"))))))
         if self.ptx:
             self.ptx.load(path / "ptx_0.json")  # the same on all ranks
-
-
-def _write_state(state: dict[str, Any], path: Path) -> None:
-    save_state(path, state)

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from rlhf_ray.checkpoint.state_files import load_state
 from rlhf_ray.config.algorithm import PtxConfig
-from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.models.packing import Packing
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.supervised_learner import predictable
 
 
@@ -52,14 +50,12 @@ class PretrainingMix:
     def shares(self, learner: Learner, rows: Sequences, meter: AverageMeter) -> Iterator[Tensor]:
         """This rank's parts of the mean loss of the rows; the sum over all ranks and micro-batches is the loss."""
         engine, whole = learner.engine, float(predictable(rows).sum())
-        for numbers in rank_plan(rows.lengths, learner.world, learner.config.micro_batch_tokens)[learner.rank]:
-            # As in `Learner._shares`, a rank without rows left takes part with a row of weight zero.
-            part = rows.select(numbers if len(numbers) else [0])
+        for part, counted in learner.parts(rows):
+            micro = MicroBatch(part, engine.device)
             predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=engine.device)
             run = engine.forward if torch.is_grad_enabled() else engine.infer
-            loss = -run(torch.as_tensor(part.tokens.astype(np.int64), device=engine.device),
-                        Packing.of(part.lengths, engine.device), predicted, temperature=1.0)[0].mean()
-            weight = float(len(predicted)) if len(numbers) else 0.0
+            loss = -run(micro.tokens, micro.packing, predicted, temperature=1.0)[0].mean()
+            weight = float(len(predicted)) if counted else 0.0
             meter.add(weight, {"ptx_loss": loss.detach()})
             yield loss * (weight / whole)
 

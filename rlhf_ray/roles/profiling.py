@@ -40,7 +40,7 @@ class TorchProfile:
         self._profiler.start()
         self._began = time.perf_counter()
 
-    def end(self, trace: Path) -> WorkerProfile | None:
+    def end(self, trace: Path | str) -> WorkerProfile | None:
         """Stop profiling, write the Chrome trace and return its summary; None if none was started (in a worker that was
         replaced meanwhile)."""
         if self._profiler is None:
@@ -49,7 +49,7 @@ class TorchProfile:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         profiler.export_chrome_trace(str(trace))
-        return WorkerProfile(trace.name, seconds, busiest(profiler.key_averages()))
+        return WorkerProfile(Path(trace).name, seconds, busiest(profiler.key_averages()))
 
     def drop(self) -> None:
         """Stop profiling and discard the profile."""

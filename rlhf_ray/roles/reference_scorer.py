@@ -11,7 +11,7 @@ from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.records import Rollout, TokenScores, WorkerProfile
-from rlhf_ray.roles.micro_batch import concatenated, inference_plan, score_tokens
+from rlhf_ray.roles.micro_batch import concatenated, inference_plan, score_columns
 from rlhf_ray.roles.profiling import TorchProfile
 
 
@@ -45,10 +45,9 @@ class ReferenceScorer:
         """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere. The rows of all
         rollouts are concatenated and share forward passes."""
         whole = concatenated(rollouts)
-        return score_tokens(
+        return score_columns(
             whole, inference_plan(whole, self._budget), self._device,
-            lambda micro: self._model(micro.tokens, micro.packing, micro.predicted)[0],
-        )
+            lambda micro: self._model(micro.tokens, micro.packing, micro.predicted)[:1])[0]
 
     def begin_profile(self) -> None:
         """Start profiling."""

@@ -15,7 +15,6 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.data.batching import rank_plan
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.stepwise_format import StepTokens, save_steps
 from rlhf_ray.data.stepwise_supervision import StepRows
@@ -31,8 +30,8 @@ from rlhf_ray.models.packed_model import (
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import UpdateStats
-from rlhf_ray.roles.learner import Gather, Learner
-from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 
 
 class SupervisedLearner(Learner):
@@ -76,11 +75,16 @@ class SupervisedLearner(Learner):
         if not len(self._held_out):
             return {}
         meter = AverageMeter()
-        for rows in rank_plan(self._held_out.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
-            part = self._held_out.select(rows if len(rows) else [0])
+        for part, counted in self.parts(self._held_out):
             loss, stats = self.loss(part)
-            meter.add(self.count(part) if len(rows) else 0.0, {"loss": loss, **stats})
+            meter.add(self.count(part) if counted else 0.0, {"loss": loss, **stats})
         return meter.means()
+
+    def run(self, rows: Sequences | StepRows, *args: Tensor) -> Any:
+        """The module's forward pass on some rows; without gradients in an evaluation."""
+        micro = MicroBatch(rows, self.engine.device)
+        forward = self.engine.forward if torch.is_grad_enabled() else self.engine.infer
+        return forward(micro.tokens, micro.packing, *args)
 
     def _begin(self) -> None:
         self._cursor, self._reached = PromptCursor(self._sizes, self.seed, shuffle=True, weights=self._weights), 0
@@ -103,10 +107,8 @@ class SFTLearner(SupervisedLearner):
 
     def loss(self, part: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean negative log-probability per predicted token, in nats."""
-        tokens = torch.as_tensor(part.tokens.astype(np.int64), device=self.engine.device)
         predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=self.engine.device)
-        run = self.engine.forward if torch.is_grad_enabled() else self.engine.infer
-        logprobs, _ = run(tokens, Packing.of(part.lengths, self.engine.device), predicted)
+        logprobs, _ = self.run(part, predicted)
         return -logprobs.sum() / max(1, len(predicted)), {}  # rows without loss tokens contribute nothing
 
     def count(self, part: Sequences) -> float:
@@ -133,13 +135,10 @@ class RewardModelLearner(SupervisedLearner):
         """Mean pairwise loss, beyond the pairs' margins if they have any; statistics: accuracy, mean score and mean
         margin (chosen minus rejected)."""
         both = Sequences.concat([part.chosen, part.rejected])
-        tokens = torch.as_tensor(both.tokens.astype(np.int64), device=self.engine.device)
-        packing = Packing.of(both.lengths, self.engine.device)
-        run = self.engine.forward if torch.is_grad_enabled() else self.engine.infer
-        chosen, rejected = last_token_scores(run(tokens, packing), packing).chunk(2)
+        scores = last_token_scores(self.run(both), Packing.of(both.lengths, self.engine.device))
+        chosen, rejected = scores.chunk(2)
         margin = (chosen - rejected).detach()
-        stats = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(),
-                 "score": torch.cat([chosen, rejected]).detach().mean()}
+        stats = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(), "score": scores.detach().mean()}
         margins = None if part.margins is None else torch.as_tensor(part.margins, device=margin.device)
         return pairwise_loss(chosen, rejected, margins, self.kind), stats
 
@@ -165,10 +164,8 @@ class ProcessRewardLearner(SupervisedLearner):
         """Mean loss per labelled step, in nats; statistics: accuracy over steps, and the mean probability of a correct
         step."""
         device, places = self.engine.device, np.flatnonzero(labelled(part))
-        tokens = torch.as_tensor(part.tokens.astype(np.int64), device=device)
         labels = torch.as_tensor(part.labels[places], device=device)
-        run = self.engine.forward if torch.is_grad_enabled() else self.engine.infer
-        logits = run(tokens, Packing.of(part.lengths, device), torch.as_tensor(places, device=device))
+        logits = self.run(part, torch.as_tensor(places, device=device))
         loss = process_reward_loss(logits, labels, torch.ones_like(labels, dtype=torch.bool),
                                    [self._ids.good, self._ids.bad])
         good = good_probabilities(logits.detach(), self._ids.good, self._ids.bad)
@@ -179,11 +176,9 @@ class ProcessRewardLearner(SupervisedLearner):
         """Labelled steps."""
         return float(labelled(part).sum())
 
-    def export(
-        self, directory: str, card: ModelCardInfo, term: Term | None = None, gather: Gather | None = None
-    ) -> None:
+    def export(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """As `Learner.export`, plus process_reward.json with the step format."""
-        super().export(directory, card, term, gather)
+        super().export(directory, card, term)
         if self.rank == 0:
             if term is not None:
                 term.check()

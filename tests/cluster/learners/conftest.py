@@ -74,6 +74,10 @@ class Ranks:
         """The learners' answers, by rank."""
         return self._values("do", method, *args)
 
+    def save(self, directory):
+        """Write a checkpoint's part of each rank."""
+        self._values("save", str(directory))
+
     def spoil(self, rank):
         """See `LearnerBench.spoil`."""
         self._values("spoil", rank)

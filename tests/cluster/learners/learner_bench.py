@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,12 @@ class LearnerBench:
     def leave_out(self, step: int) -> None:
         """Let the learner take an update for made that was not."""
         self._learner.last_update = replace(self._learner.last_update, step=step)
+
+    def save(self, directory: str) -> None:
+        """Write a checkpoint's part and wait for it."""
+        self._learner.begin_save(directory)
+        while not self._learner.save_progress().done:
+            time.sleep(0.01)
 
     def do(self, method: str, *args: Any) -> Any:
         """Call the learner."""

@@ -257,7 +257,7 @@ def test_another_number_of_ranks_at_another_stage_goes_on_with_the_same_state(
             learners.do("update", 0, 0.0, *experiences)
         else:
             learners.do("load", str(tmp_path / str(turn - 1)))
-        learners.do("save", str(tmp_path / str(turn)))
+        learners.save(tmp_path / str(turn))
         start = learners.weights()
         stats = learners.do("update", 1, 0.0, *experiences)
         found.append((start, learners.weights(), stats[0].metrics["learning_rate"]))
@@ -276,7 +276,7 @@ def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_fo
     learners = ranks.make(2, cls, arguments)
     first, numbers = learners.weights(), (0.0,) if cls == "PolicyLearner" else ()
     learners.do("update", 0, *numbers, *experiences)
-    learners.do("save", str(tmp_path))
+    learners.save(tmp_path)
     saved = learners.weights()
     uninterrupted = learners.do("update", 1, *numbers, *experiences)
     others = fresh_ranks.make(2, cls, arguments)

@@ -197,7 +197,7 @@ def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_fo
     arguments = policy_arguments(files.tied, zero, SMALL, lora=LoRAConfig(rank=4, alpha=16, dropout=0.3))
     learners = ranks.make(2, "PolicyLearner", arguments)
     learners.do("update", 0, 0.0, *experiences)
-    learners.do("save", str(tmp_path))
+    learners.save(tmp_path)
     assert_no_base_in(tmp_path)
     saved = learners.weights()
     uninterrupted = learners.do("update", 1, 0.0, *experiences)
@@ -217,8 +217,8 @@ def assert_no_base_in(directory):
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(ranks, files, experiences, tmp_path):
-    ranks.make(1, "PolicyLearner", policy_arguments(files.tied)).do("save", str(tmp_path / "adapters"))
-    ranks.make(1, "PolicyLearner", policy_arguments(files.tied, lora=None)).do("save", str(tmp_path / "whole"))
+    ranks.make(1, "PolicyLearner", policy_arguments(files.tied)).save(tmp_path / "adapters")
+    ranks.make(1, "PolicyLearner", policy_arguments(files.tied, lora=None)).save(tmp_path / "whole")
     others = {
         "adapters of another base model": policy_arguments(files.policy),
         "of another shape: alpha was 16 and is 8": policy_arguments(files.tied, lora=LoRAConfig(rank=4, alpha=8)),

@@ -91,7 +91,7 @@ def test_every_optimizer_step_of_an_update_counts(ranks, files, experiences):
 def test_an_average_that_was_saved_goes_on_bit_for_bit(ranks, fresh_ranks, files, experiences, tmp_path, zero):
     learners = ranks.make(2, "PolicyLearner", averaged(files, zero))
     learners.do("update", 0, 0.0, *experiences)
-    learners.do("save", str(tmp_path))
+    learners.save(tmp_path)
     saved = learners.weights("average")
     learners.do("update", 1, 0.0, *experiences)
     others = fresh_ranks.make(2, "PolicyLearner", averaged(files, zero))
@@ -105,7 +105,7 @@ def test_an_average_that_was_saved_goes_on_bit_for_bit(ranks, fresh_ranks, files
 
 def test_a_checkpoint_without_an_average_is_refused_by_a_run_that_keeps_one(ranks, files, experiences, tmp_path):
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files, 1, SMALL))
-    learners.do("save", str(tmp_path))
+    learners.save(tmp_path)
     learners = ranks.make(2, "PolicyLearner", averaged(files))
     with pytest.raises(CheckpointError, match=r"no average of the weights: .* without policy.ema_decay"):
         learners.do("load", str(tmp_path))
@@ -188,7 +188,7 @@ def test_reading_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
 ):
     learners = reading(ranks, files, 2, zero)
     learners.do("update", 0, 0.0, *experiences)
-    learners.do("save", str(tmp_path))
+    learners.save(tmp_path)
     visited = json.loads((tmp_path / "ptx_0.json").read_text())["visited"]
     assert visited == [4 * TEXT.batch_size] and visited[0] % 9
     uninterrupted = learners.do("update", 1, 0.0, *experiences)
@@ -201,10 +201,10 @@ def test_reading_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
 
 def test_a_checkpoint_of_no_text_or_another_is_refused(ranks, files, tmp_path):
     learners = ranks.make(2, "PolicyLearner", policy_arguments(files, 1, SMALL))
-    learners.do("save", str(tmp_path))
+    learners.save(tmp_path)
     with pytest.raises(CheckpointError, match="no position in the pretraining text"):
         reading(ranks, files, 2).do("load", str(tmp_path))
-    reading(ranks, files, 2).do("save", str(tmp_path))
+    reading(ranks, files, 2).save(tmp_path)
     other = reading(ranks, files, 2)
     other.do("take_pretraining_text", TEXT, make_sequences(1, rows=8))
     with pytest.raises(CheckpointError, match="rows=9, this run rows=8"):
@@ -306,7 +306,7 @@ def test_all_together_go_on_bit_for_bit(ranks, fresh_ranks, files, experiences, 
 
     learners = made(ranks)
     learners.do("update_both", 0, 0.0, *experiences)
-    learners.do("save", str(tmp_path))
+    learners.save(tmp_path)
     saved = both_weights(learners)
     uninterrupted = learners.do("update_both", 1, 0.0, *experiences)
     others = made(fresh_ranks)

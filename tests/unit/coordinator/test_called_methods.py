@@ -20,6 +20,9 @@ def trees(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
 def test_every_called_method_is_one_of_a_role():
     defined = {node.name for _, tree in trees("roles") for node in ast.walk(tree)
                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))} | ADDED
+    defined |= {target.id for _, tree in trees("roles") for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+                for line in node.body if isinstance(line, ast.Assign)
+                for target in line.targets if isinstance(target, ast.Name)}
     called = {(argument.value, f"{path.name}:{argument.lineno}") for path, tree in trees("coordinator", "stages")
               for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
               for position in POSITION.get(node.func.attr, ()) for argument in node.args[position:position + 1]

@@ -34,7 +34,8 @@ def export(place):
 def learner(place):
     saving = AsyncCheckpointWriter()
     saving.begin(place / "policy", {"rank_0.safetensors": lambda path: path.write_bytes(b"w")})
-    saving.wait()
+    while not saving.progress().done:
+        pass
 
 
 def metrics(place):

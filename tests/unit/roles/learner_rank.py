@@ -57,6 +57,12 @@ def make(cls: Any, address: str, arguments: dict[str, Any]) -> Any:
     return it
 
 
+def save(it: Learner, folder: Path) -> None:
+    it.begin_save(str(folder))
+    while not it.save_progress().done:
+        pass
+
+
 def resumed(cls: Any, address: str, arguments: dict[str, Any], folder: Path, update: Any, prepare: Any = None) -> Any:
     """Weights after a second update, of a learner that went on and of one that took back what it saved."""
     ends = []
@@ -66,9 +72,7 @@ def resumed(cls: Any, address: str, arguments: dict[str, Any], folder: Path, upd
             prepare(it)
         if number == 0:
             update(it, 1)
-            it.begin_save(str(folder / "new" / "state"))
-            while not it.save_progress().done:
-                pass
+            save(it, folder / "new" / "state")
         else:
             it.load(str(folder / "new" / "state"))
         update(it, 2)
@@ -95,7 +99,7 @@ def policy(files: Any, address: str, folder: Path) -> dict[str, Any]:
     result["again"] = update(it, 0) is result["stats"]
     it.export(str(folder / "model"), CARD)
     it.export_average(str(folder / "average"), CARD)
-    it.save(str(folder / "saved"))
+    save(it, folder / "saved")
     result["files"] = sorted(path.name for path in (folder / "saved").iterdir())
     result |= {"buckets": buckets(it), "unchanged": it.unchanged_weights()}
     result["ends"] = resumed(PolicyLearner, address, arguments, folder, update, mix)
@@ -112,7 +116,7 @@ def adapters(files: Any, address: str, folder: Path) -> dict[str, Any]:
     result |= {"later": it.logprobs(rollout).values, "reference": it.reference_logprobs(rollout).values}
     it.export(str(folder / "merged"), CARD)
     it.export_adapter(str(folder / "adapter"), CARD)
-    it.save(str(folder / "adapters_saved"))
+    save(it, folder / "adapters_saved")
     result["files"] = sorted(path.name for path in (folder / "adapters_saved").iterdir())
     result |= {"buckets": buckets(it), "unchanged": sorted(it.unchanged_weights() or {})}
     return result

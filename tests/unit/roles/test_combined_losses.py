@@ -95,7 +95,7 @@ def learner(cls, module, text=None, rank=0, world=1, budget=1000, **algorithm):
 def total(made, part, meter=None):
     """The loss of one optimizer step, as this rank adds it up."""
     meter = meter or AverageMeter()
-    losses = made._shares(part, meter)
+    losses = made.shares(part, meter)
     return sum(made.ptx.join(made, losses, meter) if made.ptx else losses)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ray.records import Ragged, TokenScores, offsets_of
-from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_tokens, share_of
+from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_columns, share_of
 
 
 def test_response_tokens_by_hand(rollout):
@@ -35,14 +35,14 @@ def test_lay_out_takes_numbers_at_response_tokens(rollout):
 
 def test_scores_land_at_their_tokens_and_nowhere_else(rollout):
     plan = [np.array([2, 0]), np.array([1])]
-    scores = score_tokens(rollout, plan, "cpu", lambda micro: 100.0 + micro.tokens[micro.predicted])
+    (scores,) = score_columns(rollout, plan, "cpu", lambda micro: [100.0 + micro.tokens[micro.predicted]])
     assert scores.values.dtype == np.float32
     assert scores.values.tolist() == np.where(rollout.response_mask, 100.0 + rollout.tokens, 0).tolist()
     assert scores.offsets.tolist() == rollout.offsets.tolist()
 
 
 def test_rows_outside_the_plan_keep_zeros(rollout):
-    scores = score_tokens(rollout, [np.array([1])], "cpu", lambda micro: torch.ones(len(micro.predicted)))
+    (scores,) = score_columns(rollout, [np.array([1])], "cpu", lambda micro: [torch.ones(len(micro.predicted))])
     assert scores.values.tolist() == [0] * 6 + [1, 1] + [0] * 6
 
 
@@ -111,7 +111,7 @@ def test_passes_are_computed_on_the_device_asked_for(rollout):
 
     def forward(micro):
         devices.append(micro.tokens.device.type)
-        return torch.zeros(8)
+        return [torch.zeros(8)]
 
-    score_tokens(rollout, [np.arange(3)], "meta", forward)
+    score_columns(rollout, [np.arange(3)], "meta", forward)
     assert devices == ["meta"]

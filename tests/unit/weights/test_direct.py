@@ -210,21 +210,24 @@ class TestMeetingAgain:
         learner.leave()
         assert not communicators[0].given_back
 
-    def test_so_do_both_sides_of_gloo_s(self, learner):
+    def test_so_do_both_sides_of_gloo_s(self, learner, monkeypatch):
+        from rlhf_ray.weights import direct_sender
+
+        senders, open_it = [], direct_sender.open_sender
+        monkeypatch.setattr(direct_sender, "open_sender", lambda *args: senders.append(open_it(*args)) or senders[-1])
         learner.engine = SimpleNamespace(device=torch.device("cpu"))
         config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
         receiver = VerifiedGlooEngine(None, config, torch.device("cpu"), None)
-        left = []
+        broadcasts = []
         for _ in range(2):
-            left.append((learner._sender, receiver._broadcast))
             route = WeightRoute("nccl", "127.0.0.1", int(free_address("127.0.0.1").rpartition(":")[2]), 2)
             info = receiver.parse_init_info(transfer_info(route, 1))
             joining = threading.Thread(target=receiver.init_transfer_engine, args=(info,))
             joining.start()
             learner.connect_weights(route)
             joining.join(60)
-        sender, broadcast = left[-1]
-        for send in (lambda: sender._broadcast(torch.ones(1)), lambda: broadcast(torch.ones(1))):
+            broadcasts.append(receiver._broadcast)
+        for send in (lambda: senders[0]._broadcast(torch.ones(1)), lambda: broadcasts[0](torch.ones(1))):
             with pytest.raises(RuntimeError, match="has left its broadcast"):
                 send()
 
