@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import rank_plan
@@ -19,8 +18,7 @@ from rlhf_ray.engine.deepspeed_engine import StepResult, TrainEngine
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
-from rlhf_ray.observability.owner_record import Term
-from rlhf_ray.records import Rollout, TokenScores, UpdateStats, WeightRoute, WeightsPlan
+from rlhf_ray.records import Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.async_checkpoint import Writers
 from rlhf_ray.roles.learner_state import LearnerState
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, inference_plan, score_columns, share_of
@@ -39,11 +37,15 @@ class Learner:
 
     # Calls that a part answers, and describes.
     save_progress = property(attrgetter("state.save_progress"))
+    plan_weights = property(attrgetter("publication.plan"))
     weight_bucket = property(attrgetter("publication.bucket"))
+    connect_weights = property(attrgetter("publication.connect"))
     offer_bucket = property(attrgetter("publication.offer"))
     send_bucket = property(attrgetter("publication.send"))
     release_weights = property(attrgetter("publication.release"))
     unchanged_weights = property(attrgetter("publication.unchanged"))
+    export = property(attrgetter("published.export"))
+    export_adapter = property(attrgetter("published.export_adapter"))
     offload_state = property(attrgetter("engine.offload_state"))
     reload_state = property(attrgetter("engine.reload_state"))
     begin_profile = property(attrgetter("_profile.begin"))
@@ -112,6 +114,7 @@ class Learner:
         self.engine.release_gathered()
         self.state = LearnerState(self.engine, self.adapters, self.rank)
         self.published = PublishedModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
+        self.publication.model = self.published
         return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **sizes, **compared}
 
     def build(self) -> "nn.Module":
@@ -177,22 +180,6 @@ class Learner:
         """See `LearnerState.load`; a subclass also restores the files of `copies`."""
         self.last_update = None
         self.state.load(Path(directory))
-
-    def plan_weights(self, bucket_bytes: int, fused_groups: list[list[str]]) -> WeightsPlan:
-        """See `Publication.plan`."""
-        return self.publication.plan(self.published, bucket_bytes, fused_groups)
-
-    def connect_weights(self, route: WeightRoute) -> None:
-        """See `Publication.connect`."""
-        self.publication.connect(route, self.engine.device)
-
-    def export(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
-        """See `PublishedModel.export`."""
-        self.published.export(directory, card, term)
-
-    def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
-        """See `PublishedModel.export_adapter`."""
-        self.published.export_adapter(directory, card, term)
 
     def leave(self) -> None:
         """Disconnect from the generators and leave the process group."""

@@ -36,7 +36,7 @@ class PublishedModel:
     def __init__(self, engine: TrainEngine, adapters: Adapters | None, model: ModelConfig | NewModelConfig, rank: int,
                  lockstep: bool) -> None:
         """`model`: its precision and tokenizer are those of the published model."""
-        self._engine, self._adapters, self._model = engine, adapters, model
+        self.device, self._engine, self._adapters, self._model = engine.device, engine, adapters, model
         self._rank, self._lockstep = rank, lockstep
 
     def specs(self) -> list[TensorSpec]:
@@ -66,7 +66,7 @@ class PublishedModel:
         return self._merged(names, self._engine.gather(self._sources(names), in_place=True))
 
     def export(
-        self, directory: str, card: ModelCardInfo, term: Term | None, source: Gather | None = None
+        self, directory: str, card: ModelCardInfo, term: Term | None = None, source: Gather | None = None
     ) -> None:
         """Write the model in Hugging Face format (rank 0; all ranks take part in gathering it).
 
@@ -87,7 +87,7 @@ class PublishedModel:
             skeleton.generation_config = inner.generation_config
         export_model(skeleton, state, load_tokenizer(self._model), Path(directory), card, term=term)
 
-    def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None) -> None:
+    def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """Write only the adapters, in peft's format (rank 0; all ranks take part in gathering them).
 
         Raises:
@@ -118,19 +118,19 @@ class Publication:
 
     def __init__(self, rank: int, lockstep: bool) -> None:
         self._rank, self._lockstep = rank, lockstep
-        self._planned: tuple[Publisher, PublishedModel] | None = None
+        self.model: PublishedModel
+        self._publisher: Publisher | None = None
         self._sender: Sender | None = None
 
-    def plan(self, model: PublishedModel, bucket_bytes: int, fused_groups: list[list[str]]) -> WeightsPlan:
+    def plan(self, bucket_bytes: int, fused_groups: list[list[str]]) -> WeightsPlan:
         """Plan publications in buckets of at most `bucket_bytes`.
 
         Args:
             fused_groups: names of tensors that a generator can only replace together.
         """
-        changing = expand_fused_groups(model.changing(), fused_groups)
-        publisher = Publisher(model.specs(), changing, bucket_bytes, model.gather)
-        self._planned = publisher, model
-        return publisher.plan
+        changing = expand_fused_groups(self.model.changing(), fused_groups)
+        self._publisher = Publisher(self.model.specs(), changing, bucket_bytes, self.model.gather)
+        return self._publisher.plan
 
     def bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
         """One bucket of the current weights, on rank 0; the others take part in gathering it. Collective under ZeRO-3.
@@ -138,15 +138,14 @@ class Publication:
         Args:
             whole: the publication contains all tensors.
         """
-        publisher, _ = self._require_plan()
-        return publisher.bucket(version, index, whole)
+        return self._planned().bucket(version, index, whole)
 
-    def connect(self, route: WeightRoute, device: torch.device) -> None:
+    def connect(self, route: WeightRoute) -> None:
         """Prepare to send weights from GPU to GPU; waits for the generators of a broadcast."""
         from rlhf_ray.weights.direct_sender import open_sender
 
         self.disconnect()
-        self._sender = open_sender(route, self._rank, device)
+        self._sender = open_sender(route, self._rank, self.model.device)
 
     def disconnect(self) -> None:
         """Leave the generators, if connected."""
@@ -159,8 +158,8 @@ class Publication:
         under ZeRO-3, and if every rank supplies handles."""
         if self._sender is None and not self._lockstep:
             return None
-        publisher, model = self._require_plan()
-        offer, tensors = publisher.offer(version, index, whole, model.gather_in_place)
+        publisher = self._planned()
+        offer, tensors = publisher.offer(version, index, whole, self.model.gather_in_place)
         handles = self._sender.offer(tensors) if self._sender else []
         return None if self._rank else replace(offer, handles=handles)
 
@@ -176,9 +175,9 @@ class Publication:
 
     def unchanged(self) -> dict[str, str] | None:
         """Digests of the tensors that training does not change, on rank 0; errors as in `Publisher.unchanged`."""
-        return None if self._rank else self._require_plan()[0].unchanged()
+        return None if self._rank else self._planned().unchanged()
 
-    def _require_plan(self) -> tuple[Publisher, PublishedModel]:
-        if self._planned is None:
+    def _planned(self) -> Publisher:
+        if self._publisher is None:
             raise NoWeightsPlan("this learner has no plan for publishing its weights; call plan_weights first")
-        return self._planned
+        return self._publisher

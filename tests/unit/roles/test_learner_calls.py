@@ -9,6 +9,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine.deepspeed_engine import TrainEngine
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.learner_state import LearnerState
+from rlhf_ray.roles.publication import PublishedModel
 
 ANSWERED_BY_PARTS = [name for name, value in vars(Learner).items() if isinstance(value, property)]
 
@@ -18,6 +19,7 @@ def test_a_part_has_each_of_them(name):
     learner = Learner(LearnerConfig(), ModelConfig(path="m"), 0, 1, 0, 1)
     learner.engine = create_autospec(TrainEngine, instance=True)
     learner.state = create_autospec(LearnerState, instance=True)
+    learner.published = create_autospec(PublishedModel, instance=True)
     assert callable(getattr(learner, name))
 
 

@@ -171,7 +171,7 @@ class TestMeetingAgain:
         from rlhf_ray.roles.policy_learner import PolicyLearner
 
         made = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
-        made.engine = SimpleNamespace(device=torch.device("cuda"))
+        made.publication.model = SimpleNamespace(device=torch.device("cuda"))
         return made
 
     @pytest.fixture
@@ -215,7 +215,7 @@ class TestMeetingAgain:
 
         senders, open_it = [], direct_sender.open_sender
         monkeypatch.setattr(direct_sender, "open_sender", lambda *args: senders.append(open_it(*args)) or senders[-1])
-        learner.engine = SimpleNamespace(device=torch.device("cpu"))
+        learner.publication.model = SimpleNamespace(device=torch.device("cpu"))
         config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
         receiver = VerifiedGlooEngine(None, config, torch.device("cpu"), None)
         broadcasts = []
