@@ -21,10 +21,11 @@ class LearnerState:
 
     def begin_save(self, directory: Path, more: Writers) -> None:
         """Start writing a copy made now, and `more`, to `directory`; training may continue meanwhile. One at a time."""
-        adapters = {ADAPTERS_FILE: partial(save_adapter_description, self._adapters)} if self._adapters else {}
+        described = self._adapters if self._rank == 0 else None
         self._writer.begin(directory, {
             f"rank_{self._rank}.safetensors": self._engine.snapshot().write,
-            f"rng_{self._rank}.pt": partial(torch.save, rng_state()), **(adapters if self._rank == 0 else {}), **more})
+            f"rng_{self._rank}.pt": partial(torch.save, rng_state()),
+            **({ADAPTERS_FILE: partial(save_adapter_description, described)} if described else {}), **more})
 
     def save_progress(self) -> SaveProgress:
         """Progress of the last `begin_save`; errors as in `AsyncCheckpointWriter.progress`."""

@@ -151,8 +151,8 @@ class PolicyLearner(Learner):
     def copies(self) -> Writers:
         """The average of the weights and the position in the pretraining text."""
         average = {f"average_{self.rank}.pt": partial(torch.save, self.average.copy())} if self.average else {}
-        position = self.ptx.state_dict() if self.ptx and self.rank == 0 else None
-        return {**average, **({"ptx_0.json": lambda path: save_state(path, position)} if position else {})}
+        text = {"ptx_0.json": partial(save_state, state=self.ptx.state_dict())} if self.ptx and self.rank == 0 else {}
+        return {**average, **text}
 
     def load(self, directory: str) -> None:
         """As `Learner.load`; errors also as in `WeightAverage.load` and `PretrainingMix.load`."""
