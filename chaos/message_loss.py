@@ -12,12 +12,10 @@ from typing import Any
 from chaos.faults import Fault
 from chaos.run_record import RunRecord, Start
 from rlhf_ray.errors import WorkerError
+from rlhf_ray.internals.ray import CALL_MESSAGE, LOSE_MESSAGES, start_processes_with
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
 
-VARIABLE = "RAY_testing_rpc_failure"
-CALL = "CoreWorkerService.grpc_client.PushTask"
-"""Ray's name for the message by which a method of an actor is called."""
 CHANCE_PERCENT = 1
 """Of each call until one is lost: most are lost in the first updates, some while workers start."""
 LOST_BY_RAY = "RpcError: Unavailable"
@@ -35,7 +33,7 @@ def environment(faults: Sequence[Fault]) -> dict[str, str]:
     if fault is None:
         return {}
     request = fault.kind == "request_lost"
-    return {VARIABLE: json.dumps({CALL: {
+    return {LOSE_MESSAGES: json.dumps({CALL_MESSAGE: {
         "num_failures": 1, "req_failure_prob": CHANCE_PERCENT * request,
         "resp_failure_prob": CHANCE_PERCENT * (not request), "in_flight_failure_prob": 0}})}
 
@@ -43,16 +41,9 @@ def environment(faults: Sequence[Fault]) -> dict[str, str]:
 def lose_messages_of_this_process_only() -> None:
     """Let messages of this process get lost, and none of Ray's own processes, which it is about to start and which call
     actors too when they create them."""
-    if VARIABLE not in os.environ:
+    if LOSE_MESSAGES not in os.environ:
         return
-    from ray._private import services
-
-    start = services.start_ray_process
-
-    def start_reliably(*args: Any, env_updates: dict[str, str] | None = None, **settings: Any) -> Any:
-        return start(*args, env_updates={**(env_updates or {}), VARIABLE: ""}, **settings)
-
-    services.start_ray_process = start_reliably
+    start_processes_with({LOSE_MESSAGES: ""})
 
 
 def lost_at_the_start(faults: Sequence[Fault], code: int, log: str) -> bool:

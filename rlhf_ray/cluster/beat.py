@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from rlhf_ray.cluster.processes import Processes, own_processes
+from rlhf_ray.internals.ray import delete_values, get_value, put_value
 
 BEAT_S = 1.0
 """Seconds between two counts."""
@@ -26,26 +26,26 @@ def place_of(role: str, rank: int | str = "", incarnation: int | str = "") -> st
 
 def introduce(_: Any, place: str) -> Processes:
     """Return the worker's processes, and start to count at `place` for as long as the worker's own process lives."""
-    threading.Thread(target=_beat, args=(place.encode(),), daemon=True, name="beat").start()
+    threading.Thread(target=_beat, args=(place,), daemon=True, name="beat").start()
     return own_processes()
 
 
 async def count_at(place: str) -> int | None:
     """The count at `place`; None when there is none yet."""
-    count = await asyncio.to_thread(_internal_kv_get, place.encode())
+    count = await asyncio.to_thread(get_value, place)
     return None if count is None else int(count)
 
 
 def forget(role: str) -> None:
     """Delete the counts of a role whose workers are gone; a cluster may outlive many runs."""
     with suppress(Exception):  # the control service may be gone as well
-        _internal_kv_del(place_of(role).removesuffix("/").encode(), del_by_prefix=True)
+        delete_values(place_of(role).removesuffix("/"))
 
 
-def _beat(place: bytes) -> None:
+def _beat(place: str) -> None:
     beats = 0
     while True:
         beats += 1
         with suppress(Exception):  # the control service may be restarting
-            _internal_kv_put(place, str(beats).encode())
+            put_value(place, str(beats))
         time.sleep(BEAT_S)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rlhf_ray.errors import ClusterError, ClusterUnavailable, RLHFError, WorkerError, first_line
+from rlhf_ray.internals.ray import RECONNECT_TIMEOUT, RECONNECT_TIMEOUT_S
 from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
 
 CONNECT_S = 10.0
@@ -22,9 +23,6 @@ CONNECT_S = 10.0
 EVERY_S = 5.0
 """Interval of the probes."""
 REMEDY = "When the cluster is back, the same command with --resume continues the run (run.auto_resume waits for it)"
-RECONNECT_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-RECONNECT_TIMEOUT_S = 60.0
-"""Ray's default of that variable."""
 
 
 def require_listener(address: str, timeout_s: float = CONNECT_S) -> None:

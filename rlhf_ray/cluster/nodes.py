@@ -4,15 +4,14 @@ import time
 from collections.abc import Mapping
 
 import ray
-from ray._private import state
 
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.internals.ray import HEAD_RESOURCE, drain_deadlines, free_resources
 from rlhf_ray.planning.hardware import gpu_of
 from rlhf_ray.planning.node_spec import Node
 
 ACCELERATOR_LABEL, ACCELERATOR_RESOURCE = "ray.io/accelerator-type", "accelerator_type:"
-HEAD = "node:__internal_head__"
 
 
 def nodes_of_cluster(config: ClusterConfig) -> list[Node]:
@@ -28,7 +27,7 @@ def nodes_of_cluster(config: ClusterConfig) -> list[Node]:
 def present_nodes() -> list[Node]:
     """Alive nodes of the cluster that this process is connected to, with their free resources (Ray's view is at most a
     second old). The head comes first."""
-    free = state.available_resources_per_node()
+    free = free_resources()
     alive = [as_node(node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["Resources"],
                      node.get("Labels"), free.get(node["NodeID"])) for node in ray.nodes() if node["Alive"]]
     return head_first(alive)
@@ -36,7 +35,7 @@ def present_nodes() -> list[Node]:
 
 def head_first(nodes: list[Node]) -> list[Node]:
     """Sort the head first: planning assumes that the driver runs on the first node."""
-    return sorted(nodes, key=lambda node: HEAD not in node.resources)
+    return sorted(nodes, key=lambda node: HEAD_RESOURCE not in node.resources)
 
 
 def as_node(node_id: str, host: str, address: str, resources: Mapping[str, float], labels: Mapping[str, str] | None,
@@ -54,8 +53,8 @@ def as_node(node_id: str, host: str, address: str, resources: Mapping[str, float
 def draining_nodes() -> dict[str, float | None]:
     """Nodes that are being drained (a spot machine's notice, an autoscaler's decision, `ray drain-node`): Ray's id, and
     the seconds left, None when no deadline is set."""
-    deadlines_ms = state.state.get_draining_nodes()
-    return {node: deadline / 1000 - time.time() if deadline else None for node, deadline in deadlines_ms.items()}
+    return {node: deadline_ms / 1000 - time.time() if deadline_ms else None
+            for node, deadline_ms in drain_deadlines().items()}
 
 
 def own_node() -> str:

@@ -6,20 +6,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import grpc
 import ray
-from ray._private import services, worker
 from ray.job_config import JobConfig
 
 from rlhf_ray.cluster.head_node import head_watched, is_listening, raise_for_lost_head, require_listener
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable
+from rlhf_ray.internals.ray import (
+    CHECK_ALIVE,
+    NO_PRESTART,
+    dashboard_and_logs,
+    hidden_death_messages,
+    own_process_groups,
+    start_options,
+)
 
 INLINE_BYTES = 4096
 """Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's default of
@@ -76,7 +81,7 @@ def ray_session(
         try:
             if config.address and not config.allow_open:
                 require_token(address)
-            with without_death_messages():
+            with hidden_death_messages():
                 yield _describe()
         except Exception as error:
             raise_for_lost_head(address, error)
@@ -104,19 +109,13 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str,
             job_config=job,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _metrics_export_port=config.metrics_port,
-            _system_config={"max_direct_call_object_size": INLINE_BYTES},
+            **start_options(config.metrics_port, INLINE_BYTES),
         )
 
 
 def _describe() -> Session:
-    context = ray.get_runtime_context()
-    node = ray._private.worker._global_node
-    return Session(
-        address=context.gcs_address,
-        dashboard_url=f"http://{node.webui_url}" if node is not None and getattr(node, "webui_url", None) else None,
-        logs=node.get_logs_dir_path() if node is not None else None,
-    )
+    dashboard, logs = dashboard_and_logs()
+    return Session(ray.get_runtime_context().gcs_address, f"http://{dashboard}" if dashboard else None, logs)
 
 
 def _quieten_ray() -> None:
@@ -125,47 +124,10 @@ def _quieten_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray reports failed calls without a waiter on stderr; ours are the calls to workers that were given up.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # All our workers have their own runtime environment, so Ray's prestarted processes would never be used.
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    for variable, value in NO_PRESTART.items():
+        os.environ.setdefault(variable, value)
 
 
-@contextmanager
-def own_process_groups() -> Iterator[None]:
-    """Start Ray's processes in process groups of their own meanwhile. They still end when this process does.
-
-    A terminal, `timeout` and schedulers send signals to a whole process group. Ray blocks SIGINT in the processes that
-    it starts, but not SIGTERM: they would end at once, while the run still saves its checkpoint.
-    """
-    start = services.ConsolePopen
-    services.ConsolePopen = partial(start, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = start
-
-
-DEATH = "A worker died or was killed while executing a task by an unexpected system error"
-
-
-@contextmanager
-def without_death_messages() -> Iterator[None]:
-    """Do not print Ray's paragraph about each dead worker: the run logs one line about it. Ray's other messages are
-    printed as usual, and its logs hold them all."""
-    printed = worker.print_to_stdstream
-
-    def print_others(data: dict[str, Any], *args: Any, **keywords: Any) -> None:
-        if not any(line.startswith(DEATH) for line in data["lines"]):
-            printed(data, *args, **keywords)
-
-    worker.print_to_stdstream = print_others
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = printed
-
-
-CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""The smallest request of the control service."""
 TIMEOUT_S = 10.0
 PROTECTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
 """Status codes of a service that requires a token, or TLS."""

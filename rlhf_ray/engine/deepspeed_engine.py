@@ -16,10 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, OptimizerConfig
-from rlhf_ray.engine.optimizer_shards import MOMENTS, OptimizerShard, inner_optimizer, optimizer_shards
+from rlhf_ray.engine.optimizer_shards import MOMENTS, OptimizerShard, optimizer_shards
 from rlhf_ray.engine.parameter_shards import shard_parameters
 from rlhf_ray.engine.training_state import WEIGHTS, Snapshot, TrainingState, snapshot
 from rlhf_ray.errors import CheckpointError, TrainingError
+from rlhf_ray.internals.deepspeed import (
+    autocast,
+    full_shape,
+    leave_gradients_unreduced,
+    managed_shard,
+    offload_optimizer,
+    release_gathered,
+    reload_optimizer,
+    wrapped_optimizer,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,8 @@ class TrainEngine:
         self._norm: float | None = None
         if stage == 0:
             self.engine.optimizer.register_step_pre_hook(self._clip)
-            self.engine.enable_backward_allreduce = self.world > 1  # otherwise gradients are copied to no other rank
+            if self.world == 1:
+                leave_gradients_unreduced(self.engine)
         self.device = self.engine.device
 
     @property
@@ -83,15 +94,13 @@ class TrainEngine:
     def forward_without_engine(self, *args: Any, **kwargs: Any) -> Any:
         """The same forward pass as `forward`, outside DeepSpeed: its graph accumulates no gradients in the engine, and
         layers keep their train or eval mode."""
-        from deepspeed.runtime.torch_autocast import autocast_if_enabled
-
-        with self._cast_cache(), autocast_if_enabled(self.engine):
+        with self._cast_cache(), autocast(self.engine):
             return self.module(*args, **kwargs)
 
     def release_gathered(self) -> None:
         """Under ZeRO-3, free gathered parameters after passes that no `step` follows; `step` frees them itself."""
         if self._stage == 3:
-            self.engine.optimizer.parameter_offload.partition_all_parameters()
+            release_gathered(self.engine)
 
     def step(self, losses: Iterable[Tensor]) -> StepResult:
         """Run backward on each loss as it is computed, then one optimizer step.
@@ -142,7 +151,7 @@ class TrainEngine:
         """A copy of this rank's part of weights, optimizer state and counters. `Snapshot.write` writes it to a file of
         the directory that `load` reads. Frozen parameters are left out: they are as the module was built."""
         shards = optimizer_shards(self.engine, self._stage, self._trained)
-        return snapshot(shards, inner_optimizer(self.engine, self._stage).state, {
+        return snapshot(shards, self._optimizer.state, {
             "world": self.world, "optimizer_steps": self.optimizer_steps,
             "consecutive_skipped_updates": self.consecutive_skipped_updates})
 
@@ -167,11 +176,11 @@ class TrainEngine:
         self.consecutive_skipped_updates = int(saved.notes["consecutive_skipped_updates"])
 
     def _restore(self, saved: TrainingState, part: OptimizerShard) -> None:
-        span, states = slice(part.start, part.stop), inner_optimizer(self.engine, self._stage).state
+        span, states = slice(part.start, part.stop), self._optimizer.state
         weights = _require_weights(saved.whole(WEIGHTS, part.name, part.numel))[span]
         part.weights.copy_(weights)
         if self._stage == 3:
-            self._trained[part.name].ds_tensor.view(-1)[: len(weights)].copy_(weights)
+            managed_shard(self._trained[part.name])[: len(weights)].copy_(weights)
         for moment in MOMENTS:
             whole = saved.whole(moment, part.name, part.numel)
             if whole is None:  # saved before the first optimizer step
@@ -187,17 +196,17 @@ class TrainEngine:
 
     def offload_state(self) -> None:
         """Move the optimizer state to CPU memory and free the GPU memory it occupied."""
-        from deepspeed.runtime.zero.offload_states import offload_optimizer_states
-
-        offload_optimizer_states(inner_optimizer(self.engine, self._stage), "cpu", pin_memory=self._on_gpu)
+        offload_optimizer(self._optimizer, pin=self._on_gpu)
         if self._on_gpu:
             torch.cuda.empty_cache()
 
     def reload_state(self) -> None:
         """Move the optimizer state back to the device; required before the next `step`."""
-        from deepspeed.runtime.zero.offload_states import reload_optimizer_states
+        reload_optimizer(self._optimizer, self.device)
 
-        reload_optimizer_states(inner_optimizer(self.engine, self._stage), self.device)
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return wrapped_optimizer(self.engine, self._stage)
 
     @property
     def _on_gpu(self) -> bool:
@@ -205,7 +214,7 @@ class TrainEngine:
 
     def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and full shape of every parameter of the inner model, in a fixed order; tied parameters appear once."""
-        return [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in self.module.model.named_parameters()]
+        return [(name, tuple(full_shape(p))) for name, p in self.module.model.named_parameters()]
 
     @torch.no_grad()
     def gather(self, names: list[str], in_place: bool = False) -> dict[str, Tensor]:

@@ -7,6 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rlhf_ray.internals.deepspeed import import_muon_uncompiled, skip_shared_memory_kernel
+
 
 def free_address(host: str) -> str:
     """`tcp://host:port` with a free port of this machine; `host` is the address under which other nodes reach it."""
@@ -32,29 +34,12 @@ def join(address: str, rank: int, world: int, timeout_s: float) -> None:
     cuda = torch.cuda.is_available()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
     if not cuda:
-        # Otherwise the first init on a CPU compiles a shared-memory kernel for 30-50 s, which gloo does not use.
-        import deepspeed.ops
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _import_muon_uncompiled()
+        skip_shared_memory_kernel()
+    import_muon_uncompiled()
     deepspeed.init_distributed(
         dist_backend="nccl" if cuda else "gloo", auto_mpi_discovery=False, verbose=False, init_method=address,
         rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
     )
-
-
-def _import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon optimizer without compilation. DeepSpeed checks whether our optimizer is a Muon, and
-    that import alone, whose functions are marked for compilation, loads all of torch's compiler: a third of a
-    learner's start-up time."""
-    from deepspeed.runtime import compiler
-
-    original = compiler.compile
-    compiler.compile = lambda *_, **__: lambda function: function
-    try:
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        compiler.compile = original
 
 
 def leave() -> None:

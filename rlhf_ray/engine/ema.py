@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ray.checkpoint.state_files import load_tensors
-from rlhf_ray.engine.parameter_shards import full_shape, gather_shards, own_shard, shard_of
+from rlhf_ray.engine.parameter_shards import gather_shards, own_shard, shard_of
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.internals.deepspeed import full_shape
 
 
 class WeightAverage:

@@ -11,17 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-
-def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Shape of the whole parameter, even if this rank holds only a shard of it."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+from rlhf_ray.internals.deepspeed import full_shape, is_sharded, managed_shard
 
 
 def own_shard(parameter: nn.Parameter) -> Tensor:
     """[ceil(numel / ranks)] this rank's shard, the last one padded with zeros; a view where possible."""
-    if hasattr(parameter, "ds_tensor"):
-        return parameter.ds_tensor.detach().view(-1)
-    return shard_of(parameter.detach().reshape(-1))
+    return managed_shard(parameter) if is_sharded(parameter) else shard_of(parameter.detach().reshape(-1))
 
 
 def shard_of(flat: Tensor) -> Tensor:
@@ -29,6 +24,11 @@ def shard_of(flat: Tensor) -> Tensor:
     size = -(-flat.numel() // dist.get_world_size())
     shard = flat[dist.get_rank() * size : (dist.get_rank() + 1) * size]
     return pad(shard, (0, size - shard.numel()))
+
+
+def gather_parameter(parameter: nn.Parameter) -> Tensor:
+    """A whole parameter gathered from all ranks' shards; a collective call with the same result on every rank."""
+    return gather_shards(own_shard(parameter), full_shape(parameter))
 
 
 def gather_shards(shard: Tensor, shape: torch.Size) -> Tensor:
@@ -54,7 +54,7 @@ def shard_parameters(module: nn.Module, config: dict[str, Any]) -> None:
 
     device = get_accelerator().current_device_name()
     for layer in reversed(list(module.modules())):  # inner layers before outer ones
-        own = [p for p in layer.parameters(recurse=False) if not hasattr(p, "ds_id")]
+        own = [p for p in layer.parameters(recurse=False) if not is_sharded(p)]
         for parameter in own:
             # Always a copy: rank 0's broadcast would otherwise be written into mapped pages of a file.
             parameter.data = parameter.data.to(
@@ -62,4 +62,4 @@ def shard_parameters(module: nn.Module, config: dict[str, Any]) -> None:
         if own:
             deepspeed.zero.Init(module=layer, config_dict_or_path=config)
         for name, buffer in layer.named_buffers(recurse=False):
-            layer._buffers[name] = buffer.to(device)
+            setattr(layer, name, buffer.to(device))

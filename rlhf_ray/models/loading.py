@@ -221,10 +221,10 @@ def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
 
     A local file of a known `model_type` is read directly: its own class would import all of transformers' model code.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = local_configuration(config)
-    if values.get("model_type") in CONFIG_MAPPING_NAMES:
+    if values.get("model_type") in CONFIG_MAPPING:
         return values.get("architectures") or [], values.get("num_labels") or len(values.get("id2label") or "01")
     shape = pretrained_config(config)
     return shape.architectures or [], shape.num_labels

@@ -177,14 +177,13 @@ def _refused(values: Mapping[str, Any]) -> dict[Use, str]:
 
 def _by_transformers(kind: str) -> dict[Use, str]:
     """The reasons that transformers' own lists give for a family that is not listed here."""
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    if kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING:
+        return {}
+    if CONFIG_MAPPING[kind] in MODEL_FOR_MASKED_LM_MAPPING:
         return dict.fromkeys(EVERYTHING, "it reads a text in both directions")
-    if kind in CONFIG_MAPPING_NAMES and kind not in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        return {Use.SCALAR: _NO_HEAD}
-    return {}
+    return {} if CONFIG_MAPPING[kind] in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING else {Use.SCALAR: _NO_HEAD}
 
 
 def _limits(values: Mapping[str, Any]) -> Iterator[tuple[int, str, str]]:

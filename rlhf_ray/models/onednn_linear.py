@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from rlhf_ray.internals.torch import onednn_product
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -41,26 +43,20 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        return onednn_product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        return (_product(grad, weight.t()) if for_x else None, _weight_gradient(grad, x) if for_weight else None,
+        return (onednn_product(grad, weight.t()) if for_x else None, _weight_gradient(grad, x) if for_weight else None,
                 grad.sum(0) if for_bias else None)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """[out, in] from grad [T, out] and x [T, in]. oneDNN copies a transposed first factor: use the smaller one."""
-    return _product(grad.t(), x.t()) if grad.shape[1] <= x.shape[1] else _product(x.t(), grad.t()).t()
-
-
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[m, n] a b' + bias from a [m, k] and b [n, k]."""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return result
+    return onednn_product(grad.t(), x.t()) if grad.shape[1] <= x.shape[1] else onednn_product(x.t(), grad.t()).t()
 
 
 def use_onednn(model: "PreTrainedModel") -> "PreTrainedModel":

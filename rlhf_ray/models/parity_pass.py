@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhf_ray.internals.transformers import is_checkpointed
+
 SAMPLED = 4096
 """Maximum number of elements kept of a gradient."""
 COLUMNS = 64
@@ -71,13 +73,11 @@ def run_pass(
 @contextmanager
 def dropout_disabled(module: nn.Module) -> Iterator[None]:
     """Inside, there is no dropout, but gradient checkpointing stays active."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     modes = {layer: layer.training for layer in module.modules()}
     dropped: list[tuple[nn.Module, str, float]] = []
     try:
         for layer in modes:
-            layer.training = isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
+            layer.training = is_checkpointed(layer)
             if layer.training:  # some layers apply dropout themselves when `training` is set
                 dropped += [(layer, name, value) for name, value in vars(layer).items()
                             if "dropout" in name and isinstance(value, float)]

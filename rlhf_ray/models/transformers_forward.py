@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlhf_ray.errors import ModelError
+from rlhf_ray.internals.transformers import attention_implementation, supports_sdpa
 from rlhf_ray.models.onednn_linear import OneDNNLinear
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
 
@@ -89,7 +90,7 @@ def reference_outputs(module: nn.Module, rows: PaddedRows) -> tuple[Tensor, ...]
 @contextmanager
 def transformers_layers(model: "PreTrainedModel", attention: str) -> Iterator[None]:
     """Inside, the model uses transformers' attention and linear layers; ours are restored on exit."""
-    ours, layers = model.config._attn_implementation, [m for m in model.modules() if type(m) is OneDNNLinear]
+    ours, layers = attention_implementation(model), [m for m in model.modules() if type(m) is OneDNNLinear]
     try:
         model.set_attn_implementation(attention)
         for layer in layers:
@@ -104,14 +105,14 @@ def transformers_layers(model: "PreTrainedModel", attention: str) -> Iterator[No
 def attention_implementation_for(model: "PreTrainedModel", rows: int, tokens: int) -> str:
     """The attention implementation of transformers that supports this family and fits in memory for these rows."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
-    if rows * heads * tokens**2 <= LARGEST_SCORES or not model._supports_sdpa:
+    if rows * heads * tokens**2 <= LARGEST_SCORES or not supports_sdpa(model):
         return "eager"
     return "sdpa"
 
 
 def longest_affordable_row(model: "PreTrainedModel", tokens: int) -> int:
     """The longest row, up to `tokens`, that transformers' own attention computes in bounded memory."""
-    if model._supports_sdpa:
+    if supports_sdpa(model):
         return tokens
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     return min(tokens, int((LARGEST_SCORES / heads) ** 0.5))

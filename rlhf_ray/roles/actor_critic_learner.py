@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlhf_ray.engine.parameter_shards import full_shape, gather_shards, own_shard
+from rlhf_ray.engine.parameter_shards import gather_parameter
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedActorCritic
@@ -64,7 +64,7 @@ class ActorCriticLearner(PolicyLearner):
     def export_value_head(self, path: str, term: Term | None = None) -> None:
         """Write the value head as safetensors (rank 0; all ranks take part in gathering it); `term` as for `export`."""
         weight = self.engine.module.value_head.weight
-        gathered = gather_shards(own_shard(weight), full_shape(weight)).cpu()
+        gathered = gather_parameter(weight).cpu()
         if self.rank == 0:
             from safetensors.torch import save
 

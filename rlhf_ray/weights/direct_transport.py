@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from rlhf_ray.errors import WeightsError
+from rlhf_ray.internals.torch import HANDLE
 from rlhf_ray.weights.manifest import torch_dtype
 
-ARGUMENTS = 15
-"""Of torch 2.13's `rebuild_cuda_tensor`: (tensor_cls, size, stride, offset, storage_cls, dtype, device, handle,
-storage_size, storage_offset, requires_grad, ref_counter_handle, ref_counter_offset, event_handle, event_sync)."""
-TENSOR_CLASS, SIZES, STORAGE_CLASS, DTYPE = 0, (1, 2), 4, 5
+TENSOR_CLASS, STORAGE_CLASS, DTYPE, *SIZES = map(
+    HANDLE.index, ("tensor_cls", "storage_cls", "dtype", "tensor_size", "tensor_stride"))
 GLOO_TIMEOUT = timedelta(minutes=5)
 
 
@@ -33,9 +32,9 @@ def plain_handle(arguments: Sequence[Any]) -> list[Any]:
     Raises:
         WeightsError: torch's arguments are not the known ones, as in another version of torch.
     """
-    if len(arguments) != ARGUMENTS or not isinstance(arguments[DTYPE], torch.dtype):
+    if len(arguments) != len(HANDLE) or not isinstance(arguments[DTYPE], torch.dtype):
         raise WeightsError(f"torch {torch.__version__} describes GPU memory in {len(arguments)} parts that are not the "
-                           f"{ARGUMENTS} known ones; set weights.transport to object_store, or install torch 2.13")
+                           f"{len(HANDLE)} known ones; set weights.transport to object_store, or install torch 2.13")
     return [None if place in (TENSOR_CLASS, STORAGE_CLASS) else _plain(value) for place, value in enumerate(arguments)]
 
 
@@ -45,9 +44,9 @@ def handle_arguments(handle: Sequence[Any]) -> tuple[Any, ...]:
     Raises:
         WeightsError: this is not such a handle.
     """
-    if len(handle) != ARGUMENTS:
-        raise WeightsError(f"a handle of GPU memory has {len(handle)} parts, not {ARGUMENTS}; install the same version "
-                           "of torch on every node")
+    if len(handle) != len(HANDLE):
+        raise WeightsError(f"a handle of GPU memory has {len(handle)} parts, not {len(HANDLE)}; install the same "
+                           "version of torch on every node")
     values = [_value(part) for part in handle]
     values[TENSOR_CLASS], values[STORAGE_CLASS] = torch.Tensor, torch.UntypedStorage
     values[DTYPE] = torch_dtype(str(values[DTYPE]))

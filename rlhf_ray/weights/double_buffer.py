@@ -16,20 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
-from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rlhf_ray.errors import WeightsError
+from rlhf_ray.internals.torch import OWN, copy_without_parameters, swap_parameters
+from rlhf_ray.internals.vllm import checkpoint_parameters, empty_parameter, process_weights
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
 from rlhf_ray.weights.weight_loaders import Routes
 
-OWN = frozenset({"_parameters", "_buffers", "training"})
-"""Attributes that a layer and its copy never share."""
 CACHE_LINE = 64
 """Bytes."""
 
@@ -46,17 +42,14 @@ class LayerCopy:
     def process(self) -> None:
         """Let vLLM process the loaded parameters into the form it computes with."""
         before = dict(self.copy.__dict__)
-        method = getattr(self.copy, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            self.copy.__dict__.pop("_already_called_process_weights_after_loading", None)
-            method.process_weights_after_loading(self.copy)
+        process_weights(self.copy)
         self.processed = {name: value for name, value in self.copy.__dict__.items()
-                     if name not in OWN and before.get(name) is not value}
+                          if name not in OWN and before.get(name) is not value}
 
     def swap(self) -> None:
         """Swap the parameters and processed attributes of the layer and its copy."""
         layer, copy = self.layer.__dict__, self.copy.__dict__
-        layer["_parameters"], copy["_parameters"] = copy["_parameters"], layer["_parameters"]
+        swap_parameters(self.layer, self.copy)
         for name, value in self.processed.items():
             self.processed[name] = layer.get(name)
             layer[name] = copy[name] = value
@@ -76,7 +69,7 @@ class DoubleBuffer:
         for name, tensor in unpack(tensors):
             for route in self._routes.of(name, tensor):
                 copy = self._copy(route.layer)
-                parameter = copy.copy._parameters[route.parameter]
+                parameter = copy.copy.get_parameter(route.parameter)
                 loader = getattr(parameter, "weight_loader", default_weight_loader)
                 loader(parameter, route.tensor, *route.arguments, **route.keywords)
                 self._missing[route.layer].discard(name)
@@ -109,7 +102,7 @@ class DoubleBuffer:
         """Process a layer, and any layer that shares a parameter with it, such as a head tied to the embedding."""
         copy = self._copies[path]
         for tie in self._routes.ties.get(path, ()):
-            shared = {tie.other_name: copy.copy._parameters[tie.name]}
+            shared = {tie.other_name: copy.copy.get_parameter(tie.name)}
             self._copies[tie.other] = copy_layer(self._routes.layers[tie.other], shared)
             self._copies[tie.other].process()
         # If the model has a head, nothing multiplies with the embedding, so packing it would be wasted.
@@ -121,20 +114,12 @@ class DoubleBuffer:
 
 def copy_layer(layer: nn.Module, shared: dict[str, Any] | None = None) -> LayerCopy:
     """A copy of `layer` with empty parameters in checkpoint format; those in `shared` are used as given."""
-
-    copy = layer.__new__(type(layer))
-    copy.__dict__.update(layer.__dict__)
-    copy._parameters = {name: None for name, parameter in layer._parameters.items() if parameter is None}
-    copy._buffers = dict(layer._buffers)
-    shapes: dict[str, Tensor] = get_layerwise_info(layer).restore_metadata[0]
-    for name, own in layer._parameters.items():
-        if own is not None and name not in shapes:
-            shapes = {**shapes, name: to_meta_tensor(own)}
-    for name, shape in shapes.items():
-        parameter = (shared or {}).get(name)
+    copy = copy_without_parameters(layer)
+    for name, shape in checkpoint_parameters(layer).items():
+        parameter: Any = (shared or {}).get(name)
         if parameter is None:
             # Bound to the layer: a loader bound to the copy would keep the old weights alive after the swap.
-            parameter = restore_layer_refs(materialize_meta_tensor(shape), layer)
+            parameter = empty_parameter(shape, layer)
             if isinstance(layer, LinearBase):
                 pad_rows(parameter)
         copy.register_parameter(name, parameter)

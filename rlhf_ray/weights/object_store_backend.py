@@ -21,9 +21,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rlhf_ray.internals.vllm import begin_reload, finish_reload
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
 
@@ -80,7 +79,7 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
 
     def start_weight_update(self) -> None:
         """Prepare every layer for new weights."""
-        initialize_layerwise_reload(self.model)
+        begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one bucket. (The base class would always synchronise an accelerator, which a CPU does not have.)"""
@@ -97,15 +96,8 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
             self.model.load_weights(unpack(zip(entries, update_info.arrays, strict=True)))
 
     def finish_weight_update(self) -> None:
-        """Activate the loaded layers.
-
-        On CPUs the output projection multiplies with a packed copy of its weights. With tied embeddings the reload
-        does not update that copy, and the model would silently use the old head. So it is packed again.
-        """
-        finalize_layerwise_reload(self.model, self.model_config)
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
+        """Activate the loaded layers."""
+        finish_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Does nothing: there are no resources."""

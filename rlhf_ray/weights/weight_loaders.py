@@ -76,15 +76,19 @@ class Routes:
             return _record_calls(self._model, calls, name, tensor)
 
 
+def own_parameters(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and value of each of a layer's own parameters, without those of the layers inside it."""
+    return layer.named_parameters(recurse=False, remove_duplicate=False)
+
+
 def _ties(layers: Mapping[str, nn.Module]) -> dict[str, list[Tie]]:
     first: dict[int, tuple[str, str]] = {}
     ties: dict[str, list[Tie]] = {}
     for path, layer in layers.items():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None:
-                owner, own_name = first.setdefault(id(parameter), (path, name))
-                if owner != path:
-                    ties.setdefault(owner, []).append(Tie(own_name, path, name))
+        for name, parameter in own_parameters(layer):
+            owner, own_name = first.setdefault(id(parameter), (path, name))
+            if owner != path:
+                ties.setdefault(owner, []).append(Tie(own_name, path, name))
     return ties
 
 
@@ -101,8 +105,8 @@ def recorded_loaders(model: nn.Module) -> Iterator[list[Route]]:
     before: list[tuple[nn.Parameter, Any]] = []
     seen: set[int] = set()
     for path, layer in model.named_modules():
-        for name, parameter in layer._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
+        for name, parameter in own_parameters(layer):
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
                 before.append((parameter, getattr(parameter, "weight_loader", None)))
                 parameter.weight_loader = _recorder(calls, path, name)

@@ -4,14 +4,14 @@ Ray's own way to stop a job waits for the time set when it was submitted, which 
 the driver's node, runs this module.
 """
 
-import json
 import os
 import sys
 import time
 from contextlib import suppress
 
 import psutil
-from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+from rlhf_ray.internals.ray import job_of_process
 
 TIMEOUT_S = 30.0
 """A process in the middle of a write to a disk that hangs cannot be killed, and this one must end nevertheless."""
@@ -22,8 +22,7 @@ def processes_of(job_id: str) -> list[psutil.Process]:
     processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ValueError):
-            text = process.environ().get(RAY_JOB_CONFIG_JSON_ENV_VAR)
-            if text and json.loads(text).get("metadata", {}).get("job_submission_id") == job_id:
+            if job_of_process(process.environ()) == job_id:
                 processes.append(process)
     return [process for process in processes if process.pid != os.getpid()]
 

@@ -5,23 +5,20 @@ that runs a part of the job. So the archive is for code, configurations and smal
 where all nodes see them.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from ray._private.runtime_env.packaging import GCS_STORAGE_MAX_SIZE, _dir_travel, _get_excludes
 
 import rlhf_ray
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.internals.ray import largest_package, packed_files
 
 EXCLUDES = ("/runs/", ".git/", ".venv/", "venv/", "node_modules/", "__pycache__/", "*.egg-info/", ".pytest_cache/",
             ".mypy_cache/", ".ruff_cache/", ".hypothesis/", "wandb/", "mlruns/", ".ray/")
 """Left out in addition to the patterns of the directory's .gitignore and .rayignore; same syntax."""
-LIMIT = int(GCS_STORAGE_MAX_SIZE)
-"""Largest message to Ray's control service, in bytes."""
 MIB = 2**20
 
 
@@ -61,19 +58,12 @@ def list_package(directory: Path) -> Package:
     directory = directory.resolve()
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory: name the directory that the job runs in")
-    files: dict[str, int] = {}
-
-    def take(path: Path) -> None:
-        if path.is_file():
-            files[path.relative_to(directory).as_posix()] = path.stat().st_size
-
-    _dir_travel(directory, [_get_excludes(directory, list(EXCLUDES))], take, include_gitignore=True,
-                logger=logging.getLogger(__name__))  # Ray's own logger would warn about .gitignore
-    package = Package(directory, files)
-    if package.nbytes > LIMIT:
+    package = Package(directory, {path.relative_to(directory).as_posix(): path.stat().st_size
+                                  for path in packed_files(directory, EXCLUDES)})
+    if package.nbytes > (limit := largest_package()):
         raise ConfigError(
             f"the working directory {directory} has {package.nbytes / MIB:,.0f} MiB to pack, and Ray takes at most "
-            f"{LIMIT / MIB:.0f} MiB: the archive is held in the head's memory and copied to every node. Its "
+            f"{limit / MIB:.0f} MiB: the archive is held in the head's memory and copied to every node. Its "
             f"largest files: {package.largest()}. List what the run does not need in .rayignore (patterns as in "
             ".gitignore), and put data and models where all nodes see them")
     return package

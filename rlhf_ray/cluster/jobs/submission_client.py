@@ -21,6 +21,7 @@ from rlhf_ray.cluster.jobs.job import Job
 from rlhf_ray.cluster.nodes import as_node, head_first
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
+from rlhf_ray.internals.ray import PACKAGING_LOGGER, get_from_job_server, version_of_server
 from rlhf_ray.planning.node_spec import Node
 
 DEFAULT_URL = "http://127.0.0.1:8265"
@@ -29,8 +30,7 @@ TIMEOUT_S = 20.0
 OVERRIDING_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 """Variables that Ray's client prefers over the address in its arguments."""
 REFUSED = (401, 403)
-VERBOSE_LOGGERS = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk",
-             "ray._private.runtime_env.packaging")
+VERBOSE_LOGGERS = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", PACKAGING_LOGGER)
 """Loggers of Ray's client, some of which set their own level on import."""
 
 
@@ -55,7 +55,7 @@ class JobServer:
     def nodes(self) -> list[Node]:
         """The alive nodes of the cluster, as planning describes them; the head first."""
         with ray_errors_as_ours(self.url):
-            answer = self._client._do_request("GET", "/api/v0/nodes?limit=10000")
+            answer = get_from_job_server(self._client, "/api/v0/nodes?limit=10000")
             if answer.status_code != 200:
                 raise RuntimeError(f"it does not list its nodes (status {answer.status_code})")
             alive = [node for node in answer.json()["data"]["result"]["result"] if node["state"] == "ALIVE"]
@@ -170,7 +170,7 @@ def _status_code(url: str, headers: Mapping[str, str]) -> int:
 
 
 def _check_version(url: str, client: JobSubmissionClient) -> None:
-    theirs, ours = client._server_ray_version or "", ray.__version__
+    theirs, ours = version_of_server(client), ray.__version__
     if theirs.split(".")[:2] != ours.split(".")[:2]:
         raise ClusterError(f"the cluster at {url} runs Ray {theirs}, and this package uses Ray {ours}: they must be "
                            "the same. Install the cluster's version here, or this one there")

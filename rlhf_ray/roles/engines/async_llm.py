@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
+from rlhf_ray.internals.vllm import unfinished_tokens
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
-from rlhf_ray.roles.engines.in_process import quiet_start, unfinished_tokens
+from rlhf_ray.roles.engines.in_process import quiet_start
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.vllm_adapter import (
     completion_of,

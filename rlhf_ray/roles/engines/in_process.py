@@ -28,6 +28,13 @@ import torch
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
+from rlhf_ray.internals.vllm import (
+    abort_samples,
+    engine_in_this_process,
+    restored_thread_setter,
+    shut_down,
+    unfinished_tokens,
+)
 from rlhf_ray.records import TensorEntry, WorkerProfile
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.vllm_adapter import (
@@ -238,16 +245,13 @@ class InProcessEngine:
             waiting.take(output)
 
     def _build(self) -> None:
-        with quiet_start(), thread_count(self._settings.generation.threads):
-            from vllm.v1.engine.llm_engine import LLMEngine
-            from vllm.v1.executor import Executor
-
+        with quiet_start(), restored_thread_setter():
+            # For this thread permanently; torch may have been imported before `OMP_NUM_THREADS` was set.
+            torch.set_num_threads(self._settings.generation.threads)
             inspect_architectures(self._settings)
             config = engine_arguments(self._settings).create_engine_config()
             gc.freeze()  # vLLM collects garbage five times as it starts; imported modules need no scan
-            self._engine = LLMEngine(
-                config, Executor.get_class(config), log_stats=False, multiprocess_mode=False
-            )
+            self._engine = engine_in_this_process(config)
             self._engine.set_weight_version("0")
             [self._model] = self._engine.apply_model(lambda model: model)
 
@@ -266,18 +270,8 @@ class InProcessEngine:
 
     def _end_samples(self) -> None:
         """Return the tokens so far to every waiting caller, and abort the requests. Scoring continues."""
-        from vllm.v1.engine import FinishReason
-
-        processor, ended = self._engine.output_processor, []
-        for request_id in list(self._waiting):
-            (inner,) = processor.external_req_ids[request_id]
-            state = processor.request_states[inner]
-            if state.logprobs_processor.prompt_logprobs is not None:
-                continue
-            output = state.make_request_output([], None, FinishReason.ABORT, None)
+        for output in abort_samples(self._engine, self._waiting):
             self._hand_over(output)
-            ended.append(request_id)
-        self._engine.abort_request(ended)
 
     def _apply(self, stage: DoubleBuffer | StagedBuckets, version: int) -> float:
         began = time.perf_counter()
@@ -309,11 +303,11 @@ class InProcessEngine:
         self._engine.collective_rpc("finish_weight_update")
 
     def _shut_down(self) -> None:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+        from vllm.distributed import cleanup_dist_env_and_memory
 
         self._die(WorkerError(f"{self._settings.name} was stopped"))
         if self._engine is not None:
-            self._engine.engine_core.shutdown()
+            shut_down(self._engine)
             self._engine = self._model = self._routes = None
             cleanup_dist_env_and_memory()
 
@@ -324,29 +318,9 @@ class InProcessEngine:
         self._waiting.clear()
 
 
-def unfinished_tokens(engine: Any) -> int:
-    """Tokens that a vLLM engine has sampled for requests still in flight."""
-    if engine is None:
-        return 0
-    states = list(engine.output_processor.request_states.values())
-    return sum(s.detokenizer.num_output_tokens() for s in states if s.detokenizer is not None)
-
-
 def eager_mode(wanted: bool) -> AbstractContextManager[Any]:
     """Disables torch.compile, even if torch was imported before `TORCH_COMPILE_DISABLE` was set."""
     return torch.compiler.set_stance("force_eager") if wanted else nullcontext()
-
-
-@contextmanager
-def thread_count(threads: int) -> Iterator[None]:
-    """Set this thread's number of computing threads permanently, even if torch was imported before `OMP_NUM_THREADS`
-    was set; and restore `torch.set_num_threads`, which vLLM replaces by a function that does nothing."""
-    set_num_threads = torch.set_num_threads
-    set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.errors import ConfigError, ModelError, WorkerError
+from rlhf_ray.internals.vllm import implements, model_class
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 
 if TYPE_CHECKING:
@@ -125,10 +126,8 @@ def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
 
 def fused_layers(architectures: Sequence[str]) -> dict[str, list[str]]:
     """Parts of each layer that vLLM's model fuses, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}."""
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
-    return dict(getattr(known[0].load_model_cls(), "packed_modules_mapping", {})) if known else {}
+    known = next(filter(implements, architectures), None)
+    return dict(getattr(model_class(known), "packed_modules_mapping", {})) if known else {}
 
 
 def inspect_architectures(settings: EngineSettings) -> None:
@@ -140,19 +139,16 @@ def inspect_architectures(settings: EngineSettings) -> None:
     Raises:
         ModelError: vLLM has no class of its own for the model. It would try transformers', which fails.
     """
-    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm import ModelRegistry
 
-    entries = [ModelRegistry.models.get(name) for name in settings.architectures]
-    if all(entry is None or getattr(entry, "module_name", "").endswith(".transformers") for entry in entries):
+    if not any(map(implements, settings.architectures)):
         raise ModelError(f"vLLM has no implementation of its own of {', '.join(settings.architectures) or 'a model'} "
                          f"(config.json of {settings.model.path!r}), and running transformers' in it fails; use a "
                          "model of a family that vLLM implements (see docs/models.md)")
     if settings.generation.gpus > 0:
         return
-    for name in settings.architectures:
-        known: Any = ModelRegistry.models.get(name)
-        if known is not None:
-            ModelRegistry.register_model(name, known.load_model_cls())
+    for name in filter(implements, settings.architectures):
+        ModelRegistry.register_model(name, model_class(name))
 
 
 def sampling_parameters(request: SampleRequest) -> SamplingParams:

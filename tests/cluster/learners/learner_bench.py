@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_ray.engine import distributed
-from rlhf_ray.engine.parameter_shards import full_shape, gather_shards, own_shard
+from rlhf_ray.engine.parameter_shards import gather_parameter
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -73,7 +73,7 @@ class LearnerBench:
     def value_head(self) -> dict[str, np.ndarray]:
         """The weight of the head that is no part of the language model (collective)."""
         weight = self._learner.engine.module.value_head.weight
-        return {"value_head.weight": gather_shards(own_shard(weight), full_shape(weight)).numpy().copy()}
+        return {"value_head.weight": gather_parameter(weight).numpy().copy()}
 
     def average(self) -> dict[str, np.ndarray]:
         """Whole averages of the policy's weights by name (collective)."""

@@ -6,8 +6,6 @@ import pytest
 
 from chaos.faults import KILL, Fault, plan
 from chaos.message_loss import (
-    CALL,
-    VARIABLE,
     environment,
     log_loss,
     lose_messages_of_this_process_only,
@@ -15,6 +13,7 @@ from chaos.message_loss import (
 )
 from chaos.outcomes import outcomes
 from rlhf_ray.errors import WorkerError
+from rlhf_ray.internals.ray import CALL_MESSAGE, LOSE_MESSAGES
 
 ACTOR = "generator/1 died in generate: The actor 0a is unavailable: The actor is temporarily unavailable: "
 SAID, RESET = f"{ACTOR}RpcError: Unavailable rpc_code: 14", f"{ACTOR}RpcError: RPC error: Connection reset by peer"
@@ -22,7 +21,7 @@ SAID, RESET = f"{ACTOR}RpcError: Unavailable rpc_code: 14", f"{ACTOR}RpcError: R
 
 def test_a_driver_gets_one_lost_message_of_the_kind_that_is_asked_for():
     request, reply = (json.loads(environment([Fault(1, "reward_kill", 1), Fault(2, kind, 1), Fault(3, kind, 1)])[
-        VARIABLE])[CALL] for kind in ("request_lost", "reply_lost"))
+        LOSE_MESSAGES])[CALL_MESSAGE] for kind in ("request_lost", "reply_lost"))
     assert (request["num_failures"], request["req_failure_prob"], request["resp_failure_prob"]) == (1, 1, 0)
     assert (reply["num_failures"], reply["req_failure_prob"], reply["resp_failure_prob"]) == (1, 0, 1)
     assert environment([Fault(1, "reward_kill", 1)]) == {}
@@ -33,10 +32,10 @@ def test_ray_s_own_processes_lose_nothing(monkeypatch):
 
     started = []
     monkeypatch.setattr(services, "start_ray_process", lambda *args, **settings: started.append((args, settings)))
-    monkeypatch.setenv(VARIABLE, "{}")
+    monkeypatch.setenv(LOSE_MESSAGES, "{}")
     lose_messages_of_this_process_only()
     services.start_ray_process("gcs", env_updates={"ONE": "1"}, cwd="/")
-    assert started == [(("gcs",), {"env_updates": {"ONE": "1", VARIABLE: ""}, "cwd": "/"})]
+    assert started == [(("gcs",), {"env_updates": {"ONE": "1", LOSE_MESSAGES: ""}, "cwd": "/"})]
 
 
 def lose(fake_run, code=0, said=""):

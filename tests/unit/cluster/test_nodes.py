@@ -19,7 +19,7 @@ def read(monkeypatch):
     """read(nodes as Ray reports them, free resources by id) -> our nodes."""
     def run(answer, free=None):
         monkeypatch.setattr(nodes.ray, "nodes", lambda: answer)
-        monkeypatch.setattr(nodes.state, "available_resources_per_node", lambda: free or {})
+        monkeypatch.setattr(nodes, "free_resources", lambda: free or {})
         return nodes.present_nodes()
 
     return run

@@ -50,7 +50,7 @@ def test_a_rayignore_leaves_out_more(project):
 
 def test_too_much_is_refused_with_the_largest_files_and_what_to_do(project, monkeypatch):
     (project / "data/large.bin").write_bytes(bytes(3 * 2**20))
-    monkeypatch.setattr(module, "LIMIT", 2**20)
+    monkeypatch.setattr(module, "largest_package", lambda: 2**20)
     with pytest.raises(ConfigError, match=r"3 MiB to pack.*at most 1 MiB.*data/large.bin \(3 MiB\).*\.rayignore"):
         list_package(project)
 
