@@ -1,0 +1,162 @@
+"""vLLM's internals are as `rlhf_ray.internals.vllm` describes them. Its own code runs here without an engine;
+`tests/cluster/test_generator.py` runs engines."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from vllm import SamplingParams
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.executor import Executor
+
+from rlhf_ray.internals import vllm as internals
+
+READ_AGAIN = "vLLM has changed: read rlhf_ray/internals/vllm.py against its sources"
+
+
+def test_an_engine_is_made_of_a_configuration_and_an_executor():
+    inspect.signature(LLMEngine.__init__).bind(None, "config", "executor", log_stats=False, multiprocess_mode=False)
+    inspect.signature(Executor.get_class).bind("config")
+
+
+def test_an_engine_has_a_core_to_shut_down_and_a_processor_of_outputs():
+    assert callable(EngineCoreClient.shutdown)
+    for kind in (LLMEngine, AsyncLLM):
+        assert {"engine_core", "output_processor"} <= set(kind.__init__.__code__.co_names), READ_AGAIN
+
+
+@pytest.fixture
+def engine():
+    """An engine's processor of outputs with a request "a" that has sampled two tokens, and "b", which scores."""
+    processor, aborted = OutputProcessor(None, log_stats=False), []
+    for name, prompt_logprobs in (("a", None), ("b", 0)):
+        parameters = SamplingParams(max_tokens=9, logprobs=None, prompt_logprobs=prompt_logprobs, flat_logprobs=True,
+                                    detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        processor.add_request(EngineCoreRequest(f"{name}-inner", [1, 2], None, parameters, None, 0.0, None, None, None,
+                                                external_req_id=name), None)
+    processor.process_outputs([EngineCoreOutput("a-inner", [5, 6])])
+    return SimpleNamespace(output_processor=processor, abort_request=aborted.extend, aborted=aborted)
+
+
+def test_tokens_of_unfinished_requests_are_counted(engine):
+    assert internals.unfinished_tokens(engine) == 2
+    assert internals.unfinished_tokens(None) == 0
+
+
+def test_what_was_sampled_is_returned_and_scoring_continues(engine):
+    [output] = internals.abort_samples(engine, ["a", "b"])
+    assert (output.request_id, output.outputs[0].token_ids, output.outputs[0].finish_reason) == ("a", [5, 6], "abort")
+    assert engine.aborted == ["a"]
+
+
+def test_the_setter_of_threads_comes_back():
+    original = torch.set_num_threads
+    with internals.restored_thread_setter():
+        torch.set_num_threads = None
+    assert torch.set_num_threads is original
+
+
+def test_the_registry_knows_what_vllm_implements_itself():
+    assert internals.implements("LlamaForCausalLM") and not internals.implements("NoSuchForCausalLM")
+    assert not internals.implements("OlmoForCausalLM"), "vLLM runs transformers' own"
+    fused = internals.model_class("LlamaForCausalLM").packed_modules_mapping
+    assert fused["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
+
+
+class Layer(nn.Module):
+    """A layer whose processed weight is transposed, as a quantization method does it."""
+
+    def __init__(self):
+        super().__init__()
+        self.quant_method = Transpose()
+        self.weight = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+        self.weight.weight_loader = self.load
+
+    def load(self, param, loaded_weight):
+        param.data.copy_(loaded_weight)
+
+
+class Transpose(QuantizeMethodBase):
+    def create_weights(self, layer, *args, **options):
+        """Not called."""
+
+    def apply(self, layer, *args, **options):
+        """Not called."""
+
+    def process_weights_after_loading(self, layer):
+        if not getattr(layer, internals.PROCESSED, False):
+            layer.weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)
+            setattr(layer, internals.PROCESSED, True)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer()
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.layer.weight.weight_loader(self.layer.weight, tensor)
+
+
+@pytest.fixture
+def model():
+    """A model that vLLM has loaded: remembered in the checkpoint's form, then processed."""
+    model = Model()
+    record_metadata_for_reloading(model)
+    internals.process_weights(model.layer)
+    assert model.layer.weight.shape == (3, 2)
+    return model
+
+
+def test_the_form_of_a_checkpoint_is_remembered(model):
+    shapes = internals.checkpoint_parameters(model.layer)
+    assert {name: (tuple(p.shape), p.is_meta) for name, p in shapes.items()} == {"weight": ((2, 3), True)}
+    model.layer.register_parameter("later", nn.Parameter(torch.zeros(1)))
+    assert set(internals.checkpoint_parameters(model.layer)) == {"weight", "later"}
+
+
+def test_an_empty_parameter_has_the_loader_of_the_layer(model):
+    parameter = internals.empty_parameter(internals.checkpoint_parameters(model.layer)["weight"], model.layer)
+    assert parameter.shape == (2, 3) and isinstance(parameter, nn.Parameter)
+    assert parameter.weight_loader.__self__ is model.layer
+    parameter.weight_loader(parameter, torch.ones(2, 3))
+    assert parameter.sum() == 6
+
+
+def test_weights_are_processed_once_more(model):
+    internals.process_weights(model.layer)
+    assert model.layer.weight.shape == (2, 3)
+
+
+def test_a_reload_replaces_the_weights_in_their_processed_form(model):
+    internals.begin_reload(model)
+    model.load_weights([("layer.weight", torch.arange(6.0).view(2, 3))])
+    internals.finish_reload(model, None)
+    assert torch.equal(model.layer.weight, torch.arange(6.0).view(2, 3).t())
+
+
+def test_a_head_with_a_packed_copy_is_packed_again():
+    packed, head = [], VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    nn.Module.__init__(head)
+    head.quant_method = SimpleNamespace(process_weights_after_loading=packed.append)
+    model = nn.Sequential(head)
+    record_metadata_for_reloading(model)
+    for _ in range(2):
+        internals.begin_reload(model)
+        internals.finish_reload(model, None)
+        head.cpu_linear = torch.nn.functional.linear
+    assert packed == [head]
+    from vllm.model_executor.layers import utils
+
+    assert "cpu_linear" in utils.dispatch_cpu_unquantized_gemm.__code__.co_names, READ_AGAIN
