@@ -245,7 +245,7 @@ def check_transport(config: PPOConfig) -> None:
             f"{asked} needs one GPU per process, because NCCL refuses two processes on one GPU, but generator.gpus="
             f"{generator.gpus:g} and policy.gpus={policy.gpus:g} share GPUs; set weights.transport to ipc, or "
             "give each process whole GPUs")
-    if config.weights.transport == "ipc" and not meet_on_every_gpu(generator, policy, config.pools):
+    if config.weights.transport == "ipc" and not meet_on_every_gpu(config):
         raise ValueError(
             f"{asked} shares memory within one GPU, so every generator must be on the GPU of a policy rank: place "
             "both in a pool of one bundle with one GPU, with fractions of at most 1 together (now generator.pool="

@@ -1,7 +1,6 @@
 """What follows from several sections of a configuration. Pure functions; `load.resolve` enters into the configuration
 those values that a user may set too."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf_ray.config.algorithm import OldLogprobs
@@ -9,7 +8,7 @@ from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, VerifiableReward
-from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
+from rlhf_ray.config.run import ClusterConfig, PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
 
@@ -119,26 +118,22 @@ def buffer_capacity_mb(buffer: BufferConfig, cluster: ClusterConfig) -> int | No
     return buffer.capacity_mb or (None if cluster.address else cluster.object_store_mb // 2)
 
 
-def transport_of(
-    transport: str, generator: GenerationConfig, policy: PlacementConfig, pools: Mapping[str, PoolConfig]
-) -> str:
-    """Resolve "auto": "ipc" if every generator certainly shares a GPU with a policy rank, "nccl" if all generators and
-    ranks have whole GPUs, else "object_store". Other values are returned unchanged."""
-    if transport != "auto":
-        return transport
-    if generator.engine == "in_process":
+def transport_of(config: PPOConfig) -> str:
+    """`weights.transport`, with "auto" resolved: "ipc" if every generator certainly shares a GPU with a policy rank,
+    "nccl" if all generators and ranks have whole GPUs, else "object_store"."""
+    if config.weights.transport != "auto":
+        return config.weights.transport
+    if config.generator.engine == "in_process":
         return "object_store"
-    if meet_on_every_gpu(generator, policy, pools):
+    if meet_on_every_gpu(config):
         return "ipc"
-    return "nccl" if generator.gpus >= 1 and policy.gpus >= 1 else "object_store"
+    return "nccl" if config.generator.gpus >= 1 and config.policy.gpus >= 1 else "object_store"
 
 
-def meet_on_every_gpu(
-    generator: GenerationConfig, policy: PlacementConfig, pools: Mapping[str, PoolConfig]
-) -> bool:
+def meet_on_every_gpu(config: PPOConfig) -> bool:
     """Whether each generator is certain to share the GPU of a policy rank. In a pool of several bundles, two generators
     may be in one bundle and two ranks in another."""
-    pool = pools.get(generator.pool)
+    generator, policy, pool = config.generator, config.policy, config.pools.get(config.generator.pool)
     fractions = generator.gpus > 0 and policy.gpus > 0 and generator.gpus + policy.gpus <= 1
     return pool is not None and generator.pool == policy.pool and (pool.bundles, pool.gpus) == (1, 1) and fractions
 

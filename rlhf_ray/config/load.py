@@ -85,8 +85,7 @@ def resolve(config: C) -> C:
         samples = (config.coordinator.max_staleness + 1) * config.coordinator.samples_per_step
         config = _with(config, "buffer", capacity_samples=config.buffer.capacity_samples or samples,
                        capacity_mb=buffer_capacity_mb(config.buffer, config.cluster))
-        config = _with(config, "weights", transport=transport_of(
-            config.weights.transport, config.generator, config.policy, config.pools))
+        config = _with(config, "weights", transport=transport_of(config))
     return config
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_ray.config.derived import buffer_capacity_mb, derive
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
@@ -80,8 +80,7 @@ def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) ->
         return
     shape = roles[0].models[0]
     bucket = max(config.weights.bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value)
-    held = (buffer_capacity_mb(config.buffer, config.cluster) or 0) * MIB
-    needed = min(3 * bucket, shape.weight_bytes + 2 * bucket) + held
+    needed = min(3 * bucket, shape.weight_bytes + 2 * bucket) + (config.buffer.capacity_mb or 0) * MIB
     stores = [load.holders["object store"]["object store"] for load in loads if load.device is None]
     if stores and min(stores) < needed:
         yield Finding("tight", f"the object store of {gib(min(stores))} may not hold three buckets of a publication "

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from rlhf_ray.config.combination_checks import BYTES_PER_TOKEN, BYTES_PER_VALUE
+from rlhf_ray.config import combination_checks
+from rlhf_ray.config.combination_checks import BYTES_PER_TOKEN, BYTES_PER_VALUE, CHECKS
 from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.errors import ConfigError
@@ -83,6 +84,12 @@ def test_refused(write, command, overrides, words):
         load(STAGES[command], write(command), overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_every_check_is_in_the_list():
+    listed = [check for checks in CHECKS.values() for check in checks]
+    written = {check for name, check in vars(combination_checks).items() if name.startswith("check_")}
+    assert set(listed) == written - {combination_checks.check_combinations} and len(set(listed)) == len(listed)
 
 
 @pytest.mark.parametrize("overrides", [["--buffer.capacity_samples=128"], ["--policy.micro_batch_tokens=768"]])
