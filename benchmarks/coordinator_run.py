@@ -28,12 +28,13 @@ from rlhf_ray.config.load import resolve
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
+from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.watch import Watch
+from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -120,7 +121,8 @@ def role_groups_of(group: Callable[[str, int], Any], generators: int, clock: Ste
     return RoleGroups(
         generators=group("generator", generators), reference=group("reference_scorer", SCORERS),
         reward=group("reward_scorer", SCORERS), assembler=group("assembler", SCORERS),
-        policy=group("policy_learner", 1), critic=group("critic_learner", 1), clock=clock)
+        policy=group("policy_learner", 1), critic=group("critic_learner", 1),
+        health=HealthMonitor(clock=clock))
 
 
 async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, live: bool) -> dict[str, Any]:
@@ -132,7 +134,7 @@ async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, liv
     """
     directory = RunDirectory.create(config.run.dir)
     metrics = MarkingWriter(directory.path, config, roles.clock.now)
-    prompts = PromptSource(WorkerDispatcher(reader, roles.clock), "training",
+    prompts = PromptSource(WorkerDispatcher(reader, roles.health), "training",
                            [config.run.steps * config.coordinator.samples_per_step], [])
     with (directory.path / "progress.txt").open("w") as stream, StageProgress("", config.run.steps, 0, stream) as shown:
         coordinator = wire(config, roles, WeightSync(config.weights, roles), (prompts, None), directory,
@@ -151,9 +153,10 @@ async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, liv
 async def looked_at(coordinator: Coordinator, directory: RunDirectory) -> AsyncIterator[None]:
     """What goes on beside a run: its status is written, and its workers are watched."""
     roles = coordinator.roles
-    watch = Watch(roles, coordinator.config.cluster.heartbeat_timeout_s)
+    progress = TokenProgress(roles.dispatcher(roles.generators).scheduler, roles.health,
+                             coordinator.config.cluster.heartbeat_timeout_s)
     show = show_live(coordinator.config, directory)
-    async with live_status(lambda: coordinator, directory, show), roles.healing.at_work(watch.keep_looking):
+    async with live_status(lambda: coordinator, directory, show), roles.health.at_work([progress]):
         yield
 
 

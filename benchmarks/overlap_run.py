@@ -17,8 +17,10 @@ import psutil
 
 from benchmarks.workload import SEED
 from rlhf_ray.algorithms.kl import FixedKL
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
@@ -130,14 +132,15 @@ class OverlapRun:
         """Make `steps` steps, and one before and one after that do not count."""
         config = self._config_of(max_staleness, steps + 2)
         state = RunState(FixedKL(config.algorithm.kl.coef),
-                         PromptCursor(self._prompts.sizes, SEED, shuffle=True), step=self._step)
+                         PromptCursor(self._prompts.sizes, SEED, shuffle=True), step=self._step, published=self._step)
         buffer = ReplayBuffer((max_staleness + 1) * config.coordinator.samples_per_step, None, max_staleness, 3600.0)
         buffer.load_state_dict(self._places, {})
         watch, silent = Watch(self._roles.clock), _Silent()
         with self._ledger(config, state.cursor) as ledger:
-            pipeline = Pipeline(config, self._roles, state, buffer, self._prompts, ledger)
+            calls = ChunkCalls(self._roles, derive(config))
+            pipeline = Pipeline(config, self._roles, calls, state, buffer, self._prompts, ledger)
             await Coordinator(
-                config, self._roles, state, buffer, pipeline, self._weights, recovery=cast(Any, silent),
+                config, self._roles, state, buffer, calls, pipeline, self._weights, recovery=cast(Any, silent),
                 evaluator=None, best=cast(Any, silent), metrics=cast(Any, watch), samples=cast(Any, silent),
                 progress=cast(Any, silent), stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None,
                 profiler=StepProfiler(RunDirectory(Path(config.run.dir)), self._roles),

@@ -21,7 +21,6 @@ from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.models.loading import new_causal_lm
-from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import start_learners
@@ -76,7 +75,7 @@ async def publishing_roles(learner: ModelConfig, generator: ModelConfig) -> Asyn
         try:
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
             yield RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
-                       policy=learners, critic=None, clock=StepClock())
+                       policy=learners, critic=None)
             await asyncio.gather(generators.values("stop"), learners.values("leave"))
         finally:
             for group in groups:

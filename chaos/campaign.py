@@ -50,7 +50,7 @@ SEVERAL_NODES = {"node_lost": 1, "partition": 1, "generator_kill": 1, "generator
 SAVED_EVERY = 3
 """Steps between checkpoints."""
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
-    "cluster": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "max_restarts": 5, "max_rebuilds": 5},
+    "cluster": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "max_restarts": 5, "max_learner_restarts": 5},
     "logging": {"tensorboard": False, "samples_per_step": 0},
     "checkpoint": {"every": SAVED_EVERY, "keep": 2},
     "evaluation": {"limit": 2},

@@ -69,7 +69,7 @@ class Injector:
         is down or cut off. Otherwise training would continue without them, and might end before they are back."""
         if not self._planned:
             return False
-        down = {worker for worker, loss in coordinator.roles.healing.down.items() if not loss.recorded}
+        down = {worker for worker, loss in coordinator.roles.health.down.items() if not loss.recorded}
         if not self._left:
             return bool(down or self._confirming)
         fault = self._left[0]

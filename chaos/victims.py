@@ -93,7 +93,7 @@ def resume_partitioned(injections: InjectionLog, fault: Fault, processes: Sequen
 def _process(fault: Fault, coordinator: Coordinator, group: WorkerGroup) -> psutil.Process | None:
     """The worker's process; None while the worker is down."""
     processes = group.processes(fault.rank)
-    if processes is None or (group.role, fault.rank) in coordinator.roles.healing.down:
+    if processes is None or (group.role, fault.rank) in coordinator.roles.health.down:
         return None
     try:
         process = psutil.Process(processes.pid)

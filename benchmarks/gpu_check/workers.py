@@ -23,7 +23,6 @@ from rlhf_ray.data.synthetic_reviews import make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.models.loading import new_causal_lm
-from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import start_learners
@@ -76,7 +75,7 @@ async def pair(scale: Scale, a_round: Round, models: dict[str, ModelConfig]) -> 
             await generators.start(timeout_s=TIMEOUT_S)  # first: vLLM measures what is free on a GPU that they share
             await start_learners(learners, TIMEOUT_S)
             roles = RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
-                        policy=learners, critic=None, clock=StepClock())
+                        policy=learners, critic=None)
             weights: Any = WeightsConfig().model_copy(update={"transport": a_round.transport})
             yield Pair(roles, WeightSync(weights, roles, TIMEOUT_S))
             await asyncio.gather(generators.values("stop"), learners.values("leave"))

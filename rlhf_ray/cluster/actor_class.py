@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rlhf_ray.cluster.beat import introduce
+from rlhf_ray.cluster.heartbeat import introduce
 from rlhf_ray.cluster.processes import own_processes
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig

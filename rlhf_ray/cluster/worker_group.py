@@ -10,8 +10,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_ray.cluster.actor_class import CallSpec, actor_class, is_async, worker_environment
-from rlhf_ray.cluster.beat import count_at, forget, place_of
 from rlhf_ray.cluster.calls import Call, Fence
+from rlhf_ray.cluster.heartbeat import count_at, forget, key_of
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
 from rlhf_ray.cluster.resource_pools import Pools, Seat
 from rlhf_ray.cluster.shared_memory import removed_after
@@ -95,14 +95,14 @@ class WorkerGroup:
         worker = self._workers[rank]
         worker.processes = await self.call(rank, "own_processes", timeout_s=timeout_s).value()
         started = await self.call(rank, "start", *args, timeout_s=timeout_s).value()
-        key = place_of(self.role, rank, worker.fence.incarnation)
+        key = key_of(self.role, rank, worker.fence.incarnation)
         processes = self.call(rank, "introduce", key, timeout_s=timeout_s)
         worker.processes = await processes.value()
         return started
 
-    async def sign_of_life(self, rank: int) -> int | None:
-        """A number that grows while the rank's present process lives (see `beat`); None before it has started."""
-        return await count_at(place_of(self.role, rank, self.incarnation(rank)))
+    async def heartbeats(self, rank: int) -> int | None:
+        """A number that grows while the rank's present process lives (see `heartbeat`); None before it has started."""
+        return await count_at(key_of(self.role, rank, self.incarnation(rank)))
 
     def give_up(self, rank: int, reason: str) -> None:
         """Ignore the rank's present process from now on: calls in progress fail with `reason`, and late answers are

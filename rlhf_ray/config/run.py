@@ -92,8 +92,8 @@ class ClusterConfig(Section):
     max_restarts: int = Field(3, ge=0)
     """Maximum consecutive restarts of a generator, scorer, assembler or prompt reader without a completed call in
     between; one more loss ends the run. The default is that of torchelastic."""
-    max_rebuilds: int = Field(1, ge=0)
-    """Maximum consecutive rebuilds of lost learners from the last checkpoint without a new one in between; one more
+    max_learner_restarts: int = Field(1, ge=0)
+    """Maximum consecutive restarts of all learners from the last checkpoint without a new one in between; one more
     loss ends the run (with 0, the first)."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
+from rlhf_ray.coordinator.health_monitor import Decision
 from rlhf_ray.errors import WorkerLost
 
 
@@ -57,11 +58,10 @@ class BroadcastGroup:
             WorkerLost: an argument of the call is lost.
         """
         try:
-            await finished(call, "publish", self._dispatcher.clock)
+            await finished(call, "publish", self._dispatcher.health.clock)
         except WorkerLost as error:
-            if error.kind == "result" or error.role != call.role or self._dispatcher.on_lost is None:
+            if not self._leaves(error):
                 raise
-            self._leaves(error)
             return False
         return True
 
@@ -72,17 +72,17 @@ class BroadcastGroup:
 
     def give_up_on(self, method: str, reason: str) -> None:
         """Give up all remaining generators: their calls of `method` will not end."""
-        if self._dispatcher.on_lost is None:
-            return
         for rank in list(self.ranks):
             group = self._dispatcher.group
             self._leaves(WorkerLost(f"{group.role}/{rank} {reason}", group.role, rank, group.incarnation(rank), method,
                                     "hung"))
 
-    def _leaves(self, error: WorkerLost) -> None:
-        if self._dispatcher.on_lost is not None:
-            self._dispatcher.on_lost(self._dispatcher, error, 0)
+    def _leaves(self, error: WorkerLost) -> bool:
+        """Whether the generator of a lost call is being replaced, and left the group."""
+        if self._dispatcher.lost(error) is not Decision.RETRY:
+            return False
         self.ranks = [rank for rank in self.ranks if rank != error.rank]
         self.losses.append(error)
         if self._next_loss is not None and not self._next_loss.done():
             self._next_loss.set_result(None)
+        return True

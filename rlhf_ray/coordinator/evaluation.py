@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.derived import derive
-from rlhf_ray.config.training_loop import EvaluationConfig
-from rlhf_ray.coordinator.dispatcher import kept
-from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Generated
+from rlhf_ray.coordinator.dispatcher import retry_on_lost_object
 from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import SampleKey
 
@@ -37,13 +38,17 @@ class Evaluator:
     evaluation with all its responses, with a warning, and counted as `unscored`.
     """
 
-    def __init__(self, config: EvaluationConfig, pipeline: Pipeline, prompts: PromptSource,
+    def __init__(self, config: PPOConfig, roles: RoleGroups, calls: ChunkCalls, prompts: PromptSource,
                  warn: Callable[[str], None] = lambda _: None) -> None:
-        self.config, self._pipeline, self._prompts, self._warn = config, pipeline, prompts, warn
+        """`config` has a section `evaluation`."""
+        assert config.evaluation is not None
+        self._config, self._evaluation = config, config.evaluation
+        self._roles, self._calls, self._prompts, self._warn = roles, calls, prompts, warn
         self.rows = prompts.rows
         self._slots = self._present_slots()
         # First samples first, so that the texts that are kept are for different prompts.
-        self._keys = [SampleKey(0, row, n) for n in range(config.samples_per_prompt) for row in range(prompts.rows)]
+        self._keys = [SampleKey(0, row, n) for n in range(self._evaluation.samples_per_prompt)
+                      for row in range(prompts.rows)]
 
     async def measure(self) -> Evaluation:
         """Evaluate the policy that the generators hold now.
@@ -51,7 +56,7 @@ class Evaluator:
         Raises:
             RewardError: no held-out prompt has a score, or one has none and may not be left out.
         """
-        config, roles, self._slots = self._pipeline.config, self._pipeline.roles, self._present_slots()
+        config, roles, self._slots = self._config, self._roles, self._present_slots()
         derived, size = derive(config), config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)
@@ -64,7 +69,7 @@ class Evaluator:
 
     def _present_slots(self) -> asyncio.Semaphore:
         """A slot for each chunk that the present generators can process concurrently."""
-        generator, workers = self._pipeline.config.generator, len(self._pipeline.roles.generators)
+        generator, workers = self._config.generator, len(self._roles.generators)
         return asyncio.Semaphore(workers * (generator.samples_in_flight // generator.chunk))
 
     async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call], int]:
@@ -104,15 +109,18 @@ class Evaluator:
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call | UnscoredSamples:
         """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""
-        roles = self._pipeline.roles
+        roles, calls, evaluation = self._roles, self._calls, self._evaluation
 
         async def measured() -> Call:
-            scored = await self._pipeline.route.score(keys, self.config.seed, self._prompts, self.config.sampling)
+            prompts = await self._prompts.of(keys)
+            rollout = await calls.generators.call("generate", prompts, keys, evaluation.seed, evaluation.sampling,
+                                                  phase="generate", work=len(keys))
+            scored = await calls.score([Generated(rollout, prompts)])
             return await roles.dispatcher(roles.assembler).call(
                 "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference, phase="evaluate")
 
         async with self._slots:  # deadlines run from the call on, so a long queue must wait here
             try:
-                return await kept(measured, self._pipeline.config.cluster.max_restarts)
+                return await retry_on_lost_object(measured, self._config.cluster.max_restarts)
             except UnscoredSamples as error:
                 return error

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.role_groups import RoleGroups
+from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
 from rlhf_ray.files.writer_thread import RunFiles
@@ -76,37 +77,37 @@ class Scaling:
             self._say(f"{_named(ranks)} added, with version {self._weights.version} of the weights")
         except BaseException:
             for rank in ranks:
-                dispatcher.leave_out(rank)
-            with self._roles.healing.set_aside(dispatcher, ranks):
+                dispatcher.scheduler.leave_out(rank)
+            with self._roles.health.set_aside(group.role, ranks):
                 await asyncio.gather(*(group.remove(rank, "it could not be added") for rank in ranks))
             raise
 
     async def _started(self, dispatcher: WorkerDispatcher, rank: int) -> None:
         """Start a new generator, send it the present weights, and make it available. From then on it is monitored like
         the others, even while more are starting."""
-        with self._roles.healing.set_aside(dispatcher, [rank]):
+        with self._roles.health.set_aside(dispatcher.group.role, [rank]):
             await dispatcher.group.start_one(rank, timeout_s=self._config.start_timeout_s)
-            await self._weights.catch_up(rank, lambda: dispatcher.take_back(rank))
+            await self._weights.catch_up(rank, lambda: dispatcher.scheduler.take_back(rank))
 
     async def _remove(self, count: int) -> None:
-        group, healing = self._roles.generators, self._roles.healing
-        dispatcher = self._roles.dispatcher(group)
-        away = [rank for rank in group.ranks if (group.role, rank) in healing.down]
+        group, health = self._roles.generators, self._roles.health
+        scheduler = self._roles.dispatcher(group).scheduler
+        away = [rank for rank in group.ranks if (group.role, rank) in health.down]
         ranks = sorted((away + [rank for rank in reversed(group.ranks) if rank not in away])[:count])
         self._say(f"removing {_named(ranks)} after their work under way")
         for rank in ranks:
-            dispatcher.leave_out(rank)
-        with healing.set_aside(dispatcher, ranks):
-            done = await asyncio.gather(*(self._retire(dispatcher, rank) for rank in ranks))
+            scheduler.leave_out(rank)
+        with health.set_aside(group.role, ranks):
+            done = await asyncio.gather(*(self._retire(scheduler, rank) for rank in ranks))
         again = sum(done)
         self._say(f"{_named(ranks)} removed" + (f"; {again} samples are generated again by others" if again else ""))
 
-    async def _retire(self, dispatcher: WorkerDispatcher, rank: int) -> int:
+    async def _retire(self, scheduler: LeastLoadedScheduler, rank: int) -> int:
         """End a generator that gets no more work; returns how many of its samples others must generate."""
-        await dispatcher.idle(rank, self._config.heartbeat_timeout_s)
+        await scheduler.idle(rank, self._config.heartbeat_timeout_s)
         await self._weights.over()  # the next one begins without it
-        left = dispatcher.scheduler.load(rank)
-        await dispatcher.group.remove(rank, REMOVED, shutdown_method="stop", grace_s=SHUTDOWN_GRACE_S)
+        left = scheduler.load(rank)
+        await scheduler.group.remove(rank, REMOVED, shutdown_method="stop", grace_s=SHUTDOWN_GRACE_S)
         return left
 
 

@@ -48,7 +48,7 @@ class LiveGauges:
 
     def _workers(self, coordinator: Coordinator) -> Iterator[LiveValue]:
         roles = coordinator.roles
-        now, under_way, down = roles.clock.now(), roles.clock.under_way, roles.healing.down.keys()
+        now, under_way, down = roles.clock.now(), roles.clock.under_way, roles.health.down.keys()
         lost = Counter(role for role, _ in down)
         busy = Counter(role for role, _ in {(task.role, task.worker) for task in under_way} - down)
         numbers: dict[str, Counter[str]] = defaultdict(Counter)
@@ -73,7 +73,7 @@ class LiveGauges:
 
     def _behind(self, coordinator: Coordinator) -> Iterator[LiveValue]:
         version, roles = coordinator.state.step, coordinator.roles
-        down = [rank for role, rank in roles.healing.down if role == roles.generators.role]
+        down = [rank for role, rank in roles.health.down if role == roles.generators.role]
         present = {*roles.dispatcher(roles.generators).scheduler.up, *down}
         self._generators |= present
         for rank in sorted(self._generators):  # a gauge keeps its last value, so removed generators are set to 0
@@ -88,5 +88,5 @@ def _held(coordinator: Coordinator) -> Iterator[LiveValue]:
         yield LiveValue("live/buffer", samples, {"state": state})
     yield LiveValue("live/buffer_mb", buffer.bytes / 2**20, {})
     yield LiveValue("live/quarantined", quarantine.samples if quarantine else 0, {})
-    yield LiveValue("live/lost_workers", coordinator.roles.healing.log.lost_so_far, {})
+    yield LiveValue("live/lost_workers", coordinator.roles.health.log.lost_so_far, {})
     yield LiveValue("live/policy_version", coordinator.state.step, {})

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from rlhf_ray.coordinator.chunk import Chunk, Phase
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.pipeline import Station
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, SupersededError
 from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
@@ -77,9 +77,9 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
                    "training": buffer.samples_leased, "mb": buffer.bytes / 2**20},
         "quarantined": coordinator.pipeline.quarantine.samples if coordinator.pipeline.quarantine else 0,
         "under_way": _by_worker(coordinator.roles.clock),
-        "chunks": _by_station(coordinator), "leases": _leases(coordinator),
+        "chunks": _by_phase(coordinator), "leases": _leases(coordinator),
         "checkpoint": _checkpoint(coordinator),
-        "down": coordinator.roles.healing.status(coordinator.roles.clock.now()),
+        "down": coordinator.roles.health.status(coordinator.roles.clock.now()),
         "workers": worker_locations(coordinator.roles),
     }
 
@@ -114,16 +114,17 @@ def _by_worker(clock: StepClock) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: -line["seconds"])
 
 
-def _by_station(coordinator: Coordinator) -> list[dict[str, Any]]:
+def _by_phase(coordinator: Coordinator) -> list[dict[str, Any]]:
     """One line per phase of chunks: how many, the oldest of them, and for how many seconds."""
-    found: dict[str, list[Station]] = defaultdict(list)
-    for station in coordinator.pipeline.stations.values():
-        found[station.doing].append(station)
+    by_phase: dict[Phase, list[Chunk]] = defaultdict(list)
+    for chunk in coordinator.state.chunks.values():
+        if chunk.phase is not Phase.ADMITTED:
+            by_phase[chunk.phase].append(chunk)
     now, lines = coordinator.roles.clock.now(), []
-    for doing, stations in found.items():
-        oldest = min(stations, key=lambda station: station.since)
-        lines.append({"doing": doing, "chunks": len(stations), "samples": sum(s.reservation.samples for s in stations),
-                      "oldest": oldest.reservation.order, "version": oldest.reservation.version,
+    for phase, chunks in by_phase.items():
+        oldest = min(chunks, key=lambda chunk: chunk.since)
+        lines.append({"doing": phase, "chunks": len(chunks), "samples": sum(c.place.samples for c in chunks),
+                      "oldest": oldest.order, "version": oldest.place.version,
                       "seconds": round(now - oldest.since, 3)})
     return lines
 

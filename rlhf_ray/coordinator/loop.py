@@ -12,6 +12,7 @@ from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.pipeline import Pipeline
@@ -42,6 +43,7 @@ class Coordinator:
     roles: RoleGroups
     state: RunState
     buffer: ReplayBuffer
+    calls: ChunkCalls
     pipeline: Pipeline
     weights: WeightSync
     recovery: Recovery
@@ -66,7 +68,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self._learning = Learning(self.config.algorithm, derive(self.config).shares_backbone, self.roles, self.state,
-                                  self.pipeline, self.progress.warn)
+                                  self.buffer, self.pipeline.ledger, self.progress.warn)
 
     async def run(self) -> None:
         """Run the remaining steps, or as many as `early_stop` allows.
@@ -131,7 +133,7 @@ class Coordinator:
         version, coef = self.state.step, self.state.kl.value
         depth = self.buffer.stats()
         async with self.weights.changing():
-            with self.pipeline.route.forward_passes_held():
+            with self.calls.forward_passes_held():
                 if self.phases is not None:
                     await self.phases.learning()
                 learned, summaries = await self._learning.learn(lease)
@@ -139,12 +141,12 @@ class Coordinator:
                 too_old = self.buffer.evict(self.state.step)
                 published = await self.weights.publish(self.state.step)
         reached("publication_over")
-        self.pipeline.version = self.state.step
-        self.pipeline.make_again(too_old)
+        self.state.published = self.state.step
+        self.pipeline.readmit(too_old)
         if not self._pauses:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
-                              traffic.received - received, self.roles.healing.log.take(), began, self.roles.clock.now(),
+                              traffic.received - received, self.roles.health.log.take(), began, self.roles.clock.now(),
                               self._pause_s)
         self._pause_s = None
         await self.profiler.end(self.state.step, began, outcome.ended)
@@ -225,8 +227,9 @@ class Coordinator:
 
     def open_keys(self) -> list[SampleKey]:
         """Samples that were admitted and not trained: under way, to be generated again, or ready."""
-        ready = (entry.keys for entry in self.buffer.ready_entries())
-        return [key for keys in (*self.state.in_flight.values(), self.state.returned, *ready) for key in keys]
+        under_way, ready = self.state.chunks.values(), self.buffer.ready_entries()
+        return [key for keys in (*(chunk.keys for chunk in under_way), self.state.returned,
+                                 *(entry.keys for entry in ready)) for key in keys]
 
     @property
     def stopped_early(self) -> str | None:

@@ -1,4 +1,4 @@
-"""From prompt keys to committed experience: admission of chunks, and their calls to the roles.
+"""From prompt keys to committed experience: which chunks are admitted, and the way of each of them.
 
 Each chunk is scored as soon as it is generated, while others are still being generated. At max_staleness > 0 chunks
 that are generated at nearly the same time are scored together. The contents of a chunk and the order of chunks in a
@@ -9,139 +9,110 @@ finished.
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from rlhf_ray.config.derived import concurrency_of
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.dispatcher import kept
+from rlhf_ray.coordinator.chunk import Chunk, Phase
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Generated
+from rlhf_ray.coordinator.health_monitor import Decision
 from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.coordinator.route import Generated, Route
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import CommitOutcome, Entry, Eviction, Lease, Reservation
+from rlhf_ray.replay.buffer_state import CommitOutcome, Entry, Eviction, Lease
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.staleness import AdmissionRule
 
 
-class Station(NamedTuple):
-    """The current phase of a chunk under way."""
-
-    reservation: Reservation
-    doing: str
-    """A participle: the chunk is being ..."""
-    since: float
-    """Start of the phase, in seconds of the step clock."""
-
-
-class Member(NamedTuple):
+class Item(NamedTuple):
     """A generated chunk in a scoring batch."""
 
-    reservation: Reservation
-    chunk: Generated
-    texts: int
-    """Rows to return as text."""
+    chunk: Chunk
+    generated: Generated
 
 
 class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and returns batches."""
 
-    def __init__(self, config: PPOConfig, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
+    def __init__(self, config: PPOConfig, roles: RoleGroups, calls: ChunkCalls, state: RunState, buffer: ReplayBuffer,
                  prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None) -> None:
         """`quarantine` removes prompts with a sample that has no score; if None, such a prompt ends the run."""
-        self.config, self.roles, self.state, self.buffer, self.ledger = config, roles, state, buffer, ledger
-        self.route, self._prompts = Route(config, roles), PromptsAhead(prompts, state.cursor)
-        self.quarantine = quarantine
-        self._batcher = ScoringBatcher(self._assess)
+        self.config, self._roles, self._calls, self.state = config, roles, calls, state
+        self.buffer, self.ledger, self.quarantine = buffer, ledger, quarantine
+        self._prompts = PromptsAhead(prompts, state.cursor)
+        self._batcher = ScoringBatcher(self._score_and_assemble)
         self._linger = LINGER if config.coordinator.max_staleness else 0.0
         self._rule = self._rule_of(len(roles.generators))
-        self._running: dict[asyncio.Task[None], Reservation] = {}
-        self._finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """One for each chunk on its way."""
+        self._failures: list[BaseException] = []
+        """Of chunks, oldest first."""
+        self._finished = asyncio.Event()
+        """A chunk has come to the end of its way."""
         self._generating = 0
-        self._incomplete: dict[int, Reservation] = {}
-        """Places of chunks that lost prompts to the quarantine and wait for others, by admission number; the remaining
-        samples are in `RunState.in_flight`."""
-        self._with_texts: set[int] = set()
-        self.stations: dict[int, Station] = {}
-        """The phase of each chunk under way, by admission number."""
-        self.version = state.step
-        """Version of the weights that all generators hold."""
-        self.summaries: dict[int, ExperienceSummary] = {}
-        """Summaries of committed chunks, by admission number; the loop removes them."""
+        """Samples of the chunks that are being generated, or wait for a generator."""
+        self._incomplete: list[Chunk] = []
+        """Chunks that lost prompts to the quarantine and wait for others."""
 
     async def next_batch(self) -> Lease:
         """Wait until a whole batch is ready, and admit new work meanwhile. The first failure of a chunk is raised."""
         while True:
+            self._finished.clear()
             self.buffer.expire()
             self.admit()
             lease = self.buffer.lease(self.config.coordinator.samples_per_step, self.state.step)
             if lease is not None:
                 return lease
-            if not self._running:
+            if self._failures:
+                raise self._failures.pop(0)
+            if not self._tasks:
                 raise BufferError(f"at step {self.state.step} the buffer ({self.buffer.stats()}) has no batch of "
                                   f"{self.config.coordinator.samples_per_step} samples, and no chunk is under way to "
                                   "fill it")
-            await self._progress()
+            await self._finished.wait()
 
-    async def _progress(self) -> None:
-        """Wait until a chunk is finished; its failure is raised."""
-        task = await self._finished.get()
-        del self._running[task]
-        task.result()
-
-    def start_again(self, reservations: list[Reservation]) -> None:
-        """Start the chunks of these places, which were under way when the run was saved. The generators hold the
-        restored policy. If max_staleness is smaller than in the saved run, chunks beyond it lose their places, and
-        their samples are admitted again later."""
-        self.version = self.state.step
-        dropped = {place.order: place for place in self.buffer.trim(self.config.coordinator.samples_per_step)}
+    def resume(self) -> None:
+        """Start the chunks that were under way when the run was saved. The generators hold the restored policy. If
+        max_staleness is smaller than in the saved run, chunks beyond it lose their places, and their samples are
+        admitted again later."""
         keys: list[SampleKey] = []
-        for order, place in dropped.items():
+        for place in self.buffer.trim(self.config.coordinator.samples_per_step):
             if isinstance(place, Entry):
                 keys += self._give_up(place, f"of version {place.min_version}, when the run resumed at version "
-                                      f"{self.version} with max_staleness={self.config.coordinator.max_staleness}")
+                                      f"{self.state.step} with max_staleness={self.config.coordinator.max_staleness}")
             else:
-                keys += self.state.in_flight.pop(order)
+                keys += self.state.chunks.pop(place.order).keys
         self._admit_again(keys)
-        remaining = [reservation for reservation in reservations if reservation.order not in dropped]
-        self._with_texts.update(reservation.order for reservation in remaining[:1])
-        for reservation in remaining:
-            keys = self.state.in_flight[reservation.order]
-            if len(keys) == reservation.samples:
-                self._start(reservation, keys)
+        for position, chunk in enumerate(sorted(self.state.chunks.values(), key=lambda chunk: chunk.order)):
+            chunk.returns_texts = position == 0
+            if chunk.complete:
+                self._start(chunk)
             else:
-                self._incomplete[reservation.order] = reservation
+                self._incomplete.append(chunk)
 
-    def make_again(self, evictions: list[Eviction]) -> None:
+    def readmit(self, evictions: list[Eviction]) -> None:
         """Admit the samples of evicted entries again: no prompt is lost because its experience is too old."""
         self._admit_again([key for eviction in evictions for key in self._give_up(
             eviction.entry, f"{eviction.staleness} versions old after the update of the policy")])
 
-    def _give_up(self, entry: Entry, reason: str) -> tuple[SampleKey, ...]:
-        """Give up the experience of a dropped entry; returns its samples."""
-        self.summaries.pop(entry.order, None)
-        self.ledger.give_up(entry.keys, reason)
-        return entry.keys
-
-    def _admit_again(self, keys: Sequence[SampleKey]) -> None:
-        """Put samples that lost their place before all prompts that were not drawn yet."""
-        self.state.returned[:0] = keys
-
     async def close(self) -> None:
         """Cancel all chunks under way."""
         self._batcher.close()
-        for task in self._running:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
-        self._running.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._finished, self._generating = asyncio.Event(), 0
+        self._failures.clear()
         self._incomplete.clear()
-        self._finished, self._generating = asyncio.Queue(), 0
-        self.stations.clear()
+        for chunk in self.state.chunks.values():
+            self._enter(chunk, Phase.ADMITTED)
+
+    # Admission
 
     def admit(self) -> None:
         """Start as many chunks as freshness, generators, capacity and the remaining steps allow, and complete the
@@ -149,34 +120,34 @@ class Pipeline:
         self._admit_new()
         # At max_staleness 0 the whole batch is admitted and finished by then, so the losses of all chunks are known.
         # Otherwise the result may depend on timing, and chunks are completed immediately.
-        if not self._running or self.config.coordinator.max_staleness:
+        if not self._tasks or self.config.coordinator.max_staleness:
             self._complete()
 
     def _admit_new(self) -> None:
         buffer = self.buffer
-        if self._generators != len(self.roles.generators):  # some were added or removed
-            self._rule = self._rule_of(len(self.roles.generators))
-        allowance = self._rule.allowance(self.version, buffer.accepted, buffer.running, self._generating)
+        if self._generators != len(self._roles.generators):  # some were added or removed
+            self._rule = self._rule_of(len(self._roles.generators))
+        allowance = self._rule.allowance(self.state.published, buffer.accepted, buffer.running, self._generating)
         left = self.config.run.steps * self.config.coordinator.samples_per_step - buffer.accepted - buffer.running
         allowance = min(allowance, left)
         while allowance > 0:
             size, position = self._next_chunk()
             if size > allowance:
                 return
-            reservation = buffer.reserve(size, self.version, again=bool(self.state.returned))
-            if reservation is None:
+            place = buffer.reserve(size, self.state.published, again=bool(self.state.returned))
+            if place is None:
                 return
-            if position == 0:  # the first chunk of each batch returns the sample texts
-                self._with_texts.add(reservation.order)
-            self._start(reservation, self._next_keys(size))
+            chunk = Chunk(place, self._next_keys(size), returns_texts=position == 0)
+            self.state.chunks[chunk.order] = chunk
+            self._start(chunk)
             allowance -= size
 
     def _complete(self) -> None:
         """Fill chunks that lost prompts with the next ones, in the order of admission."""
-        for order, reservation in sorted(self._incomplete.items()):
-            remaining = self.state.in_flight[order]
-            self._start(reservation, remaining + self._next_keys(reservation.samples - len(remaining)))
-        self._incomplete.clear()
+        incomplete, self._incomplete = self._incomplete, []
+        for chunk in sorted(incomplete, key=lambda chunk: chunk.order):
+            chunk.keys = chunk.keys + self._next_keys(chunk.place.samples - len(chunk.keys))
+            self._start(chunk)
 
     def _rule_of(self, generators: int) -> AdmissionRule:
         self._generators = generators
@@ -200,52 +171,110 @@ class Pipeline:
         self.ledger.admit(new, self.state.cursor.position)
         return keys + new
 
-    def _start(self, reservation: Reservation, keys: list[SampleKey]) -> None:
-        self.state.in_flight[reservation.order] = keys
-        self._generating += len(keys)
-        self.ledger.lease(keys, self.version)
-        task = asyncio.create_task(self._make(reservation, keys), name=f"chunk {reservation.order}")
-        self._running[task] = reservation
-        task.add_done_callback(self._finished.put_nowait)
+    def _admit_again(self, keys: Sequence[SampleKey]) -> None:
+        """Put samples that lost their place before all prompts that were not drawn yet."""
+        self.state.returned[:0] = keys
 
-    async def _make(self, reservation: Reservation, keys: list[SampleKey]) -> None:
-        """Process one chunk from prompts to committed experience. If its experience is too old, the chunk loses its
-        place and its samples are admitted again. If prompts of the chunk or of its scoring batch were quarantined, it
-        keeps its place, and is produced again with other prompts."""
-        order, produce = reservation.order, partial(self._experience, reservation, keys)
-        try:
-            ref, summary = await kept(produce, self.config.cluster.max_restarts, partial(self._chunk_lost, keys))
-        except UnscoredSamples as error:
-            self.state.in_flight[order] = self._without_unscored(keys, error)
-            self._incomplete[order] = reservation
-        else:
-            outcome = self.buffer.commit(reservation, ref, keys, summary.min_version, summary.nbytes)
-            del self.state.in_flight[order]
-            self._with_texts.discard(order)
-            if outcome is CommitOutcome.READY:
-                self.ledger.scored(keys, summary.min_version)
-                self.summaries[order] = summary
+    def _give_up(self, entry: Entry, reason: str) -> tuple[SampleKey, ...]:
+        """Give up the experience of a dropped entry; returns its samples."""
+        self.ledger.give_up(entry.keys, reason)
+        return entry.keys
+
+    # The way of one chunk
+
+    def _start(self, chunk: Chunk) -> None:
+        self._generating += len(chunk.keys)
+        self.ledger.start_attempt(chunk.keys, self.state.published)
+        task = asyncio.create_task(self._produce(chunk), name=f"chunk {chunk.order}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._finished.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failures.append(error)
+
+    async def _produce(self, chunk: Chunk) -> None:
+        """Generate, score and assemble a chunk, and commit its experience.
+
+        If an object was lost with a node, the chunk is generated again. If its experience is too old, it loses its
+        place, and its samples are admitted again. If prompts of it, or of others in its scoring batch, were
+        quarantined, it keeps its place, and is produced again with other prompts.
+        """
+        losses = 0
+        while True:
+            try:
+                began = self._roles.clock.now()
+                generated = await self._generate(chunk)
+                self._enter(chunk, Phase.SCORE)
+                linger = self._linger * (self._roles.clock.now() - began)
+                ref, summary = await self._batcher.submit(Item(chunk, generated), linger)
+            except UnscoredSamples as error:
+                chunk.keys = self._without_unscored(chunk.keys, error)
+                self._incomplete.append(chunk)
+                break
+            except WorkerLost as error:
+                losses += 1
+                again = self._roles.health.lost(error) is Decision.REPRODUCE
+                if not again or losses > self.config.cluster.max_restarts:
+                    raise
+                self._start_attempt_again(chunk, error)
+                self._generating += len(chunk.keys)
             else:
-                self.ledger.give_up(keys, f"{outcome}: generated by version {summary.min_version}, finished at version "
-                                    f"{self.state.step}")
-                self._admit_again(keys)
-        del self.stations[order]
+                self._commit(chunk, ref, summary)
+                break
+        self._enter(chunk, Phase.ADMITTED)
         self.admit()
 
-    async def _experience(self, reservation: Reservation, keys: list[SampleKey]) -> tuple[Any, ExperienceSummary]:
-        """Generate, score and assemble a chunk; returns the reference to its experience, and its summary."""
-        began = self.roles.clock.now()
-        self._note(reservation, "generated")
-        chunk = await self._generate(keys)
-        self._note(reservation, "scored")
-        texts = self.config.logging.samples_per_step if reservation.order in self._with_texts else 0
-        return await self._batcher.submit(
-            Member(reservation, chunk, texts), self._linger * (self.roles.clock.now() - began))
+    async def _generate(self, chunk: Chunk) -> Generated:
+        """Generate a chunk, by another generator if one is lost; then admit others, because its generator is free."""
+        self._enter(chunk, Phase.GENERATE)
+        keys = chunk.keys
+        try:
+            await self.ledger.settled()  # the attempt must be on disk before it starts
+            prompts = await self._prompts.of(keys)
+            while True:
+                try:
+                    generated = await self._calls.generate(prompts, keys, self.config.run.seed)
+                    break
+                except WorkerLost as error:
+                    if self._calls.generators.lost(error, len(keys)) is not Decision.RETRY:
+                        raise
+                    self._start_attempt_again(chunk, error)
+                    await self.ledger.settled()
+        finally:
+            self._generating -= len(keys)
+        self.ledger.generated(keys, generated.rollout.worker)
+        self.admit()
+        return generated
 
-    def _attempt_lost(self, keys: list[SampleKey], error: WorkerLost) -> None:
+    async def _score_and_assemble(self, items: Sequence[Item]) -> list[tuple[Any, ExperienceSummary]]:
+        """Score and assemble a batch of chunks; returns the reference to each one's experience, and its summary."""
+        scored = await self._calls.score([item.generated for item in items])
+        for item in items:
+            self._enter(item.chunk, Phase.ASSEMBLE)
+        logprobs, values = await self._calls.learner_passes(scored)
+        terms = self.state.reward_terms(self.config.algorithm.reward_normalisation)  # as of now: all scores are there
+        rows = self.config.logging.samples_per_step
+        return await self._calls.assemble(
+            scored, logprobs, values, terms, [rows if item.chunk.returns_texts else 0 for item in items])
+
+    def _commit(self, chunk: Chunk, ref: Any, summary: ExperienceSummary) -> None:
+        """Put a chunk's experience into its place, if it is fresh enough."""
+        outcome = self.buffer.commit(chunk.place, ref, chunk.keys, summary.min_version, summary.nbytes, summary)
+        del self.state.chunks[chunk.order]
+        if outcome is CommitOutcome.READY:
+            self.ledger.scored(chunk.keys, summary.min_version)
+        else:
+            self.ledger.give_up(chunk.keys, f"{outcome}: generated by version {summary.min_version}, finished at "
+                                f"version {self.state.step}")
+            self._admit_again(chunk.keys)
+
+    def _start_attempt_again(self, chunk: Chunk, error: WorkerLost) -> None:
         """Record that an attempt at a chunk was lost with a worker or a node, and that the next one begins."""
-        self.ledger.give_up(keys, first_line(error))
-        self.ledger.lease(keys, self.version)
+        self.ledger.give_up(chunk.keys, first_line(error))
+        self.ledger.start_attempt(chunk.keys, self.state.published)
 
     def _without_unscored(self, keys: list[SampleKey], error: UnscoredSamples) -> list[SampleKey]:
         """The samples of a chunk whose prompts were not quarantined. They are generated again, with the same result,
@@ -260,31 +289,5 @@ class Pipeline:
         self.ledger.give_up(remaining, "other prompts of its chunk or batch were quarantined; it is generated again")
         return remaining
 
-    def _chunk_lost(self, keys: list[SampleKey], error: WorkerLost) -> None:
-        """Record the loss of a generated chunk, which is generated again."""
-        self._attempt_lost(keys, error)
-        self._generating += len(keys)
-
-    async def _generate(self, keys: list[SampleKey]) -> Generated:
-        """Generate a chunk; then admit others, because its generator is free."""
-        try:
-            await self.ledger.settled()  # the attempt must be on disk before it starts
-            chunk = await self.route.generate(keys, self.config.run.seed, self._prompts, None,
-                                              partial(self._attempt_lost, keys))
-        finally:
-            self._generating -= len(keys)
-        self.ledger.generated(keys, chunk.rollout.worker)
-        self.admit()
-        return chunk
-
-    async def _assess(self, members: Sequence[Member]) -> list[tuple[Any, ExperienceSummary]]:
-        """Score and assemble a batch of chunks; returns the reference to each one's experience, and its summary."""
-        scored = await self.route.rate([member.chunk for member in members])
-        for member in members:
-            self._note(member.reservation, "read by the learners")
-        return await self.route.assemble(
-            scored, lambda: self.state.reward_terms(self.config.algorithm.reward_normalisation),
-            [member.texts for member in members])
-
-    def _note(self, reservation: Reservation, doing: str) -> None:
-        self.stations[reservation.order] = Station(reservation, doing, self.roles.clock.now())
+    def _enter(self, chunk: Chunk, phase: Phase) -> None:
+        chunk.phase, chunk.since = phase, self._roles.clock.now()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
-from rlhf_ray.coordinator.healing import Ready
+from rlhf_ray.coordinator.health_monitor import Ready
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.data_readers import HELD_OUT

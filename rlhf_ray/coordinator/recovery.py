@@ -16,9 +16,9 @@ from rlhf_ray.coordinator.run_state import RunState, summary_of, summary_state
 from rlhf_ray.errors import ConfigError, DiskStalled, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import ProgressDeadline, RunFiles
-from rlhf_ray.records import ExperienceSummary, SampleKey
+from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import Entry, Reservation
+from rlhf_ray.replay.buffer_state import Entry
 from rlhf_ray.replay.ledger import Ledger
 
 LEDGER = "ledger.sqlite"
@@ -44,18 +44,17 @@ class Recovery:
     """
 
     def __init__(self, store: CheckpointStore, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
-                 summaries: dict[int, ExperienceSummary], geometry: Mapping[str, int | str], ledger: Ledger,
-                 old_logprobs: str = "policy", files: RunFiles | None = None) -> None:
+                 geometry: Mapping[str, int | str], ledger: Ledger, old_logprobs: str = "policy",
+                 files: RunFiles | None = None) -> None:
         """
         Args:
-            summaries: of the entries in the buffer, by admission number.
             geometry: values of the configuration (by field) that must be the same when the run resumes.
             old_logprobs: which ones experience contains, see `Derived.old_logprobs`. If that has changed when the run
                 resumes, as it may with another max_staleness, ready experience is generated again.
         """
         self.geometry, self.old_logprobs = geometry, old_logprobs
         self.store, self.roles, self.state, self.buffer = store, roles, state, buffer
-        self.summaries, self.ledger, self.files = summaries, ledger, files or RunFiles()
+        self.ledger, self.files = ledger, files or RunFiles()
         self.longest_pause_s = 0.0
         """The longest pause that `save` returned."""
         self.writing: UnderWay | None = None
@@ -84,7 +83,7 @@ class Recovery:
                 snapshot = encoded_state({
                     "geometry": dict(self.geometry), "run": self.state.state_dict(),
                     "buffer": self.buffer.state_dict(),
-                    "summaries": [[entry.order, summary_state(self.summaries[entry.order])] for entry in waiting],
+                    "summaries": [[entry.order, summary_state(entry.summary)] for entry in waiting],
                     "old_logprobs": self.old_logprobs,
                 })
                 await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
@@ -141,7 +140,7 @@ class Recovery:
         finally:
             self.writing = None
         reached("checkpoint_uncommitted")
-        self.ledger.commit(step)
+        self.ledger.mark_committed(step)
         await self.ledger.settled()
 
     async def _write_experience(self, path: Path, entry: Entry) -> None:
@@ -160,11 +159,8 @@ class Recovery:
             raise WorkerLost(f"experience that waits for {policy.role} is lost: {first_line(error)}", policy.role, 0,
                              policy.incarnation(0), error.method, error.kind, error.age_s) from error
 
-    async def restore(self, directory: Path) -> list[Reservation]:
-        """Restore workers, state and buffer from a verified checkpoint.
-
-        Returns:
-            Places in the buffer whose chunks were under way and must be started again.
+    async def restore(self, directory: Path) -> None:
+        """Restore workers, state and buffer from a verified checkpoint; `Pipeline.resume` starts its chunks again.
 
         Raises:
             CheckpointError: it is of another version, or of other data.
@@ -175,23 +171,25 @@ class Recovery:
         check_geometry(directory, self.geometry, saved["geometry"])
         await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
                                for group in self.roles.learners()))
-        self.state.load_state_dict(saved["run"])
+        dropped: list[SampleKey] = []
         if saved["old_logprobs"] != self.old_logprobs:
-            self._drop_waiting(saved, f"made with old log-probabilities of the {saved['old_logprobs']}, and the run "
-                                      f"resumed with those of the {self.old_logprobs}")
+            dropped = self._drop_waiting(saved, "made with old log-probabilities of the "
+                                         f"{saved['old_logprobs']}, and the run resumed with those of the "
+                                         f"{self.old_logprobs}")
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"
             refs[entry["order"]] = (await self.roles.dispatcher(self.roles.assembler).call("load", str(path))).ref
-        self.summaries.update({order: summary_of(summary) for order, summary in saved["summaries"]})
-        return self.buffer.load_state_dict(saved["buffer"], refs)
+        summaries = {order: summary_of(summary) for order, summary in saved["summaries"]}
+        self.state.load_state_dict(saved["run"], self.buffer.load_state_dict(saved["buffer"], refs, summaries))
+        self.state.returned[:0] = dropped
 
-    def _drop_waiting(self, saved: dict[str, Any], reason: str) -> None:
-        """Admit the samples of ready experience again."""
+    def _drop_waiting(self, saved: dict[str, Any], reason: str) -> list[SampleKey]:
+        """Give up ready experience; returns its samples, to be admitted again."""
         keys = [SampleKey(*key) for entry in saved["buffer"]["ready"] for key in entry["keys"]]
         saved["buffer"]["ready"], saved["summaries"] = [], []
         self.ledger.give_up(keys, reason)
-        self.state.returned[:0] = keys
+        return keys
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
-from rlhf_ray.coordinator.healing import Healing, Ready, as_started
+from rlhf_ray.coordinator.health_monitor import HealthMonitor, Ready, as_started
 from rlhf_ray.observability.spans import StepClock
 
 
@@ -21,14 +21,17 @@ class RoleGroups:
     policy: WorkerGroup
     critic: WorkerGroup | None
     """None for estimators without a critic, and where the policy is its own."""
-    clock: StepClock
-    """Records the working time of every call."""
+    health: HealthMonitor = field(default_factory=HealthMonitor)
+    """Replaces lost workers of the registered dispatchers."""
     dispatchers: dict[str, WorkerDispatcher] = field(default_factory=dict)
     """By role; created on first use."""
-    healing: Healing = field(default_factory=Healing)
-    """Replaces lost workers of the registered dispatchers."""
     probe_seconds: dict[str, float] = field(default_factory=dict)
     """By role, the duration of the start-up comparison of packed passes with those of transformers."""
+
+    @property
+    def clock(self) -> StepClock:
+        """Records the working time of every call."""
+        return self.health.clock
 
     def groups(self) -> list[WorkerGroup]:
         """All groups, in the order in which a step calls them."""
@@ -55,19 +58,21 @@ class RoleGroups:
     def dispatcher(self, group: WorkerGroup) -> WorkerDispatcher:
         """The dispatcher of a group whose workers are interchangeable."""
         if group.role not in self.dispatchers:
-            self.dispatchers[group.role] = WorkerDispatcher(group, self.clock)
+            self.dispatchers[group.role] = WorkerDispatcher(group, self.health)
         return self.dispatchers[group.role]
 
     def keep_alive(self, catch_up: Ready) -> None:
-        """From now on, replace generators, frozen scorers and assemblers when they are lost.
+        """From now on, replace generators, frozen scorers and assemblers when they are lost, and watch the learners.
 
         Args:
             catch_up: publishes the present weights to a generator that has just started.
         """
         learners = self.learners()
+        self.health.register_learners(learners)
         for group in self.groups():
             if group not in learners:
-                self.healing.look_after(self.dispatcher(group), catch_up if group is self.generators else as_started)
+                self.health.register(self.dispatcher(group).scheduler,
+                                     catch_up if group is self.generators else as_started)
 
     async def done(self, call: Call, phase: str) -> Call:
         """Wait for a call without fetching its result, and record its working time under its role and `phase`."""

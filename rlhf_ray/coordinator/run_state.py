@@ -1,5 +1,6 @@
 """The coordinator's state that checkpoints contain: step, data cursor, KL coefficient, samples under way."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,9 +13,11 @@ from rlhf_ray.checkpoint.state_files import check_complete
 from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.config.training_loop import EarlyStopConfig
 from rlhf_ray.coordinator.best_checkpoint import BestSoFar
+from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
+from rlhf_ray.replay.buffer_state import Reservation
 
 
 def kl_controller(config: KLConfig) -> FixedKL:
@@ -26,12 +29,14 @@ def kl_controller(config: KLConfig) -> FixedKL:
 
 @dataclass
 class RunState:
-    """The run between two steps. The weight version always equals `step`: one publication an update."""
+    """The run between two steps. Each update makes a version of the weights: version and `step` are the same number."""
 
     kl: FixedKL
     cursor: PromptCursor
     step: int = 0
     """Updates made so far."""
+    published: int = 0
+    """Version of the weights that all generators hold: `step`, but between an update and the end of its publication."""
     samples: int = 0
     """Samples trained on so far."""
     scores: RunningMoments = field(default_factory=RunningMoments)
@@ -42,9 +47,8 @@ class RunState:
     """The best evaluation so far."""
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
     """Metrics of the last steps, to stop a run that diverges."""
-    in_flight: dict[int, list[SampleKey]] = field(default_factory=dict)
-    """Keys of admitted chunks that are not committed yet, by admission number; fewer than the chunk's size while lost
-    prompts are not replaced yet."""
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    """Admitted chunks that are not committed yet, by admission number."""
     returned: list[SampleKey] = field(default_factory=list)
     """Samples that were admitted and lost their place; they are the next to be admitted."""
 
@@ -68,12 +72,15 @@ class RunState:
             "best": self.best.state_dict(),
             "early_stop": self.early_stop.state_dict(),
             "cursor": self.cursor.state_dict(),
-            "in_flight": [[order, _plain(keys)] for order, keys in self.in_flight.items()],
+            "in_flight": [[order, _plain(chunk.keys)] for order, chunk in self.chunks.items()],
             "returned": _plain(self.returned),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`.
+    def load_state_dict(self, state: dict[str, Any], places: Iterable[Reservation] = ()) -> None:
+        """Continue from a `state_dict`, whose weights the generators are about to hold.
+
+        Args:
+            places: of the chunks that were under way, in the buffer.
 
         Raises:
             CheckpointError: the state is incomplete, or as `PromptCursor.load_state_dict`.
@@ -85,7 +92,10 @@ class RunState:
         self.best.load_state_dict(state["best"])
         self.early_stop.load_state_dict(state["early_stop"])
         self.step, self.samples, self.unmeasured = state["step"], state["samples"], state["unmeasured"]
-        self.in_flight = {order: [SampleKey(*k) for k in keys] for order, keys in state["in_flight"]}
+        self.published = self.step
+        in_flight = dict(state["in_flight"])
+        self.chunks = {place.order: Chunk(place, [SampleKey(*key) for key in in_flight[place.order]])
+                       for place in places}
         self.returned = [SampleKey(*key) for key in state["returned"]]
 
 

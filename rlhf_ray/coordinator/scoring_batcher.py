@@ -34,11 +34,14 @@ class ScoringBatcher(Generic[Item, Result]):
 
     async def submit(self, item: Item, linger: float) -> Result:
         """The item's result. A batch starts when the first of its items has waited for its `linger` (seconds), or when
-        it is full; at 0 an item starts at once. An error of `score` is raised for every item of the batch."""
+        it is full; at 0 the item is scored alone, at once. An error of `score` is raised for all items of the batch."""
+        if linger <= 0:
+            (alone,) = await self._score([item])
+            return alone
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
         self._pending.append((item, result))
-        if linger <= 0 or len(self._pending) == MAX_BATCH:
+        if len(self._pending) == MAX_BATCH:
             self._start_batch()
         elif self._timer is None or loop.time() + linger < self._timer.when():
             self._start_at(loop.time() + linger)

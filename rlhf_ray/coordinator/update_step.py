@@ -9,11 +9,12 @@ import numpy as np
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.records import ExperienceSummary, UpdateStats
+from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_state import Lease
+from rlhf_ray.replay.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Learning:
     """Runs the learners' updates, and keeps state, buffer and ledger consistent with them."""
 
     def __init__(self, config: AlgorithmConfig, shares_backbone: bool, roles: RoleGroups, state: RunState,
-                 pipeline: Pipeline, warn: Callable[[str], None]) -> None:
-        """`shares_backbone`: whether policy and critic are one model."""
-        self._config, self._shares_backbone, self._warn = config, shares_backbone, warn
-        self._roles, self._state, self._pipeline = roles, state, pipeline
+                 buffer: ReplayBuffer, ledger: Ledger, warn: Callable[[str], None]) -> None:
+        self._config, self._shares_backbone = config, shares_backbone
+        self._roles, self._state, self._warn = roles, state, warn
+        self._buffer, self._ledger = buffer, ledger
 
     async def learn(self, lease: Lease) -> tuple[Learned, list[ExperienceSummary]]:
         """Update policy and critic, which makes a new version; returns the result and the batch's summaries.
@@ -56,7 +57,7 @@ class Learning:
         if (message := learned.skipped()) is not None:
             self._warn(f"step {self._state.step + 1}: {message}")
         summaries = self._acknowledge(lease, learned)
-        await self._pipeline.ledger.settled()
+        await self._ledger.settled()
         return learned, summaries
 
     async def _update_all(self, lease: Lease) -> Learned:
@@ -83,15 +84,14 @@ class Learning:
     def _acknowledge(self, lease: Lease, learned: Learned) -> list[ExperienceSummary]:
         """Acknowledge the lease and count the version. An update that changed no weight changes neither the KL
         coefficient nor the scores' moments."""
-        state, pipeline = self._state, self._pipeline
-        pipeline.buffer.ack(lease, state.step)
-        summaries = [pipeline.summaries.pop(entry.order) for entry in lease.entries]
+        state, summaries = self._state, [entry.summary for entry in lease.entries]
+        self._buffer.ack(lease, state.step)
         state.step += 1
         if learned.applied:
-            pipeline.ledger.consumed(lease.keys, state.step)
+            self._ledger.consumed(lease.keys, state.step)
             state.kl.update(float(np.concatenate([s.kl for s in summaries]).mean()), lease.samples)
             state.observe_scores(np.concatenate([s.scores for s in summaries]))
         else:
-            pipeline.ledger.not_applied(lease.keys, state.step, "no loss and gradient of the update was finite")
+            self._ledger.not_applied(lease.keys, state.step, "no loss and gradient of the update was finite")
         state.samples += lease.samples
         return summaries

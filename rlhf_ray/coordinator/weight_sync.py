@@ -124,7 +124,7 @@ class WeightSync:
         return published
 
     async def catch_up(self, rank: int, readmit: Callable[[], None]) -> str:
-        """Publish the present version to a generator that has just started, then readmit it. See `healing.Ready`.
+        """Publish the present version to a generator that has just started, then readmit it (`health_monitor.Ready`).
 
         Raises:
             WorkerLost: the generator was lost again.
@@ -156,7 +156,7 @@ class WeightSync:
         except WorkerError as error:
             if not self.roles.trains(error.role):
                 raise
-            self._dispatcher.interrupt(error)
+            self._dispatcher.scheduler.interrupt(error)
             learners_available = False
         except NoWeightsPlan:
             self._plan, learners_available = None, False

@@ -45,7 +45,7 @@ class FaultLog:
         self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
         self._warn(text)
 
-    def rebuilt(self, error: WorkerError, seconds: float) -> None:
+    def learners_restarted(self, error: WorkerError, seconds: float) -> None:
         """Record that a learner was lost, and that all learners were restarted, which took `seconds`."""
         lost = error if isinstance(error, WorkerLost) else None
         self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1

@@ -95,7 +95,8 @@ class ReplayBuffer:
         return None if self._bytes_full() and not again else self._state.open(samples, version)
 
     def commit(
-        self, reservation: Reservation, ref: Any, keys: Iterable[SampleKey], min_version: int, nbytes: int
+        self, reservation: Reservation, ref: Any, keys: Iterable[SampleKey], min_version: int, nbytes: int,
+        summary: Any = None,
     ) -> CommitOutcome:
         """Fill a place with a reference to finished experience.
 
@@ -104,6 +105,7 @@ class ReplayBuffer:
             keys: its samples, as many as were reserved.
             min_version: oldest weight version among its response tokens.
             nbytes: its size. A commit may exceed the capacity in bytes; no new place is reserved then.
+            summary: what the entry carries for its reader; opaque.
 
         Returns:
             READY when held; STALE or AHEAD when refused, which closes the reservation.
@@ -113,7 +115,7 @@ class ReplayBuffer:
                 held already or named twice, or a number is negative. The buffer is unchanged then.
         """
         self._check_open(reservation)
-        entry = Entry(reservation.order, ref, tuple(keys), min_version, nbytes)
+        entry = Entry(reservation.order, ref, tuple(keys), min_version, nbytes, summary)
         if entry.samples != reservation.samples:
             raise BufferError(
                 f"commit of place {entry.order}: {entry.samples} keys for a reservation of {reservation.samples}"
@@ -233,12 +235,14 @@ class ReplayBuffer:
         """
         return {"version": self._version, **self._state.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any]) -> list[Reservation]:
+    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any],
+                        summaries: Mapping[int, Any] | None = None) -> list[Reservation]:
         """Resume an empty buffer from `state_dict`, which may exceed a capacity or a bound that are smaller than those
         of the buffer that gave it: call `trim` before anything is leased or reserved.
 
         Args:
             refs: a reference per ready entry, by its order number.
+            summaries: of ready entries, by order number.
 
         Returns:
             The open reservations: generate their samples again under them.
@@ -247,7 +251,7 @@ class ReplayBuffer:
             BufferError: this buffer is in use, or a reference is missing.
         """
         self._version = state["version"]
-        return self._state.load_state_dict(state, refs, self._version)
+        return self._state.load_state_dict(state, refs, summaries or {}, self._version)
 
     def _oldest(self, samples: int) -> list[Entry] | None:
         """Fresh entries of lowest order that add up to `samples`; None when there are not enough, or when those they

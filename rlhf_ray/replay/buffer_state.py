@@ -39,6 +39,8 @@ class Entry:
     min_version: int
     """Oldest weight version among its response tokens."""
     nbytes: int
+    summary: Any = None
+    """What its reader was given with it; opaque. A checkpoint saves it beside the references."""
 
     @property
     def samples(self) -> int:
@@ -207,15 +209,16 @@ class BufferState:
             "ready": [_entry_state(entry) for entry in self.ready_entries()],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any], version: int) -> list[Reservation]:
-        """Fill empty places from `state_dict`, with a reference per ready entry; returns the open reservations, whose
-        samples are generated again, with weights of `version`."""
+    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any], summaries: Mapping[int, Any],
+                        version: int) -> list[Reservation]:
+        """Fill empty places from `state_dict`, with a reference and perhaps a summary per ready entry; returns the open
+        reservations, whose samples are generated again, with weights of `version`."""
         if self.reserved or self.held:
             raise BufferError("load_state_dict needs an empty buffer; create a new one")
         missing = [saved["order"] for saved in state["ready"] if saved["order"] not in refs]
         if missing:
             raise BufferError(f"load_state_dict: no reference given for places {missing}")
-        self.restore(_entry(saved, refs[saved["order"]]) for saved in state["ready"])
+        self.restore(_entry(saved, refs[saved["order"]], summaries.get(saved["order"])) for saved in state["ready"])
         for order, samples in state["reserved"]:
             self._check_free(order)
             self.reserve(Reservation(order, samples, version))
@@ -240,6 +243,6 @@ def _entry_state(entry: Entry) -> dict[str, Any]:
     return {"order": entry.order, "keys": keys, "min_version": entry.min_version, "nbytes": entry.nbytes}
 
 
-def _entry(state: Mapping[str, Any], ref: Any) -> Entry:
+def _entry(state: Mapping[str, Any], ref: Any, summary: Any) -> Entry:
     keys = tuple(SampleKey(*key) for key in state["keys"])
-    return Entry(state["order"], ref, keys, state["min_version"], state["nbytes"])
+    return Entry(state["order"], ref, keys, state["min_version"], state["nbytes"], summary)

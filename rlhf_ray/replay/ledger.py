@@ -158,7 +158,7 @@ class Ledger:
 
         self._write(change)
 
-    def lease(self, keys: Iterable[SampleKey], version: int) -> None:
+    def start_attempt(self, keys: Iterable[SampleKey], version: int) -> None:
         """Start an attempt at admitted samples, with weights of `version`."""
         self._move(keys, State.LEASED, (State.ADMITTED,), version=version)
 
@@ -229,7 +229,7 @@ class Ledger:
         done.set_result(None)
         return done
 
-    def commit(self, step: int | None = None) -> None:
+    def mark_committed(self, step: int | None = None) -> None:
         """A checkpoint is complete: mark everything consumed by updates up to `step` (all if None) as committed."""
         self._write(self._owned(lambda db: _commit_consumed(db, step)))
 

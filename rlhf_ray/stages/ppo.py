@@ -7,17 +7,19 @@ from functools import partial
 from typing import Any
 
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.pulse import Pulse
+from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.cluster.session import Session, write_timeline
 from rlhf_ray.config.derived import derive, placements_of
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.generator_scaling import Scaling
-from rlhf_ray.coordinator.healing import Healing
+from rlhf_ray.coordinator.health_monitor import Detector, HealthMonitor
+from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
@@ -25,13 +27,12 @@ from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
-from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.watch import Watch
+from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.failpoints import armed
@@ -136,7 +137,7 @@ async def _run(
         log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         with stop.listening():
             async with open_runtime(config, progress.note) as runtime:
-                roles = spawn_roles(config, runtime, Healing(config.cluster, log))
+                roles = spawn_roles(config, runtime, HealthMonitor(config.cluster, log))
                 if len(roles.generators) != configured:
                     progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: "
                                   f"{configured})")
@@ -144,25 +145,25 @@ async def _run(
                 weights = WeightSync(config.weights, roles, config.cluster.heartbeat_timeout_s,
                                      Phases(config.generator, config.policy, config.critic, roles))
                 roles.keep_alive(weights.catch_up)
-                pulse = Pulse(roles.learners(), config.cluster.heartbeat_timeout_s, log.failed)
                 attempts = RunAttempts(
                     config, directory, store, stop,
-                    Rebuilding(config.cluster, roles, store,
-                               partial(restart_learners, config, runtime, roles, progress),
-                               progress.warn, files),
+                    LearnerRestart(config.cluster.max_learner_restarts, roles, store,
+                                   partial(restart_learners, config, runtime, roles, progress),
+                                   progress.warn, files),
                     lambda metrics, evaluations, resume_at: wire(
                         config, roles, weights, prompts, directory, store, metrics, progress, stop, evaluations,
                         resume_at),
                 )
                 scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                                   partial(save_generator_count, directory, configured), progress.note, files)
-                watch = Watch(roles, config.cluster.heartbeat_timeout_s)
+                health, timeout_s = roles.health, config.cluster.heartbeat_timeout_s
+                detectors: list[Detector] = [HeartbeatDetector(health.watched, timeout_s, health.silent),
+                             TokenProgress(roles.dispatcher(roles.generators).scheduler, health, timeout_s)]
                 frozen = [group for group in roles.groups() if not roles.trains(group.role)]
                 async with (live_status(lambda: attempts.coordinator, directory, show_live(config, directory),
                                         log.failed),
-                            pulse.watched(),
                             watch_node_drains(stop, progress.warn, roles.learners(), frozen, log.failed),
-                            roles.healing.at_work(watch.keep_looking),
+                            health.at_work(detectors),
                             answering(directory, {"profile": attempts.profile, "scale": scaling.asked}, log.failed)):
                     coordinator = await attempts.run(start, resume)
                 samples = await files.records.run(finalize_ledger, coordinator.pipeline.ledger, coordinator.open_keys())
@@ -204,11 +205,12 @@ def wire(
         config.coordinator.max_staleness, buffer_config.lease_timeout_s,
     )
     ledger = _ledger(config, state.cursor, directory, store, resume_at, files.records)
-    pipeline = Pipeline(config, roles, state, buffer, training, ledger,
+    calls = ChunkCalls(roles, derive(config))
+    pipeline = Pipeline(config, roles, calls, state, buffer, training, ledger,
                         _quarantine(config, ledger, directory, training, progress, files.records))
     evaluator = None
     if config.evaluation and held_out:
-        evaluator = Evaluator(config.evaluation, pipeline, held_out, progress.warn_once)
+        evaluator = Evaluator(config, roles, calls, held_out, progress.warn_once)
 
     def note_evaluation(step: int, evaluation: Evaluation) -> None:
         metrics.write(step, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
@@ -219,10 +221,9 @@ def wire(
     best = BestKeeper(config.checkpoint, directory, store, state.best,
                       lambda place: export_policy(coordinator, evaluations, place, directory.term))
     coordinator = Coordinator(
-        config=config, roles=roles, state=state, buffer=buffer, pipeline=pipeline,
+        config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
         weights=weights, evaluator=evaluator, best=best,
-        recovery=Recovery(store, roles, state, buffer, pipeline.summaries, _geometry(config), pipeline.ledger,
-                          derive(config).old_logprobs, files),
+        recovery=Recovery(store, roles, state, buffer, _geometry(config), ledger, derive(config).old_logprobs, files),
         metrics=metrics, samples=SampleWriter(directory.samples, resume_at, directory.term), progress=progress,
         stop=stop, on_evaluation=note_evaluation, files=files, phases=weights.phases,
         profiler=StepProfiler(directory, roles, config.logging.profile_step, progress.note,

@@ -12,8 +12,8 @@ from typing import Any
 
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.rebuilding import Rebuilding
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import CheckpointError, ConfigError, DiskStalled, RunInterrupted, WorkerError
 from rlhf_ray.observability.faults import note_restart
@@ -30,9 +30,9 @@ class RunAttempts:
     """A run from the moment its workers are ready to its last written file."""
 
     def __init__(self, config: PPOConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
-                 rebuilding: Rebuilding, wire: Wire) -> None:
+                 learner_restart: LearnerRestart, wire: Wire) -> None:
         self._config, self._directory, self._store = config, directory, store
-        self._stop, self._rebuilding, self._wire = stop, rebuilding, wire
+        self._stop, self._learner_restart, self._wire = stop, learner_restart, wire
         self.coordinator: Coordinator | None = None
         """Of the present attempt; None before the first."""
         self.evaluations = EvaluationLog(directory, None)
@@ -78,7 +78,7 @@ class RunAttempts:
         try:
             coordinator = self.coordinator = await records.run(self._wire, metrics, self.evaluations, kept)
             if metrics.dropped:
-                coordinator.roles.healing.log.count_again(metrics.dropped)
+                coordinator.roles.health.log.count_again(metrics.dropped)
             try:
                 await restore_checkpoint(coordinator, start, again)
                 await records.run(note_restart, self._directory.faults, coordinator.state.step, self._directory.term)
@@ -110,9 +110,9 @@ class RunAttempts:
         began, coordinator = time.perf_counter(), self.coordinator
         if coordinator is not None:
             await coordinator.weights.forget()
-        await self._rebuilding.after(error)
+        await self._learner_restart.after(error)
         if coordinator is not None:
-            coordinator.roles.healing.log.rebuilt(error, time.perf_counter() - began)
+            coordinator.roles.health.log.learners_restarted(error, time.perf_counter() - began)
         return await self._directory.files.checkpoints.run(self._store.latest)
 
 
@@ -139,7 +139,8 @@ async def restore_checkpoint(coordinator: Coordinator, start: Checkpoint | None,
         again: the generators may hold weights of any version; otherwise they hold those that they started with.
     """
     async with coordinator.weights.changing():
-        open_places = await coordinator.recovery.restore(start.path) if start else []
+        if start:
+            await coordinator.recovery.restore(start.path)
         step = coordinator.state.step
         if again or step:  # they loaded version 0
             await coordinator.weights.publish(step, resend=again)
@@ -147,6 +148,6 @@ async def restore_checkpoint(coordinator: Coordinator, start: Checkpoint | None,
         return
     await coordinator.files.records.run(check_ledger, coordinator, start.path)
     coordinator.progress.note(f"resuming after step {step}")
-    coordinator.pipeline.start_again(open_places)
+    coordinator.pipeline.resume()
     if (warning := await coordinator.best.resume(step)) is not None:
         coordinator.progress.warn(warning)

@@ -12,14 +12,13 @@ from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.derived import derive, placements_of
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.healing import Healing
+from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
@@ -32,7 +31,7 @@ from rlhf_ray.stages.preflight import check_data_file, check_row_length
 from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learners
 
 
-def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = None) -> RoleGroups:
+def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | None = None) -> RoleGroups:
     """Spawn all processes of the run; they load in parallel once `start_roles` calls them."""
     derived, generation, temperature = derive(config), config.generator, config.generator.sampling.temperature
     return RoleGroups(
@@ -70,8 +69,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, healing: Healing | None = N
             "critic_learner", CriticLearner, config.critic,
             lambda rank: _learner(config, "critic", rank), shutdown_method="leave",
         ) if derived.starts_critic else None,
-        clock=StepClock(),
-        healing=healing or Healing(config.cluster),
+        health=health or HealthMonitor(config.cluster),
     )
 
 
@@ -142,7 +140,7 @@ async def _read_prompts(
     sections, evaluation_prompts = {"training": config.prompts}, derive(config).evaluation_prompts
     if evaluation_prompts is not None:
         sections["evaluation"] = evaluation_prompts
-    roles.healing.look_after(reader, reopened(group, sections))
+    roles.health.register(reader.scheduler, reopened(group, sections))
     training = await PromptSource.open(reader, "training", config.prompts)
     for report in training.reports:
         progress.note(report)

@@ -10,13 +10,13 @@ from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PreferencesStageConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
+from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.data_readers import PromptReader
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
@@ -88,7 +88,7 @@ class _Sampler:
                           "name": f"generator/{rank}"},
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         )
-        self._dispatcher = WorkerDispatcher(self._generators, StepClock())
+        self._dispatcher = WorkerDispatcher(self._generators, HealthMonitor())
         self._ranker = runtime.spawn("pair_ranker", PairRanker, pool,
                                    lambda _: {"model": model, "min_margin": config.pairs.min_margin})
         self._reader = runtime.spawn("prompt_reader", PromptReader, pool,
@@ -100,7 +100,8 @@ class _Sampler:
         """Start all workers and read the prompts."""
         self = cls(config, runtime)
         await asyncio.gather(*(g.start() for g in (self._generators, self._ranker, self._reader)))
-        self.prompts = await PromptSource.open(WorkerDispatcher(self._reader, StepClock()), "training", config.prompts)
+        reader = WorkerDispatcher(self._reader, HealthMonitor())
+        self.prompts = await PromptSource.open(reader, "training", config.prompts)
         return self
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:

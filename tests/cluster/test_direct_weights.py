@@ -25,11 +25,11 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.coordinator.direct_sync import ALONE_S
 from rlhf_ray.coordinator.generator_scaling import Scaling
+from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import WorkerLost
-from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.records import WeightOffer
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -66,7 +66,7 @@ class Damaging(PolicyLearner):
 
 
 @asynccontextmanager
-async def role_groups_of(learner, generator, policy, transport):
+async def role_groups_of(learner, generator, policy, transport, health=None):
     configs = {"default": PoolConfig(cpus=2)}
     with ray_session(ClusterConfig(dashboard=False, object_store_mb=128), configs, "direct"):
         pools = Pools(configs)
@@ -82,7 +82,7 @@ async def role_groups_of(learner, generator, policy, transport):
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
             yield RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
                              policy=learners,
-                       critic=None, clock=StepClock())
+                             critic=None, health=health or HealthMonitor())
             await learners.values("leave")
         finally:
             for group in (generators, learners):
@@ -152,6 +152,19 @@ async def stopped(roles):
         os.kill(pid, signal.SIGSTOP)
 
 
+class GivenUp(HealthMonitor):
+    """Gives lost generators up, and replaces none."""
+
+    def __init__(self):
+        super().__init__()
+        self.group, self.ranks = None, []
+
+    def lost(self, error, work=0, silent_s=None):
+        self.ranks.append(error.rank)
+        self.group.give_up(error.rank, str(error))
+        return Decision.RETRY
+
+
 @pytest.mark.parametrize("fate", [killed, stopped], ids=lambda fate: fate.__name__)
 def test_a_generator_lost_in_a_broadcast_holds_nobody_for_long_and_is_named(tmp_path, fate):
     shape = {"vocab": VOCAB, "hidden": 64, "heads": 2, "tied": False}
@@ -160,10 +173,9 @@ def test_a_generator_lost_in_a_broadcast_holds_nobody_for_long_and_is_named(tmp_
 
     async def run():
         policy = PolicyConfig(workers=1, micro_batch_tokens=256)
-        async with role_groups_of(learner, generator, policy, "nccl") as roles:
-            lost = []
-            roles.dispatcher(roles.generators).on_lost = lambda dispatcher, error, _: (
-                lost.append(error.rank), dispatcher.group.give_up(error.rank, str(error)))
+        health = GivenUp()
+        async with role_groups_of(learner, generator, policy, "nccl", health) as roles:
+            health.group = roles.generators
             sync = WeightSync(WeightsConfig().model_copy(update={"transport": "nccl"}), roles, RETRY_S)
             await sync.publish(1)
             publishing, began = asyncio.create_task(sync.publish(LATE)), time.monotonic()
@@ -172,7 +184,7 @@ def test_a_generator_lost_in_a_broadcast_holds_nobody_for_long_and_is_named(tmp_
                 await publishing
             assert (raised.value.role, raised.value.rank) == ("policy_learner", 0)
             assert time.monotonic() - began < LATE_S + RETRY_S + ALONE_S + 5
-            assert sorted(lost) == [0, 1], "the other one has a part of the model"
+            assert sorted(health.ranks) == [0, 1], "the other one has a part of the model"
             for pid, _ in roles.generators.processes(1).members:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)

@@ -69,6 +69,6 @@ def test_a_learner_of_one_rank_comes_back_too(undisturbed_alone, configure, tmp_
 
 def test_learners_that_are_lost_again_and_again_end_the_run(configure, tmp_path):
     faults = LearnerFaults({2: ("policy", 0, signal.SIGKILL)}, always=True)
-    with pytest.raises(WorkerError, match="lost 2 times since the checkpoint of step 2 .*cluster.max_rebuilds=1"):
+    with pytest.raises(WorkerError, match="lost 2 times since the checkpoint of step 2 .*max_learner_restarts=1"):
         run_with_learner_faults(faults, configure, tmp_path / "run", **ONE_RANK)
     assert [step for step, *_ in faults.hit] == [2, 2] and descendants() == []

@@ -1,5 +1,5 @@
 """One run that loses a generator and a rank of a learner: both are replaced, and the result is the undisturbed run's,
-bit for bit. More victims, and workers that hang, are in test_healing.py and test_lost_learners.py."""
+bit for bit. More victims, and workers that hang, are in test_worker_losses.py and test_lost_learners.py."""
 
 import signal
 

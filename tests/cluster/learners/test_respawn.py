@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from rlhf_ray.cluster.beat import BEAT_S
+from rlhf_ray.cluster.heartbeat import PERIOD_S
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import WorkerLost
 from tests.cluster.learners.sleeper import Sleeper
@@ -121,20 +121,20 @@ def test_a_deadline_that_passes_names_worker_method_and_age(sleepers):
     assert error.kind == "hung" and "sleeper/0 did not answer sleep within 0.5 s" in str(error) and error.age_s >= 0.5
 
 
-def test_the_sign_of_life_stands_still_with_its_process(sleepers):
+def test_the_heartbeats_stand_still_with_its_process(sleepers):
     do, group = sleepers
     (pid, *_) = pids(group, 0)
 
     async def counted_within(seconds):
-        before = await group.sign_of_life(0)
+        before = await group.heartbeats(0)
         await asyncio.sleep(seconds)
-        return await group.sign_of_life(0) - before
+        return await group.heartbeats(0) - before
 
-    assert do(counted_within(3 * BEAT_S)) >= 2
+    assert do(counted_within(3 * PERIOD_S)) >= 2
     os.kill(pid, signal.SIGSTOP)
     try:
         do(asyncio.sleep(0.5))  # a count that was under way
-        assert do(counted_within(2 * BEAT_S)) == 0
+        assert do(counted_within(2 * PERIOD_S)) == 0
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert do(counted_within(3 * BEAT_S)) >= 1
+    assert do(counted_within(3 * PERIOD_S)) >= 1

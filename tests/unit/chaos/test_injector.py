@@ -12,7 +12,7 @@ from chaos.injector import Injector
 def coordinator(step, *down, told=False):
     """One after so many updates, with workers that are down."""
     lost = {worker: SimpleNamespace(recorded=told) for worker in down}
-    return SimpleNamespace(state=SimpleNamespace(step=step), roles=SimpleNamespace(healing=SimpleNamespace(down=lost)))
+    return SimpleNamespace(state=SimpleNamespace(step=step), roles=SimpleNamespace(health=SimpleNamespace(down=lost)))
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ def run(tmp_path):
     begin(ledger, keys)
     ledger.generated(keys, "generator/0")
     ledger.give_up(keys[1:], "generator/0 died")
-    ledger.lease(keys[1:], 0)
+    ledger.start_attempt(keys[1:], 0)
     ledger.generated(keys[1:], "generator/1")
     ledger.scored(keys, 0)
     ledger.consumed(keys, 1)
-    ledger.commit()
+    ledger.mark_committed()
     ledger.close()
     (tmp_path / "summary.json").write_text(json.dumps({"stage": "ppo"}))
     return tmp_path

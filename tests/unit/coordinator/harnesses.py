@@ -23,7 +23,7 @@ from rlhf_ray.errors import TrainingError, UnscoredSamples
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import Unscored, UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
-from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, ledger_of, role_groups_of
+from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, calls_of, ledger_of, role_groups_of
 
 ROWS = 50
 FIRST = [row for _, row in PromptCursor(ROWS, 5, shuffle=True).next(ROWS)]
@@ -51,7 +51,8 @@ class PipelineHarness:
 
     def pipeline_of(self, config, roles):
         self.prompts = StandInPrompts("prompts")
-        return Pipeline(config, roles, self.state, self.buffer, self.prompts, self.ledger)
+        self.calls = calls_of(config, roles)
+        return Pipeline(config, roles, self.calls, self.state, self.buffer, self.prompts, self.ledger)
 
     async def delay(self):
         await asyncio.sleep(self._random.random() * 0.005)
@@ -93,8 +94,8 @@ class PipelineHarness:
         self.buffer.ack(lease, self.state.step)
         self.ledger.consumed(lease.keys, self.state.step + 1)
         self.state.step += 1
-        self.version = self.pipeline.version = self.state.step
-        self.pipeline.make_again(self.buffer.evict(self.state.step))
+        self.version = self.state.published = self.state.step
+        self.pipeline.readmit(self.buffer.evict(self.state.step))
         return lease.keys
 
 
@@ -121,14 +122,14 @@ class QuarantineHarness(PipelineHarness):
         return await super().score(rank, method, *records)
 
 
-def coordinator_of(config, roles, state, buffer, pipeline, publish, **parts):
+def coordinator_of(config, roles, state, buffer, calls, pipeline, publish, **parts):
     """A coordinator without parts of its own but those that are given: the others do nothing."""
     nothing = SimpleNamespace(write=_nothing, update=_nothing, note=_nothing, warn=_nothing, save=_silence,
                               settled=_silence, close=_silence, writing=None)
     others = dict.fromkeys(("recovery", "best", "metrics", "samples", "progress"), nothing)
     given = {"evaluator": None, "stop": StopRequest(_nothing), "on_evaluation": _nothing, **others, **parts}
     return Coordinator(
-        config=config, roles=roles, state=state, buffer=buffer, pipeline=pipeline,
+        config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
         weights=SimpleNamespace(publish=publish, changing=nullcontext),
         profiler=StepProfiler(RunDirectory("nowhere"), roles), **given)
 
@@ -156,7 +157,7 @@ class CoordinatorHarness:
         self.stop = StopRequest(lambda _: None)
         progress = SimpleNamespace(update=_nothing, note=_nothing, warn=self.warnings.append)
         self.coordinator = coordinator_of(
-            config, harness.roles, harness.state, harness.buffer, harness.pipeline, self.publish,
+            config, harness.roles, harness.state, harness.buffer, harness.calls, harness.pipeline, self.publish,
             best=SimpleNamespace(consider=self._consider, keep=self._keep),
             recovery=SimpleNamespace(save=self.save, settled=_silence, close=self._close, writing=None),
             evaluator=SimpleNamespace(rows=1, measure=self._measure), metrics=SimpleNamespace(write=self._write),
@@ -237,12 +238,17 @@ class DelayedRun:
         self.state = RunState(FixedKL(0.1), PromptCursor(1000, 5, shuffle=False))
         eta = config.coordinator.max_staleness
         self.buffer = ReplayBuffer(capacity or (eta + 1) * config.coordinator.samples_per_step, None, eta, 1e9)
-        writes = ("admit", "lease", "generated", "scored", "consumed", "give_up")
-        ledger = SimpleNamespace(**dict.fromkeys(writes, _nothing), settled=_silence)
-        self.pipeline = Pipeline(config, roles, self.state, self.buffer, StandInPrompts("prompts"), ledger)
+        calls = calls_of(config, roles)
+        self.pipeline = Pipeline(config, roles, calls, self.state, self.buffer, StandInPrompts("prompts"),
+                                 self.ledger_of(config))
         self.coordinator = coordinator_of(
-            config, roles, self.state, self.buffer, self.pipeline, self.publish,
+            config, roles, self.state, self.buffer, calls, self.pipeline, self.publish,
             recovery=SimpleNamespace(save=self.delay, settled=_silence, close=_silence))
+
+    def ledger_of(self, config):
+        """The run's ledger: by default one that keeps nothing."""
+        writes = ("admit", "start_attempt", "generated", "scored", "consumed", "give_up")
+        return SimpleNamespace(**dict.fromkeys(writes, _nothing), settled=_silence)
 
     def go(self):
         """Make all steps; returns (keys, oldest version) of the chunks of each update."""

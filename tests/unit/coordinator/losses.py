@@ -4,7 +4,7 @@ import asyncio
 
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.healing import Healing
+from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.observability.faults import FaultLog
@@ -65,34 +65,35 @@ class LossyGenerators(StandInGroup):
         await self.call(rank, "start").value()
 
 
-class HealingHarness:
+class ReplacementHarness:
     """A dispatcher over generators that are replaced when they are lost."""
 
-    def __init__(self, path=None, max_restarts=2, **generators):
+    def __init__(self, path=None, max_restarts=2, heartbeat_timeout_s=10.0, **generators):
         self.said = []
         self.group = LossyGenerators(**generators)
-        self.roles = role_groups_of(generators=self.group)
-        self.healing = Healing(ClusterConfig(max_restarts=max_restarts), FaultLog(path, self.said.append,
-                                                                                 self.said.append))
+        self.health = HealthMonitor(ClusterConfig(max_restarts=max_restarts, heartbeat_timeout_s=heartbeat_timeout_s),
+                                    FaultLog(path, self.said.append, self.said.append))
+        self.roles = role_groups_of(self.health, generators=self.group)
         self.dispatcher = self.roles.dispatcher(self.group)
-        self.healing.look_after(self.dispatcher)
+        self.health.register(self.dispatcher.scheduler)
 
-    async def ask_all(self, calls, again=None):
+    async def ask_all(self, calls):
         """Ask so many at once; who answered."""
-        asked = [self.dispatcher.call("generate", work=4, again=again) for _ in range(calls)]
+        asked = [self.dispatcher.call("generate", work=4) for _ in range(calls)]
         return sorted(call.rank for call in await asyncio.gather(*asked))
 
 
-class PublishingHarness(HealingHarness):
+class PublishingHarness(ReplacementHarness):
     """Generators that take weights, and are replaced."""
 
     def __init__(self, **generators):
         super().__init__(**generators)
         self.policy = StandInGroup("policy", self.learner)
-        self.roles = role_groups_of(generators=self.group, policy=self.policy)
+        self.roles = role_groups_of(self.health, generators=self.group, policy=self.policy)
         self.roles.dispatchers["generator"] = self.dispatcher
         self.sync = WeightSync(WeightsConfig(), self.roles)
-        self.healing.look_after(self.dispatcher, self.sync.catch_up)
+        self.health.register(self.dispatcher.scheduler, self.sync.catch_up)
+        self.health.register_learners([self.policy])
         self.learner_lost = 0
 
     async def learner(self, rank, method, *args):

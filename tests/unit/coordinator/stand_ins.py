@@ -12,11 +12,13 @@ from typing import Any
 
 from benchmarks.coordinator_groups import Answer, LocalGroup
 from rlhf_ray.cluster.calls import Call
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls
+from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.files.writer_thread import FileThread
-from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 
@@ -72,10 +74,15 @@ async def silent(rank: int, method: str, *args: Any) -> None:
     return
 
 
-def role_groups_of(**answers: Answer | StandInGroup | None) -> RoleGroups:
+def calls_of(config: PPOConfig, roles: RoleGroups) -> ChunkCalls:
+    """The calls of a run with this configuration."""
+    return ChunkCalls(roles, derive(config))
+
+
+def role_groups_of(health: HealthMonitor | None = None, **answers: Answer | StandInGroup | None) -> RoleGroups:
     """Groups that answer as given, or that are absent (None); the others answer None."""
     groups = {}
     for role in ("generators", "reference", "reward", "assembler", "policy", "critic"):
         given = answers.get(role, silent)
         groups[role] = given if isinstance(given, StandInGroup | None) else StandInGroup(role, given)
-    return RoleGroups(**groups, clock=StepClock())
+    return RoleGroups(**groups, health=health or HealthMonitor())

@@ -48,7 +48,7 @@ class Learners(StandInGroup):
         return process, args[1]
 
 
-class Rebuilt(PublishingHarness):
+class WithRestartedLearners(PublishingHarness):
     """Generators and learners that are lost; `mixed` are generators that confirmed buckets of two processes."""
 
     def __init__(self, late=0.0, **generators):
@@ -56,7 +56,6 @@ class Rebuilt(PublishingHarness):
         super().__init__(**generators)
         self.policy, self._late = Learners(), late
         object.__setattr__(self.roles, "policy", self.policy)
-        object.__setattr__(self.roles, "healing", self.healing)
         self.publication, self.received, self.mixed = {}, {}, []
         behave = self.group.behave
 
@@ -104,7 +103,7 @@ class Rebuilt(PublishingHarness):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("version", [0, 1, 2], ids="back to version {}".format)
 def test_a_generator_in_the_middle_of_catching_up_begins_anew_with_the_new_learners(workers, version):
-    it = Rebuilt(workers=workers)
+    it = WithRestartedLearners(workers=workers)
 
     async def run():
         await it.publish(1, 2)
@@ -118,11 +117,11 @@ def test_a_generator_in_the_middle_of_catching_up_begins_anew_with_the_new_learn
     assert run_in_virtual_time(run()) == list(range(workers))
     assert it.group.versions == [version + 1] * workers
     assert it.group.incarnations[0] == 2, "it was not to blame"
-    assert it.policy.without_a_plan == 0 and it.mixed == [] and it.healing.down == {}
+    assert it.policy.without_a_plan == 0 and it.mixed == [] and it.health.down == {}
 
 
 def test_when_learners_are_about_to_be_replaced_no_catch_up_makes_a_call_any_more():
-    it = Rebuilt(workers=1)
+    it = WithRestartedLearners(workers=1)
 
     async def run():
         await it.publish(1)
@@ -139,7 +138,7 @@ def test_when_learners_are_about_to_be_replaced_no_catch_up_makes_a_call_any_mor
 
 def test_buckets_that_were_on_their_way_from_the_old_learners_do_not_come_between_those_of_the_new():
     """They are of the same version: the run went back to the step that it had just made."""
-    it = Rebuilt(workers=1, late=8.0)
+    it = WithRestartedLearners(workers=1, late=8.0)
 
     async def run():
         await it.publish(1)
@@ -158,7 +157,7 @@ def test_buckets_that_were_on_their_way_from_the_old_learners_do_not_come_betwee
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_a_generator_that_has_just_confirmed_a_version_that_no_longer_is_takes_an_earlier_one(version):
-    it = Rebuilt(workers=1)
+    it = WithRestartedLearners(workers=1)
 
     async def run():
         await it.publish(1, 2)
@@ -173,7 +172,7 @@ def test_a_generator_that_has_just_confirmed_a_version_that_no_longer_is_takes_a
 
 
 def test_a_generator_that_joins_while_learners_are_replaced_has_the_weights_of_the_new_ones():
-    it = Rebuilt(workers=1)
+    it = WithRestartedLearners(workers=1)
     group = it.group
 
     async def add(timeout_s):
@@ -201,7 +200,7 @@ def test_a_generator_that_joins_while_learners_are_replaced_has_the_weights_of_t
 def test_a_learner_s_own_failure_is_not_the_generators_for_ever(failure):
     """One whose collective broke with another rank answers with an error of its own; one that started anew has no
     plan."""
-    it = Rebuilt(workers=1)
+    it = WithRestartedLearners(workers=1)
 
     async def run():
         await it.publish(1)
@@ -221,7 +220,7 @@ def test_a_learner_s_own_failure_is_not_the_generators_for_ever(failure):
 
 
 def test_a_generator_lost_again_while_it_catches_up_is_restarted_whatever_the_learners_do():
-    it = Rebuilt(workers=1)
+    it = WithRestartedLearners(workers=1)
 
     async def run():
         await it.publish(1)
@@ -233,4 +232,4 @@ def test_a_generator_lost_again_while_it_catches_up_is_restarted_whatever_the_le
         return await asked
 
     assert run_in_virtual_time(run()) == [0] and it.group.versions == [1]
-    assert it.group.incarnations == [3] and it.healing.down == {}
+    assert it.group.incarnations == [3] and it.health.down == {}

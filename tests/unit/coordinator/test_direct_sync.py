@@ -7,9 +7,22 @@ import pytest
 from rlhf_ray.coordinator import direct_sync
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.direct_sync import DirectSync
+from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
+
+
+class RetriedLosses(HealthMonitor):
+    """Replaces nobody: the calls of lost workers go to others."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def lost(self, error, work=0, silent_s=None):
+        self.losses.append(error)
+        return Decision.RETRY
 
 
 class Group(StandInGroup):
@@ -26,12 +39,13 @@ def test_a_generator_that_is_lost_before_all_have_met_ends_nothing():
         return 2 if method == "devices" else None
 
     async def work():
-        roles = role_groups_of(generators=Group("generator", generator, 3), policy=Group("policy_learner", learner))
-        lost, dispatcher = [], roles.dispatcher(roles.generators)
-        dispatcher.on_lost = lambda _, error, __: lost.append(error.rank)
+        health = RetriedLosses()
+        roles = role_groups_of(health, generators=Group("generator", generator, 3),
+                               policy=Group("policy_learner", learner))
+        dispatcher = roles.dispatcher(roles.generators)
         receivers = BroadcastGroup(dispatcher, range(3))
         await DirectSync("ipc", roles).connect(receivers)
-        return roles.generators.log, lost, receivers.ranks
+        return roles.generators.log, [error.rank for error in health.losses], receivers.ranks
 
     async def learner(rank, method, *args):
         return None
@@ -62,13 +76,17 @@ class Broadcast:
 
     def __init__(self, monkeypatch, generator, send):
         monkeypatch.setattr(direct_sync, "ALONE_S", 0.05)
-        self.lost = []
+        self.health = RetriedLosses()
         self._generator, self._send = generator, send
-        self.roles = role_groups_of(generators=Group("generator", self._generators, 3),
+        self.roles = role_groups_of(self.health, generators=Group("generator", self._generators, 3),
                             policy=Group("policy_learner", self._learner))
         self.dispatcher = self.roles.dispatcher(self.roles.generators)
-        self.dispatcher.on_lost = lambda _, error, __: self.lost.append((error.rank, str(error)))
         self.receivers = BroadcastGroup(self.dispatcher, range(3))
+
+    @property
+    def lost(self):
+        """(rank, error) of each loss."""
+        return [(error.rank, str(error)) for error in self.health.losses]
 
     async def _generators(self, rank, method, *args):
         if method == "load_weights":

@@ -11,14 +11,12 @@ import pytest
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.config.training_loop import EvaluationConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
-from rlhf_ray.coordinator.route import Scored
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey, Unscored
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.evaluation_metrics import pass_rates, summarise
-from tests.unit.coordinator.stand_ins import StandInGroup, StandInPrompts, role_groups_of
+from tests.unit.coordinator.stand_ins import StandInPrompts, calls_of, role_groups_of
 
 
 def part(scores, lengths, finished, digests, bigrams, kl, reference, gold=None, texts=()):
@@ -65,39 +63,39 @@ def test_components_of_the_reward_are_told_one_by_one():
     assert (found["reward"], found["reward/a"], found["reward/b"]) == (3.0, 3.0, -1.0)
 
 
-class StandInPipeline:
-    """Scores chunks at once, the later the sooner."""
+class EvaluationHarness:
+    """An evaluator over stand-ins of the roles; `asked` has what the generators were asked for. No sample of `bad` has
+    a score."""
 
-    def __init__(self, config):
-        self.config, self.asked = config, []
+    def __init__(self, config, rows, bad=(), warn=lambda _: None):
+        self.asked, self.scored, self._bad = [], [], bad
+        roles = role_groups_of(generators=self.generate, reward=self.score, assembler=self.measure)
+        self.evaluator = Evaluator(config, roles, calls_of(config, roles), StandInPrompts("held out", rows=rows), warn)
 
-        async def measure(rank, method, *arguments):
-            if method == "sum_up":
-                return Assembler.sum_up(None, *arguments)
-            assert method == "measure"
-            keep_texts, keys, *_ = arguments
-            texts = [{"prompt": str(k.row), "response": ""} for k in keys][:keep_texts]
-            n = len(keys)
-            return part([k.row for k in keys], [1] * n, [True] * n, range(n), [], [0] * n, [0] * n, texts=texts)
-
-        self.roles, self.route = role_groups_of(assembler=measure), self
-
-    async def score(self, keys, seed, prompts, sampling):
-        self.asked.append((keys, seed, prompts.name, sampling))
+    async def generate(self, rank, method, prompts, keys, seed, sampling):
+        self.asked.append((keys, seed, prompts[0], sampling))
         await asyncio.sleep(0.01 / len(self.asked))
+        return keys
 
-        async def answer(rank, method):
-            return keys
+    async def score(self, rank, method, keys, prompts):
+        self.scored.append(keys)
+        if failed := [Unscored(key, "p", "r", f"row {key.row} is odd") for key in keys if key in self._bad]:
+            raise UnscoredSamples("no score", failed)
 
-        call = StandInGroup("generators", answer).call(0, "generate")
-        return Scored([call.ref], call.ref, call.ref)
+    async def measure(self, rank, method, *arguments):
+        if method == "sum_up":
+            return Assembler.sum_up(None, *arguments)
+        assert method == "measure"
+        keep_texts, keys, *_ = arguments
+        texts = [{"prompt": str(k.row), "response": ""} for k in keys][:keep_texts]
+        n = len(keys)
+        return part([k.row for k in keys], [1] * n, [True] * n, range(n), [], [0] * n, [0] * n, texts=texts)
 
 
 def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):
     async def run():
-        pipeline = StandInPipeline(ppo_config(chunk=4))
-        evaluator = Evaluator(EvaluationConfig(prompts="e", seed=99), pipeline, StandInPrompts("held out", rows=10))
-        return await evaluator.measure(), await evaluator.measure(), pipeline.asked
+        harness = EvaluationHarness(ppo_config(chunk=4, evaluation={"prompts": "e", "seed": 99}), rows=10)
+        return await harness.evaluator.measure(), await harness.evaluator.measure(), harness.asked
 
     one, two, asked = asyncio.run(run())
     chunks = [[SampleKey(0, row, 0) for row in rows] for rows in (range(4), range(4, 8), range(8, 10))]
@@ -106,34 +104,22 @@ def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):
     assert [text["prompt"] for text in one.texts] == [str(i) for i in range(min(TEXTS, 4))]
 
 
-def test_when_one_chunk_fails_the_others_are_given_up(ppo_config):
-    dropped = []
+def test_when_one_chunk_fails_the_others_are_not_scored(ppo_config):
+    class OneFails(EvaluationHarness):
+        async def generate(self, rank, method, prompts, keys, seed, sampling):
+            await asyncio.sleep(0.01 if keys[0].row == 4 else 0.05)
+            if keys[0].row == 4:
+                raise RewardError("no score")
+            return keys
 
     async def run():
-        pipeline = StandInPipeline(ppo_config(chunk=4))
-
-        async def score(keys, *_):
-            try:
-                await asyncio.sleep(0.01 if keys[0].row == 4 else 60)
-                raise RewardError("no score")
-            except asyncio.CancelledError:
-                dropped.append(keys[0].row)
-                raise
-
-        pipeline.score = score
-        evaluator = Evaluator(EvaluationConfig(prompts="e"), pipeline, StandInPrompts("held out", rows=10))
+        harness = OneFails(ppo_config(chunk=4, evaluation={"prompts": "e"}), rows=10)
         with pytest.raises(RewardError):
-            await evaluator.measure()
-        await asyncio.sleep(0)
-        assert sorted(dropped) == [0, 8]
+            await harness.evaluator.measure()
+        await asyncio.sleep(0.1)
+        return harness.scored
 
-    asyncio.run(run())
-
-
-def test_a_kl_is_told_of_the_policys_own_samples_only():
-    assert "kl" in summarise([FIRST], on_policy=True)
-    other = summarise([FIRST], on_policy=False)
-    assert other == {name: value for name, value in summarise([FIRST]).items() if name != "kl"}
+    assert asyncio.run(run()) == []
 
 
 @pytest.mark.parametrize(("sampling", "told"), [
@@ -148,9 +134,8 @@ def test_the_distribution_under_training_is_known_from_its_settings(ppo_config, 
     assert derive(config).evaluates_the_policy_itself is told
 
     async def run():
-        pipeline = StandInPipeline(config)
-        found = await Evaluator(config.evaluation, pipeline, StandInPrompts("held out", rows=2)).measure()
-        return found.metrics, pipeline.asked
+        harness = EvaluationHarness(config, rows=2)
+        return (await harness.evaluator.measure()).metrics, harness.asked
 
     metrics, asked = asyncio.run(run())
     assert ("kl" in metrics) is told
@@ -160,9 +145,8 @@ def test_the_distribution_under_training_is_known_from_its_settings(ppo_config, 
 def test_several_samples_of_a_prompt_have_seeds_of_their_own_and_texts_of_different_prompts(ppo_config):
     async def run():
         config = ppo_config(chunk=4, evaluation={"prompts": "e", "samples_per_prompt": 2})
-        pipeline = StandInPipeline(config)
-        evaluator = Evaluator(config.evaluation, pipeline, StandInPrompts("held out", rows=5))
-        return await evaluator.measure(), pipeline.asked
+        harness = EvaluationHarness(config, rows=5)
+        return await harness.evaluator.measure(), harness.asked
 
     found, asked = asyncio.run(run())
     keys = [key for chunk, *_ in asked for key in chunk]
@@ -201,25 +185,10 @@ def test_which_components_count_as_solved_and_from_where():
     assert solved_at(solved_at=0.5) == {"sum": 2.0, "tests": 0.5}
 
 
-class SomeWithoutScore(StandInPipeline):
-    """No sample of `bad` prompts has a score."""
-
-    def __init__(self, config, bad):
-        super().__init__(config)
-        self._bad = bad
-
-    async def score(self, keys, *others):
-        if failed := [Unscored(key, "p", "r", f"row {key.row} is odd") for key in keys if key in self._bad]:
-            self.asked.append((keys, *others))
-            raise UnscoredSamples("no score", failed)
-        return await super().score(keys, *others)
-
-
 def evaluate_without(ppo_config, bad, warn, rows=5):
     config = ppo_config(chunk=4, evaluation={"prompts": "e", "samples_per_prompt": 2},
                         reward={"on_failure": "quarantine"})
-    evaluator = Evaluator(config.evaluation, SomeWithoutScore(config, bad), StandInPrompts("held out", rows=rows), warn)
-    return asyncio.run(evaluator.measure())
+    return asyncio.run(EvaluationHarness(config, rows, bad, warn).evaluator.measure())
 
 
 def test_a_held_out_prompt_without_a_score_is_left_out_with_all_its_samples_and_told(ppo_config):

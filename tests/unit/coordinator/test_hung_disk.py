@@ -39,7 +39,7 @@ class DiskRun(CoordinatorHarness):
         coordinator.metrics = MetricsWriter(place, LoggingConfig(tensorboard=False, ray_metrics=False))
         coordinator.samples = SampleWriter(place / "samples")
         coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), harness.roles, harness.state,
-                                        harness.buffer, coordinator.pipeline.summaries, {}, harness.ledger,
+                                        harness.buffer, {}, harness.ledger,
                                         files=self.files)
         coordinator.__post_init__()
 

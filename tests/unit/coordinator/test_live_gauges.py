@@ -47,7 +47,7 @@ def test_it_says_who_is_busy_idle_and_down(run, time):
     for phase in ("logprobs", "policy_update"):  # two calls of one worker
         clock.under_way.add(Task("policy", 1, phase, clock.now() - 5.0))
     live = live_of(run, time)
-    coordinator.roles.healing.down["critic", 0] = None
+    coordinator.roles.health.down["critic", 0] = None
     clock.under_way.add(Task("critic", 0, "values", clock.now()))  # nobody has been told yet that it is lost
     now = read(live, run)
     assert [now["live/workers", "policy", "default", state] for state in ("busy", "idle", "down")] == [1, 1, 0]
@@ -84,7 +84,7 @@ def test_the_age_of_a_step_begins_anew_with_each(run, time):
 def test_a_generator_that_did_not_confirm_is_behind(run, time):
     run.coordinator.state.step = 7
     run.coordinator.weights.confirmed = {rank: 7 - rank for rank in range(len(run.coordinator.roles.generators))}
-    run.coordinator.roles.healing.down["generators", 9] = None
+    run.coordinator.roles.health.down["generators", 9] = None
     told = read(live_of(run, time), run)
     assert told["live/policy_version",] == 7
     behind = {key[1]: value for key, value in told.items() if key[0] == "live/versions_behind"}
@@ -101,5 +101,5 @@ def test_a_generator_that_was_removed_is_behind_nobody(run, time):
     live, roles = live_of(run, time), run.coordinator.roles
     run.coordinator.state.step = 3
     assert read(live, run)["live/versions_behind", "generator/0"] == 3
-    roles.dispatcher(roles.generators).leave_out(0)
+    roles.dispatcher(roles.generators).scheduler.leave_out(0)
     assert read(live, run)["live/versions_behind", "generator/0"] == 0

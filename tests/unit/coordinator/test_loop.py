@@ -12,7 +12,6 @@ from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, TrainingError, WorkerError
 from rlhf_ray.replay.audit import audit
-from rlhf_ray.replay.buffer_state import Reservation
 from rlhf_ray.replay.ledger import open_for_reading
 from rlhf_ray.replay.ledger_tables import OPEN
 from tests.unit.coordinator.harnesses import CoordinatorHarness
@@ -139,7 +138,8 @@ def test_workers_that_cannot_be_kept_alive_end_the_run_with_what_is_done_saved(p
 
     async def publish_and_lose(version):
         if version == 2:
-            run.harness.roles.dispatcher(run.harness.generators).fail(WorkerError(f"{role}/0 was lost once more", role))
+            scheduler = run.harness.roles.dispatcher(run.harness.generators).scheduler
+            scheduler.fail(WorkerError(f"{role}/0 was lost once more", role))
         return await publish(version)
 
     run.coordinator.weights.publish = publish_and_lose
@@ -172,11 +172,9 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_resumed_run(ppo_config,
     run.coordinator.stop, run.stop_in_evaluation = StopRequest(lambda _: None), None
 
     async def go_on():
-        state = run.harness.state
-        open_places = [Reservation(order, len(keys), state.step) for order, keys in state.in_flight.items()]
-        for keys in state.in_flight.values():
-            run.harness.ledger.give_up(keys, "the process ended")
-        run.coordinator.pipeline.start_again(open_places)
+        for chunk in run.harness.state.chunks.values():
+            run.harness.ledger.give_up(chunk.keys, "the process ended")
+        run.coordinator.pipeline.resume()
         await asyncio.wait_for(run.coordinator.run(), 20)
 
     asyncio.run(go_on())

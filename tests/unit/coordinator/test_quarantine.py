@@ -90,7 +90,7 @@ def test_a_resumed_run_knows_who_left_and_forgets_who_left_after_its_checkpoint(
     resumed = Ledger.resume(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite", facts)
     again = Quarantine(resumed, file, 0.1, 20, told.append)
     assert again.samples == 1 and [json.loads(line)["key"] for line in file.read_text().splitlines()] == [[0, 1, 0]]
-    resumed.lease(keys[2:], 0)
+    resumed.start_attempt(keys[2:], 0)
     again.set_aside(keys[2:], unscored(2))
     with pytest.raises(RewardError, match="3 of 20 prompts"):
         again.set_aside(keys[3:], unscored(3))

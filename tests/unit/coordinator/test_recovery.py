@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.data.cursor import PromptCursor
@@ -64,11 +65,11 @@ FACTS = LedgerFacts(2, 1, 1, (20,), 3, True, (1.0,))
 
 
 def setting(tmp_path, geometry=MappingProxyType({"policy.workers": 2}), critic=True):
-    workers, summaries = CheckpointedRoles(critic), {}
+    workers = CheckpointedRoles(critic)
     state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
     ledger = Ledger.create(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.sqlite", FACTS)
-    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.roles, state, buffer, summaries, geometry, ledger)
-    return workers, state, buffer, summaries, recovery
+    recovery = Recovery(CheckpointStore(tmp_path, 2), workers.roles, state, buffer, geometry, ledger)
+    return workers, state, buffer, recovery
 
 
 async def saved(recovery):
@@ -82,28 +83,27 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
     keys = [SampleKey(0, row, 0) for row in range(6)]
 
     async def run():
-        _, state, buffer, summaries, recovery = setting(tmp_path)
+        _, state, buffer, recovery = setting(tmp_path)
         state.step, state.samples = 3, 12
         buffer.evict(3)
         places = [buffer.reserve(2, 0) for _ in range(3)]
-        buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 3, 20)
-        summaries[1] = summary(keys[2:4], version=3)
-        state.in_flight = {0: keys[:2], 2: keys[4:]}
+        buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 3, 20, summary(keys[2:4], version=3))
+        state.chunks = {0: Chunk(places[0], keys[:2]), 2: Chunk(places[2], keys[4:])}
         where = await saved(recovery)
         assert where == tmp_path / "step_3" and where.is_dir()
 
-        workers, again, other, found, restored = setting(tmp_path)
-        open_places = await restored.restore(where)
-        refs = [await entry.ref for entry in other.ready_entries()]
-        return workers, again, other, found, open_places, refs
+        workers, again, other, restored = setting(tmp_path)
+        await restored.restore(where)
+        return workers, again, other, [await entry.ref for entry in other.ready_entries()]
 
-    workers, again, buffer, found, open_places, refs = asyncio.run(run())
+    workers, again, buffer, refs = asyncio.run(run())
     assert sorted(workers.loaded) == ["critic", "policy"]
     assert (again.step, again.samples) == (3, 12)
-    assert [(p.order, again.in_flight[p.order]) for p in open_places] == [(0, keys[:2]), (2, keys[4:])]
+    assert {order: chunk.keys for order, chunk in again.chunks.items()} == {0: keys[:2], 2: keys[4:]}
     assert refs == ["experience of 2 and 3"]
-    assert [e.keys for e in buffer.ready_entries()] == [tuple(keys[2:4])]
-    assert list(found) == [1] and found[1].min_version == 3 and found[1].scores.tolist() == [0, 1]
+    (entry,) = buffer.ready_entries()
+    assert entry.keys == tuple(keys[2:4])
+    assert entry.summary.min_version == 3 and entry.summary.scores.tolist() == [0, 1]
 
 
 def test_without_a_critic_none_is_saved_and_none_comes_back(tmp_path):
@@ -140,10 +140,9 @@ def test_waiting_experience_that_lay_on_a_lost_node_calls_for_what_its_update_wo
     """The learners are all there, and nobody else can say that the run has to go back to the last checkpoint."""
 
     async def run():
-        workers, _, buffer, summaries, recovery = setting(tmp_path)
+        workers, _, buffer, recovery = setting(tmp_path)
         keys = [SampleKey(0, 0, 0), SampleKey(0, 1, 0)]
-        buffer.commit(buffer.reserve(2, 0), "gone", keys, 0, 20)
-        summaries[0] = summary(keys)
+        buffer.commit(buffer.reserve(2, 0), "gone", keys, 0, 20, summary(keys))
 
         async def gone(rank, method, *args):
             raise WorkerLost("an argument of save of assembler/0 was lost", "assembler", 0, 1, method, "result")
@@ -228,28 +227,27 @@ def test_experience_with_other_old_logprobs_than_updates_need_now_is_made_again(
     keys = [SampleKey(0, row, 0) for row in range(6)]
 
     async def run():
-        _, state, buffer, summaries, recovery = setting(tmp_path)
+        _, state, buffer, recovery = setting(tmp_path)
         places = [buffer.reserve(2, 0) for _ in range(2)]
         begin(recovery.ledger, keys[:4], 0)
         recovery.ledger.generated(keys[2:4], "generator/0")
         recovery.ledger.scored(keys[2:4], 0)
-        buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 0, 20)
-        summaries[1] = summary(keys[2:4])
-        state.in_flight, state.returned = {0: keys[:2]}, keys[4:]
+        buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 0, 20, summary(keys[2:4]))
+        state.chunks, state.returned = {0: Chunk(places[0], keys[:2])}, keys[4:]
         where = await saved(recovery)
 
-        _, again, other, found, restored = setting(tmp_path)
+        _, again, other, restored = setting(tmp_path)
         restored.old_logprobs = "update"
         restored.ledger = Ledger.resume(tmp_path / "resumed.sqlite", where / LEDGER, FACTS)
-        open_places = await restored.restore(where)
+        await restored.restore(where)
         with closing(open_for_reading(restored.ledger.path)) as db:
-            (told,) = db.execute("SELECT DISTINCT reason FROM attempts WHERE row IN (2, 3)")
-        return again, other, found, open_places, told[0]
+            ((reason,),) = db.execute("SELECT DISTINCT reason FROM attempts WHERE row IN (2, 3)")
+        return again, other, reason
 
-    again, buffer, found, open_places, told = asyncio.run(run())
-    assert again.returned == [*keys[2:4], *keys[4:]] and again.in_flight == {0: keys[:2]}
-    assert [place.order for place in open_places] == [0] and buffer.ready_entries() == [] and found == {}
-    assert told == "made with old log-probabilities of the policy, and the run resumed with those of the update"
+    again, buffer, reason = asyncio.run(run())
+    assert again.returned == [*keys[2:4], *keys[4:]] and buffer.ready_entries() == []
+    assert {order: chunk.keys for order, chunk in again.chunks.items()} == {0: keys[:2]}
+    assert reason == "made with old log-probabilities of the policy, and the run resumed with those of the update"
 
 
 def test_other_ranks_and_another_estimator_are_refused_by_name(tmp_path):

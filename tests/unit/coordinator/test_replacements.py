@@ -76,7 +76,8 @@ def test_a_run_saved_between_a_failure_and_its_replacement_goes_on_as_if_it_had_
         batch = asyncio.create_task(harness.pipeline.next_batch())
         while not harness.ledger.quarantined():
             await asyncio.sleep(0.01)
-        saved = harness.state.state_dict(), harness.buffer.state_dict(), dict(harness.pipeline.summaries)
+        saved = (harness.state.state_dict(), harness.buffer.state_dict(),
+                 {entry.order: entry.summary for entry in harness.buffer.ready_entries()})
         harness.ledger.save(copy)
         batch.cancel()
         await asyncio.gather(batch, return_exceptions=True)
@@ -93,10 +94,9 @@ def test_a_run_saved_between_a_failure_and_its_replacement_goes_on_as_if_it_had_
     resumed.pipeline.quarantine = Quarantine(resumed.ledger, resumed.file, 0.5, ROWS, lambda _: None)
 
     async def go_on():
-        resumed.state.load_state_dict(state)
-        resumed.pipeline.summaries.update(summaries)
-        resumed.pipeline.start_again(
-            resumed.buffer.load_state_dict(buffer, {order: f"experience {order}" for order in summaries}))
+        refs = {order: f"experience {order}" for order in summaries}
+        resumed.state.load_state_dict(state, resumed.buffer.load_state_dict(buffer, refs, summaries))
+        resumed.pipeline.resume()
         return [[key.row for key in await resumed.train()] for _ in range(2)]
 
     assert run_in_virtual_time(go_on()) == [BATCH, NEXT]

@@ -26,22 +26,25 @@ class Stretch(DelayedRun):
     """A run from a checkpoint, or from its beginning, that is stopped after a step; or that ends."""
 
     def __init__(self, config, summary, directory, seed, saved=None, stop_after=None, pace=(1.0, 1.0), capacity=None):
-        super().__init__(config, summary, seed, generating=pace[0], updating=pace[1], capacity=capacity)
         self._path, self._stop_after, self._saved = Path(directory) / "ledger.sqlite", stop_after, saved
         self.snapshot = None
-        facts = LedgerFacts.of(config.coordinator, self.state.cursor)
-        self.ledger = (Ledger.resume(self._path, self._copy, facts) if saved
-                       else Ledger.create(self._path, facts))
-        self.pipeline.ledger = self.ledger
+        super().__init__(config, summary, seed, generating=pace[0], updating=pace[1], capacity=capacity)
         self.coordinator.recovery.save = self.save
+
+    def ledger_of(self, config):
+        facts = LedgerFacts.of(config.coordinator, self.state.cursor)
+        self.ledger = (Ledger.resume(self._path, self._copy, facts) if self._saved
+                       else Ledger.create(self._path, facts))
+        return self.ledger
 
     @property
     def _copy(self):
         return self._path.with_name("copy.sqlite")
 
     async def save(self):
-        self.snapshot = (self.state.state_dict(), self.buffer.state_dict(), dict(self.pipeline.summaries),
-                         {entry.order: entry.ref for entry in self.buffer.ready_entries()})
+        ready = self.buffer.ready_entries()
+        self.snapshot = (self.state.state_dict(), self.buffer.state_dict(),
+                         {entry.order: entry.ref for entry in ready}, {entry.order: entry.summary for entry in ready})
         self._copy.unlink(missing_ok=True)
         self.ledger.save(self._copy)
         return 0.0
@@ -53,11 +56,10 @@ class Stretch(DelayedRun):
 
     async def _go_on(self):
         if self._saved:
-            state, buffer, summaries, refs = self._saved
-            self.state.load_state_dict(state)
+            state, buffer, refs, summaries = self._saved
+            self.state.load_state_dict(state, self.buffer.load_state_dict(buffer, refs, summaries))
             self.versions = [self.state.step] * len(self.versions)
-            self.pipeline.summaries.update(summaries)
-            self.pipeline.start_again(self.buffer.load_state_dict(buffer, refs))
+            self.pipeline.resume()
         await self.coordinator.run()
 
     def go(self):
@@ -84,9 +86,9 @@ def stretches(ppo_config, summary):
             stretch = Stretch(config, summary, directory.name, seed + number, saved, stop_after, pace, capacity)
             trained += stretch.go()
             saved = stretch.snapshot
-        assert stretch.state.step == STEPS and stretch.state.in_flight == {} and stretch.state.returned == []
+        assert stretch.state.step == STEPS and stretch.state.chunks == {} and stretch.state.returned == []
         with closing(Ledger(stretch.ledger.path)) as ledger:
-            ledger.commit()
+            ledger.mark_committed()
         with closing(open_for_reading(stretch.ledger.path)) as db:
             problems, found = audit(db, ended=True), counts(db)
             reasons = {reason for reason, in db.execute("SELECT DISTINCT reason FROM attempts")}

@@ -2,18 +2,22 @@
 
 import asyncio
 
-from rlhf_ray.coordinator.dispatcher import LeastLoadedScheduler
+from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of, silent
 
 
 def test_the_least_loaded_worker_is_next_and_the_lowest_among_equals():
     scheduler = LeastLoadedScheduler(StandInGroup("generators", silent, workers=3))
-    assert [scheduler.take(work) for work in (5, 2, 3)] == [0, 1, 2]
-    assert scheduler.take(4) == 1  # loads 5, 2, 3 -> 5, 6, 3
-    assert scheduler.take(2) == 2  # -> 5, 6, 5
-    assert scheduler.take(1) == 0  # 0 and 2 are equal
-    scheduler.give_back(1, 6)
-    assert scheduler.take(1) == 1
+
+    async def run():
+        assert [await scheduler.acquire(work) for work in (5, 2, 3)] == [0, 1, 2]
+        assert await scheduler.acquire(4) == 1  # loads 5, 2, 3 -> 5, 6, 3
+        assert await scheduler.acquire(2) == 2  # -> 5, 6, 5
+        assert await scheduler.acquire(1) == 0  # 0 and 2 are equal
+        scheduler.release(1, 6)
+        assert await scheduler.acquire(1) == 1
+
+    asyncio.run(run())
 
 
 def test_a_team_counts_its_workers_by_role():

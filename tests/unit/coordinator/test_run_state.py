@@ -8,14 +8,19 @@ import pytest
 from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_ray.checkpoint.state_files import load_state, save_state
 from rlhf_ray.config.algorithm import KLConfig
+from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.run_state import RunState, kl_controller, summary_of, summary_state
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import RewardTerms, SampleKey
+from rlhf_ray.replay.buffer_state import Reservation
 
 
 def fresh(rows=20):
     return RunState(AdaptiveKL(0.2, 6.0, 1000), PromptCursor(rows, 3, shuffle=True))
+
+
+PLACES = [Reservation(9, 2, 4), Reservation(11, 1, 4)]
 
 
 def used():
@@ -27,27 +32,28 @@ def used():
     state.best.follow("reward")
     state.best.step, state.best.value = 2, 1.5
     state.early_stop.observe(4, 3.5, 1.25)
-    state.in_flight = {9: [SampleKey(1, 2, 0), SampleKey(1, 2, 1)], 11: [SampleKey(1, 5, 0)]}
+    state.chunks = {place.order: Chunk(place, keys) for place, keys in zip(
+        PLACES, ([SampleKey(1, 2, 0), SampleKey(1, 2, 1)], [SampleKey(1, 5, 0)]), strict=True)}
     return state
 
 
 def test_a_state_comes_back_from_json_as_it_was():
     state, again = used(), fresh()
-    again.load_state_dict(json.loads(json.dumps(state.state_dict())))
-    assert (again.step, again.samples, again.unmeasured, again.in_flight) == (4, 32, False, state.in_flight)
+    again.load_state_dict(json.loads(json.dumps(state.state_dict())), PLACES)
+    assert (again.step, again.published, again.samples, again.unmeasured) == (4, 4, 32, False)
+    assert again.chunks == state.chunks
     assert again.kl.value == state.kl.value == pytest.approx(0.2 * (1 + 0.2 * 0.1))
     assert again.scores.state_dict() == state.scores.state_dict() and again.scores.count == 3
     assert again.best == state.best and again.best.metric == "reward"
     assert again.early_stop == state.early_stop and again.early_stop.kl == [3.5]
     assert again.cursor.next(30) == state.cursor.next(30)
-    assert all(isinstance(order, int) for order in again.in_flight)
 
 
 def test_a_state_of_other_data_is_refused_before_anything_changes():
     again = fresh(rows=21)
     with pytest.raises(CheckpointError, match="rows=20"):
         again.load_state_dict(used().state_dict())
-    assert (again.step, again.kl.value, again.in_flight) == (0, 0.2, {})
+    assert (again.step, again.kl.value, again.chunks) == (0, 0.2, {})
 
 
 @pytest.mark.parametrize("normalisation, mean, deviation", [

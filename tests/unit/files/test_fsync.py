@@ -43,7 +43,7 @@ def metrics(place):
 
 
 def ledger(place):
-    Ledger.create(place / "ledger.sqlite", LedgerFacts(1, 1, 0, (1,), 0, False, (1.0,))).lease([], 0)
+    Ledger.create(place / "ledger.sqlite", LedgerFacts(1, 1, 0, (1,), 0, False, (1.0,))).start_attempt([], 0)
 
 
 WRITERS = {

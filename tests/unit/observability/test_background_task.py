@@ -6,10 +6,10 @@ import contextlib
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.cluster.pulse import Pulse
+from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator import live_status, node_drain
-from rlhf_ray.coordinator.healing import Healing
+from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import BackgroundTaskError
 from rlhf_ray.observability import control_files
@@ -120,21 +120,6 @@ async def forever():
     await asyncio.Event().wait()
 
 
-class Looked:
-    """A group of one rank, whose sign of life is `sign`."""
-
-    role = "policy_learner"
-
-    def __init__(self, incarnation):
-        self.incarnation = incarnation
-
-    def __len__(self):
-        return 1
-
-    async def sign_of_life(self, rank):
-        return 1
-
-
 def tasks_of_a_run(tmp_path, monkeypatch, told):
     """By name: the part of each task that raises once, and what runs the task."""
     directory = RunDirectory(tmp_path)
@@ -150,28 +135,22 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
     monkeypatch.setattr(node_drain, "own_node", lambda: "here")
     monkeypatch.setattr(node_drain, "draining_nodes", lambda: {"node": None})
     monkeypatch.setattr(node_drain.DrainWatch, "handle", lambda self, node, left_s: drains())
-    pulse, watch = Once(lambda rank: 1), Once(lambda: None)
+    watched = Once(list)
 
-    async def look():
-        while True:
-            watch()
-            await asyncio.sleep(1)
-
-    def healing():
-        made = Healing(ClusterConfig(), FaultLog())
-        made.log.failed = tell
-        return made.at_work(look)
+    def heartbeats():
+        monitor = HealthMonitor(ClusterConfig(), FaultLog())
+        monitor.log.failed = tell
+        return monitor.at_work([HeartbeatDetector(watched, 300.0, monitor.silent)])
 
     return {
         "status": (status, lambda: live_status.live_status(status, directory, on_failure=tell)),
         "control": (questions, lambda: (answering(directory, {}, on_failure=tell), started.append(1))[0]),
         "drains": (drains, lambda: node_drain.watch_node_drains(StopRequest(print), print, [], on_failure=tell)),
-        "pulse": (pulse, lambda: Pulse([Looked(pulse)], 300.0, tell).watched()),
-        "watch": (watch, healing),
+        "heartbeats": (watched, heartbeats),
     }
 
 
-@pytest.mark.parametrize("name", ["status", "control", "drains", "pulse", "watch"])
+@pytest.mark.parametrize("name", ["status", "control", "drains", "heartbeats"])
 def test_each_task_of_a_run_works_again_after_it_raised_once(tmp_path, monkeypatch, name):
     told = []
     part, begin = tasks_of_a_run(tmp_path, monkeypatch, told)[name]

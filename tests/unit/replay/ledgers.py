@@ -15,4 +15,4 @@ def begin(ledger, keys, version=0):
     drawn = Counter(sum(row >= end for end in ends) for _, row in {(key.epoch, key.row) for key in keys})
     before = dict(ledger._db.execute("SELECT source, handed_out FROM cursor"))
     ledger.admit(keys, [before[source] + drawn[source] for source in before])
-    ledger.lease(keys, version)
+    ledger.start_attempt(keys, version)

@@ -37,7 +37,7 @@ class SimulatedRun:
         return keys
 
     def _lease(self, order, keys):
-        self.ledger.lease(keys, self.step)
+        self.ledger.start_attempt(keys, self.step)
         self.chunks[order] = [keys, self.step, "leased"]
 
     def admit(self):
@@ -87,7 +87,7 @@ class SimulatedRun:
 
     def save(self):
         self.ledger.save(self.place / "copy.sqlite")
-        self.ledger.commit()
+        self.ledger.mark_committed()
         self._saved = self.step, self.order, self.cursor.state_dict(), {o: list(c) for o, c in self.chunks.items()}
 
     def die(self):

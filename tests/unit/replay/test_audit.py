@@ -25,7 +25,7 @@ def finished(path, steps=3):
         ledger.generated(chunk, "generator/0")
         ledger.scored(chunk, step - 1)
         ledger.consumed(chunk, step)
-    ledger.commit()
+    ledger.mark_committed()
     ledger.close()
     return path
 
@@ -98,7 +98,7 @@ def test_a_prompt_dropped_for_ever_is_missed_although_another_epochs_is_trained_
             ledger.generated(keys, "generator/0")
             ledger.scored(keys, step - 1)
             ledger.consumed(keys, step)
-    ledger.commit()
+    ledger.mark_committed()
     named = f"(epoch {drawn[2][0].epoch}, row {drawn[2][0].row}, sample 0, admitted)"
     assert [named in problem.violation for problem in problems(ledger.path)] == [True]
     change(ledger.path, "DELETE FROM samples WHERE state = 'admitted'")  # as if it had never been admitted

@@ -57,13 +57,13 @@ def test_a_sample_goes_from_admission_to_its_update_and_is_committed_with_the_ch
     ledger.save(tmp_path / "copy.sqlite")
     assert [row[4] for row in table(ledger.path)] == ["consumed"] * 2 + ["leased"] * 2 + ["consumed"] * 2
     assert [row[4] for row in table(tmp_path / "copy.sqlite")] == ["committed"] * 2 + ["leased"] * 2 + ["committed"] * 2
-    ledger.commit()
+    ledger.mark_committed()
     assert table(ledger.path) == table(tmp_path / "copy.sqlite")
     assert table(ledger.path)[0] == (0, 0, 0, 1, "committed", 0, "generator/0", 1, None)
     assert not wrong(ledger.path)
 
 
-@pytest.mark.parametrize("step", ["lease", "generated", "consumed", "give_up"])
+@pytest.mark.parametrize("step", ["start_attempt", "generated", "consumed", "give_up"])
 def test_a_step_out_of_order_is_refused_and_changes_nothing(ledger, step):
     begin(ledger, keys(0), 0)
     ledger.generated(keys(0), "generator/0")
@@ -71,7 +71,7 @@ def test_a_step_out_of_order_is_refused_and_changes_nothing(ledger, step):
         ledger.scored(keys(0), 0)
         ledger.consumed(keys(0), 1)
     before = table(ledger.path)
-    arguments = {"lease": 0, "generated": "generator/1", "consumed": 1, "give_up": "reason"}
+    arguments = {"start_attempt": 0, "generated": "generator/1", "consumed": 1, "give_up": "reason"}
     with pytest.raises(LedgerError, match="a sample came twice, or was never admitted"):
         getattr(ledger, step)(keys(0), arguments[step])
     assert table(ledger.path) == before and not table(ledger.path, "attempts")
@@ -84,7 +84,7 @@ def test_an_attempt_given_up_is_remembered_and_the_next_has_a_number_of_its_own(
     assert table(ledger.path) == [(0, 0, n, 2, "admitted", None, None, None, None) for n in range(2)]
     assert table(ledger.path, "attempts")[0] == (0, 0, 0, 1, "generated", "generator/1", "stale")
     assert not wrong(ledger.path)
-    ledger.lease(keys(0), 1)
+    ledger.start_attempt(keys(0), 1)
     assert [row[3] for row in table(ledger.path)] == [2, 2]
     assert not wrong(ledger.path)
     ledger.leave_unused(keys(0), "the run ended")
@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_from_the_copy_and_remembers_what_was_lost(ledger,
         assert counts(db) == {"admitted": 2, "leased": 0, "generated": 0, "scored": 2, "consumed": 0, "committed": 4,
                               "not_applied": 0, "quarantined": 0, "unused": 0, "attempts given up": 6}
     assert {row[6] for row in table(again.path, "attempts")} == {LOST}
-    again.lease(keys(1), 1)
+    again.start_attempt(keys(1), 1)
     assert [row[3] for row in table(again.path)] == [1, 1, 2, 2, 1, 1, 1, 1]
     assert not wrong(again.path)
 
@@ -265,7 +265,7 @@ def test_with_a_thread_changes_are_made_in_order_a_copy_is_of_its_moment_and_a_f
         with pytest.raises(LedgerError, match="4 samples should become consumed, and 2 of them"):
             await ledger.settled()
         with pytest.raises(LedgerError, match="4 samples should become consumed"):
-            ledger.lease(keys(4), 0)
+            ledger.start_attempt(keys(4), 0)
         assert states(ledger.path) == {"scored": 4}, "those before it are made"
 
     asyncio.run(run())

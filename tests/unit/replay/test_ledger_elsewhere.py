@@ -131,7 +131,7 @@ def test_a_superseded_driver_marks_no_update_and_what_it_writes_does_not_reach_i
             lease(mine, 2)
         key = [SampleKey(0, 2, 0)]
         for write in (lambda: mine.consumed(key, 1), lambda: mine.not_applied(key, 1, "no number"),
-                      lambda: mine.save(tmp_path / "late"), lambda: mine.commit(1), mine.close):
+                      lambda: mine.save(tmp_path / "late"), lambda: mine.mark_committed(1), mine.close):
             with pytest.raises(SupersededError):
                 write()
         with pytest.raises(sqlite3.ProgrammingError):

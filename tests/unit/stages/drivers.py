@@ -30,7 +30,7 @@ class Driver:
     def consume(self) -> None:
         keys = [SampleKey(0, self.step, 0)]
         self.ledger.admit(keys, [self.step + 1])
-        self.ledger.lease(keys, self.step)
+        self.ledger.start_attempt(keys, self.step)
         self.ledger.generated(keys, self.name)
         self.ledger.scored(keys, self.step)
         self.step += 1
@@ -45,6 +45,6 @@ class Driver:
     def make_a_step(self) -> None:
         self.consume()
         self.store.commit(self.begin(), self.step)
-        self.ledger.commit(self.step)
+        self.ledger.mark_committed(self.step)
         self.metrics.write(self.step, {"loss": 1.0})
         self.directory.write_json("status.json", {"of": self.name})

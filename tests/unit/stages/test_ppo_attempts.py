@@ -38,7 +38,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
         weights=SimpleNamespace(changing=changing), recovery=SimpleNamespace(restore=restore),
         state=SimpleNamespace(step=0, cursor=SimpleNamespace(position=[0])), open_keys=list,
         progress=SimpleNamespace(note=lambda _: None),
-        pipeline=SimpleNamespace(start_again=lambda places: done.append(f"began {places}"), close=close,
+        pipeline=SimpleNamespace(resume=lambda: done.append("resumed"), close=close,
                                  ledger=SimpleNamespace(close=lambda: done.append("ledger closed"), open_keys=set,
                                                         position=lambda: [0])),
         best=SimpleNamespace(resume=lost_learner), files=RunFiles(),
@@ -47,7 +47,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
     attempts = RunAttempts(config, RunDirectory(tmp_path), None, None, None, lambda *_: coordinator)
     with pytest.raises(WorkerError, match="died in export"):
         asyncio.run(attempts.run_attempt(SimpleNamespace(step=0, path=tmp_path), again=False, resume=False))
-    assert done == ["began ['a place']", "pipeline closed", "ledger closed"]
+    assert done == ["resumed", "pipeline closed", "ledger closed"]
 
 
 def resumed(tmp_path, open_keys, drawn):
@@ -90,6 +90,6 @@ def test_what_learners_were_doing_for_generators_is_over_before_they_are_replace
                     SimpleNamespace(requested=None), SimpleNamespace(after=after), None)
     attempts.coordinator = SimpleNamespace(
         weights=SimpleNamespace(forget=forget),
-        roles=SimpleNamespace(healing=SimpleNamespace(log=SimpleNamespace(rebuilt=lambda *_: None))))
+        roles=SimpleNamespace(health=SimpleNamespace(log=SimpleNamespace(learners_restarted=lambda *_: None))))
     assert asyncio.run(attempts._after(WorkerError("policy_learner/0 died"))) is None
     assert done == ["no catch-up is under way", "learners are replaced"]

@@ -1,5 +1,5 @@
 """What becomes of a lost worker, and of the calls that it leaves behind. Workers are stand-ins, lost on purpose; real
-processes die in tests/cluster/test_healing.py."""
+processes die in tests/cluster/test_worker_losses.py."""
 
 import asyncio
 import json
@@ -8,42 +8,46 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.coordinator.dispatcher import kept
-from rlhf_ray.coordinator.watch import Watch
+from rlhf_ray.cluster import heartbeat
+from rlhf_ray.cluster.heartbeat import HeartbeatDetector
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.dispatcher import retry_on_lost_object
+from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
+from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
+from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.errors import ModelError, RewardError, WorkerError, WorkerLost
-from rlhf_ray.observability.spans import Task
+from rlhf_ray.observability.spans import StepClock, Task
 from rlhf_ray.records import PublicationSize, WeightsPlan
-from tests.unit.coordinator.losses import HealingHarness, PublishingHarness, lost
+from tests.unit.coordinator.losses import PublishingHarness, ReplacementHarness, lost
 from tests.unit.coordinator.stand_ins import StandInGroup
 
 
 def test_a_lost_call_is_made_again_at_another_worker_and_the_lost_one_comes_back(tmp_path):
-    it, over = HealingHarness(tmp_path / "faults.jsonl", doomed=[(0, "generate")]), []
+    it = ReplacementHarness(tmp_path / "faults.jsonl", doomed=[(0, "generate")])
 
     async def run():
-        first = await it.ask_all(2, over.append)
-        while_down = (it.dispatcher.scheduler.up, it.healing.status(it.dispatcher.now()))
+        first = await it.ask_all(2)
+        while_down = (it.dispatcher.scheduler.up, it.health.status(it.health.clock.now()))
         await asyncio.sleep(2)
         return first, while_down, await it.ask_all(2)
 
     first, (up, down), afterwards = run_in_virtual_time(run())
     assert first == [1, 1] and afterwards == [0, 1] and up == [1]
-    assert [line["worker"] for line in down] == ["generator/0"] and it.healing.down == {}
-    assert [error.worker for error in over] == ["generator/0"]
+    assert [line["worker"] for line in down] == ["generator/0"] and it.health.down == {}
     assert "generator/0 died in generate; it is restarted" in it.said[0] and "is back" in it.said[1]
     (event,) = (json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines())
     assert (event["role"], event["rank"], event["kind"], event["redispatched"]) == ("generator", 0, "died", 4)
 
 
 def test_with_nobody_else_calls_wait_for_the_worker_to_come_back():
-    it = HealingHarness(workers=1, doomed=[(0, "generate")])
+    it = ReplacementHarness(workers=1, doomed=[(0, "generate")])
     assert run_in_virtual_time(it.ask_all(3)) == [0, 0, 0]
     assert it.group.incarnations == [2]
     assert "no other worker is available meanwhile" in it.said[0]
 
 
 def test_many_who_notice_one_loss_restart_it_once():
-    it = HealingHarness(doomed=[(0, "generate")] * 3)
+    it = ReplacementHarness(doomed=[(0, "generate")] * 3)
 
     async def run():
         answered = await it.ask_all(6)
@@ -55,28 +59,28 @@ def test_many_who_notice_one_loss_restart_it_once():
 
 
 def test_a_loss_of_an_incarnation_that_is_gone_is_old_news():
-    it = HealingHarness()
+    it = ReplacementHarness()
 
     async def run():
         error = lost(it.group, 0)
         it.group.incarnations[0] = 2
-        it.healing.lost(it.dispatcher, error)
+        assert it.health.lost(error) is Decision.RETRY
         return await it.ask_all(2)
 
-    assert run_in_virtual_time(run()) == [0, 1] and it.healing.down == {}
+    assert run_in_virtual_time(run()) == [0, 1] and it.health.down == {}
 
 
 def test_a_successor_that_hangs_before_it_is_back_is_given_up():
-    it = HealingHarness(doomed=[(0, "generate")])
+    it = ReplacementHarness(doomed=[(0, "generate")])
 
     async def run():
         await it.ask_all(1)
         old = lost(it.group, 0, "tokens_made", "hung")
         await asyncio.sleep(0.95)
-        assert it.group.incarnations[0] == 2 and (("generator", 0) in it.healing.down)
-        it.healing.lost(it.dispatcher, old)
+        assert it.group.incarnations[0] == 2 and (("generator", 0) in it.health.down)
+        it.health.lost(old)
         before = list(it.group.given_up)
-        it.healing.lost(it.dispatcher, lost(it.group, 0, "load_weights", "hung"), silent_s=10.0)
+        it.health.lost(lost(it.group, 0, "load_weights", "hung"), silent_s=10.0)
         return before, it.group.given_up
 
     before, after = run_in_virtual_time(run())
@@ -84,14 +88,14 @@ def test_a_successor_that_hangs_before_it_is_back_is_given_up():
 
 
 def test_a_worker_that_never_completes_a_call_ends_the_run_after_so_many_restarts():
-    it = HealingHarness(workers=1, max_restarts=2, doomed=[(0, "generate")] * 3)
+    it = ReplacementHarness(workers=1, max_restarts=2, doomed=[(0, "generate")] * 3)
     with pytest.raises(WorkerError, match=r"lost once more after 2 restarts \(cluster.max_restarts\)") as caught:
         run_in_virtual_time(it.ask_all(1))
     assert not isinstance(caught.value, WorkerLost) and it.group.incarnations == [3]
 
 
 def test_restarts_between_completed_calls_are_not_counted_together():
-    it = HealingHarness(workers=1, max_restarts=1, doomed=[])
+    it = ReplacementHarness(workers=1, max_restarts=1, doomed=[])
 
     async def run():
         for _ in range(4):
@@ -103,12 +107,12 @@ def test_restarts_between_completed_calls_are_not_counted_together():
 
 
 def test_a_worker_lost_while_it_starts_is_restarted_too():
-    it = HealingHarness(workers=1, max_restarts=2, doomed=[(0, "generate"), (0, "start")])
+    it = ReplacementHarness(workers=1, max_restarts=2, doomed=[(0, "generate"), (0, "start")])
     assert run_in_virtual_time(it.ask_all(1)) == [0] and it.group.incarnations == [3]
 
 
 def test_one_that_cannot_start_ends_the_run_with_its_own_words():
-    it = HealingHarness(workers=2, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
+    it = ReplacementHarness(workers=2, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
 
     async def run():
         await it.ask_all(1)
@@ -120,18 +124,18 @@ def test_one_that_cannot_start_ends_the_run_with_its_own_words():
 
 
 def test_what_cannot_start_is_told_to_who_waits_whatever_becomes_of_the_log():
-    it = HealingHarness(workers=1, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
+    it = ReplacementHarness(workers=1, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
 
     def broken(*_, **__):
         raise RuntimeError("no log")
 
-    it.healing.log.write = broken
+    it.health.log.write = broken
     with pytest.raises(ModelError, match="the model is gone"):
         run_in_virtual_time(asyncio.wait_for(it.ask_all(1), 100))
 
 
-def test_a_role_s_own_error_and_a_lost_argument_are_no_business_of_healing():
-    it = HealingHarness()
+def test_a_role_s_own_error_and_a_lost_argument_are_lose_no_worker():
+    it = ReplacementHarness()
     for error in (RewardError("no score"), lost(it.group, 0, kind="result")):
         async def fail(rank, method, *args, error=error):
             raise error
@@ -139,12 +143,12 @@ def test_a_role_s_own_error_and_a_lost_argument_are_no_business_of_healing():
         it.group.answer = fail
         with pytest.raises(type(error)):
             run_in_virtual_time(it.ask_all(1))
-    assert it.healing.down == {} and it.dispatcher.scheduler.up == [0, 1]
+    assert it.health.down == {} and it.dispatcher.scheduler.up == [0, 1]
 
 
 @pytest.mark.parametrize("losses, most", [(2, 3), (3, 3)])
 def test_what_lay_on_a_lost_node_is_made_again(losses, most):
-    group, told, made = StandInGroup("reward", None), [], []
+    group, made = StandInGroup("reward", None), []
     group.incarnation = lambda rank: 1
 
     async def make():
@@ -153,8 +157,8 @@ def test_what_lay_on_a_lost_node_is_made_again(losses, most):
             raise lost(group, 0, kind="result")
         return "whole"
 
-    assert asyncio.run(kept(make, most, told.append)) == "whole"
-    assert len(made) == losses + 1 and len(told) == losses
+    assert asyncio.run(retry_on_lost_object(make, most)) == "whole"
+    assert len(made) == losses + 1
 
 
 def test_but_not_for_ever_and_not_for_other_losses():
@@ -167,7 +171,7 @@ def test_but_not_for_ever_and_not_for_other_losses():
 
     for kind in ("result", "died"):
         with pytest.raises(WorkerLost):
-            asyncio.run(kept(lambda kind=kind: make(kind), 3))
+            asyncio.run(retry_on_lost_object(lambda kind=kind: make(kind), 3))
     assert made == ["result"] * 4 + ["died"]
 
 
@@ -262,7 +266,7 @@ def test_a_learner_that_hangs_while_it_gathers_is_told_as_soon_as_it_is_given_up
     async def run():
         with pytest.raises(WorkerLost, match="policy/1 stale in weight_bucket"):
             await asyncio.wait_for(it.publish(1), 100)
-        assert it.dispatcher.scheduler.up == [0, 1] and it.healing.down == {}
+        assert it.dispatcher.scheduler.up == [0, 1] and it.health.down == {}
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
@@ -286,13 +290,12 @@ def test_nobody_catches_up_with_learners_that_are_being_replaced():
     assert run_in_virtual_time(run()) == [0] and it.group.versions == [1]
 
 
-class Watched(HealingHarness):
+class Watched(ReplacementHarness):
     """Generators that are looked at while something is under way."""
 
     def __init__(self, heartbeat_timeout_s=10.0, **generators):
-        super().__init__(**generators)
-        object.__setattr__(self.roles, "healing", self.healing)
-        self.watch = Watch(self.roles, heartbeat_timeout_s)
+        super().__init__(heartbeat_timeout_s=heartbeat_timeout_s, **generators)
+        self.progress = TokenProgress(self.dispatcher.scheduler, self.health, heartbeat_timeout_s)
         self.began = self.roles.clock.now()
 
     async def look_on(self, seconds, phase="generate", tokens_a_second=0):
@@ -300,7 +303,7 @@ class Watched(HealingHarness):
         loop = asyncio.get_running_loop()
         self.roles.clock.now = loop.time
         self.roles.clock.under_way.add(Task("generator", 0, phase, loop.time()))
-        watching = asyncio.create_task(self.watch.keep_looking())
+        watching = asyncio.create_task(self.progress.run())
         until, began = loop.time() + seconds, loop.time()
         while loop.time() < until and not self.group.given_up:
             await asyncio.sleep(1)
@@ -332,7 +335,7 @@ def test_one_that_has_answered_since_the_last_look_is_not_asked(monkeypatch):
         watched = asyncio.create_task(it.look_on(60))
         for _ in range(30):
             await asyncio.sleep(1)
-            dispatcher.finished[0] += 1
+            dispatcher.scheduler.finished[0] += 1
         return await watched
 
     assert 40 < run_in_virtual_time(run()) < 46, "it was silent after 30 s, for a lease of 10 s"
@@ -370,7 +373,7 @@ def test_an_idle_generator_may_be_silent():
     async def run():
         await it.look_on(1)
         it.roles.clock.under_way.clear()
-        watching = asyncio.create_task(it.watch.keep_looking())
+        watching = asyncio.create_task(it.progress.run())
         await asyncio.sleep(60)
         watching.cancel()
 
@@ -378,35 +381,75 @@ def test_an_idle_generator_may_be_silent():
     assert it.group.given_up == []
 
 
-def scorer_hangs_after(counts):
-    """Seconds until a busy scorer is taken for hung whose sign of life is `counts(seconds)`; None within a minute."""
-    lost = []
+class Scorers(StandInGroup):
+    """One scorer with a call under way whose heartbeats are `counts(seconds)`."""
+
+    def __init__(self, counts):
+        super().__init__("reward", self.answer_never)
+        self._counts = counts
+        self.given_up = []
+
+    async def answer_never(self, rank, method, *args):
+        await asyncio.sleep(1e6)
+
+    async def heartbeats(self, rank):
+        return self._counts(asyncio.get_running_loop().time())
+
+    def incarnation(self, rank):
+        return 1
+
+    def processes(self, rank):
+        return None
+
+    def give_up(self, rank, reason):
+        self.given_up.append((asyncio.get_running_loop().time(), reason))
+
+
+def scorer_hangs_after(counts, monkeypatch):
+    """(seconds, reason) when a busy scorer with these heartbeats is given up; None within a minute."""
+    scorers = Scorers(counts)
 
     async def run():
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-
-        async def sign_of_life(_):
-            return counts(loop.time() - began)
-
-        dispatcher = SimpleNamespace(finished=[0], group=SimpleNamespace(role="reward", incarnation=lambda _: 1,
-                                                                   sign_of_life=sign_of_life))
-        clock = SimpleNamespace(now=loop.time, under_way={Task("reward", 0, "reward", began)})
-        healing = SimpleNamespace(lost=lambda _, error, silent_s: lost.append((loop.time() - began, error)))
-        roles = SimpleNamespace(clock=clock, dispatchers={"reward": dispatcher}, generators=None, healing=healing)
-        watching = asyncio.create_task(Watch(roles, 10.0).keep_looking())
-        while not lost and loop.time() - began < 60:
+        now = asyncio.get_running_loop().time
+        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=now))
+        health = HealthMonitor(ClusterConfig(heartbeat_timeout_s=10.0), clock=StepClock(now))
+        health.register(LeastLoadedScheduler(scorers))
+        health.clock.under_way.add(Task("reward", 0, "reward", now()))
+        watching = asyncio.create_task(HeartbeatDetector(health.watched, 10.0, health.silent).run())
+        while not scorers.given_up and now() < 60:
             await asyncio.sleep(1)
-        watching.cancel()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        del watching
 
     run_in_virtual_time(run())
-    return lost[0] if lost else None
+    return scorers.given_up[0] if scorers.given_up else None
 
 
-def test_a_scorer_whose_count_stands_still_for_a_lease_is_hung_wherever_it_is():
-    assert scorer_hangs_after(lambda seconds: int(seconds)) is None
-    assert scorer_hangs_after(lambda _: None) is None, "it has not begun to count"
-    assert scorer_hangs_after(lambda seconds: 1 // (seconds > 13) and 1) is not None, "a look that failed was the last"
-    seconds, error = scorer_hangs_after(lambda seconds: min(int(seconds), 20))
-    assert 30 < seconds < 36 and error.kind == "hung"
-    assert "reward/0 gave no sign of life for" in str(error)
+def test_a_busy_scorer_whose_heartbeats_stand_still_is_hung(monkeypatch):
+    assert scorer_hangs_after(lambda seconds: int(seconds), monkeypatch) is None
+    assert scorer_hangs_after(lambda _: None, monkeypatch) is None, "it has not begun to count"
+    assert scorer_hangs_after(lambda seconds: 1 // (seconds > 13) and 1, monkeypatch) is not None, "after failed looks"
+    seconds, reason = scorer_hangs_after(lambda seconds: min(int(seconds), 20), monkeypatch)
+    assert 30 < seconds < 36
+    assert "reward/0 gave no sign of life for" in reason and "cluster.heartbeat_timeout_s=10" in reason
+
+
+def test_a_learner_that_stands_still_is_given_up_and_calls_for_a_restart_of_all():
+    learners = Scorers(lambda _: 1)
+    health = HealthMonitor(ClusterConfig(heartbeat_timeout_s=10.0))
+    health.register_learners([learners])
+    assert list(health.watched()) == [(learners, 0)], "without a call too"
+
+    async def run():
+        health.silent(learners, 0, 11.0)
+
+    asyncio.run(run())
+    assert "its process has stood still for 11 s (cluster.heartbeat_timeout_s=10)" in learners.given_up[0][1]
+    assert health.lost(lost(learners, 0)) is Decision.RESTART_LEARNERS and health.down == {}
+
+
+@pytest.mark.parametrize("kind, decision", [("died", Decision.FAIL), ("result", Decision.REPRODUCE)])
+def test_a_worker_that_is_not_registered_is_not_replaced(kind, decision):
+    health = HealthMonitor()
+    assert health.lost(lost(Scorers(None), 0, kind=kind)) is decision and health.down == {}

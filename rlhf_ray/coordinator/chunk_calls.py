@@ -5,16 +5,14 @@ the call's worker, role and method and is raised for the whole batch, and no lat
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.prompt_source import Prompter
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WorkerLost
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
@@ -40,12 +38,12 @@ class Scored:
     """Reference to a list with the rewards of each rollout."""
 
 
-class Route:
+class ChunkCalls:
     """Calls the roles for chunks, concurrently for any number of them. Has no state of chunks."""
 
-    def __init__(self, config: PPOConfig, roles: RoleGroups) -> None:
-        self.config, self.roles, self._derived = config, roles, derive(config)
-        self._generators = roles.dispatcher(roles.generators)
+    def __init__(self, roles: RoleGroups, derived: Derived) -> None:
+        self._roles, self._derived = roles, derived
+        self.generators = roles.dispatcher(roles.generators)
         self._reference = roles.dispatcher(roles.reference) if roles.reference is not None else None
         self._reward, self._assembler = roles.dispatcher(roles.reward), roles.dispatcher(roles.assembler)
         self._learners_free = asyncio.Event()
@@ -64,49 +62,29 @@ class Route:
         finally:
             self._learners_free.set()
 
-    async def score(
-        self, keys: list[SampleKey], seed: int, source: Prompter, sampling: SamplingConfig | None = None
-    ) -> Scored:
-        """Generate a chunk and score it by the frozen models; `sampling` as in training if None."""
-        return await self.rate([await self.generate(keys, seed, source, sampling)])
-
     async def generate(
-        self, keys: list[SampleKey], seed: int, source: Prompter, sampling: SamplingConfig | None,
-        again: Callable[[WorkerLost], None] | None = None,
+        self, prompts: Any, keys: list[SampleKey], seed: int, sampling: SamplingConfig | None = None
     ) -> Generated:
-        """Generate a chunk. `again` is called with each loss of a generator before the call is repeated."""
-        prompts = await source.of(keys)
-        return Generated(
-            await self._generators.call("generate", prompts, keys, seed, sampling, phase="generate", work=len(keys),
-                                      again=again), prompts)
+        """One attempt to generate a chunk; `sampling` as in training if None.
 
-    async def rate(self, chunks: Sequence[Generated]) -> Scored:
+        Raises:
+            WorkerLost: ask `generators.lost` whether to repeat it.
+        """
+        rollout, _ = await self.generators.attempt(
+            None, "generate", prompts, keys, seed, sampling, phase="generate", work=len(keys))
+        return Generated(rollout, prompts)
+
+    async def score(self, chunks: Sequence[Generated]) -> Scored:
         """Score chunks by the frozen models, concurrently."""
         rollouts, prompts = [chunk.rollout.ref for chunk in chunks], [chunk.prompts for chunk in chunks]
         reference, reward = await asyncio.gather(
             self._call_reference(rollouts), self._reward.call("score_each", *rollouts, *prompts, phase="reward"))
         return Scored(rollouts, reference, reward.ref)
 
-    async def assemble(
-        self, scored: Scored, terms: Callable[[], RewardTerms], texts: Sequence[int]
-    ) -> list[tuple[Any, ExperienceSummary]]:
-        """The reference to each chunk's experience, and its summary.
-
-        Args:
-            terms: returns the run's numbers that enter the rewards; called when all scores are available.
-            texts: rows of each chunk to return as text.
-        """
-        logprobs, values = await self._learner_passes(scored.rollouts)
-        chunks = len(scored.rollouts)
-        call, summaries = await self._assembler.call_and_get(
-            chunks, "assemble_each", terms(), list(texts), len(logprobs), *scored.rollouts, scored.reward,
-            scored.reference, *logprobs, *values, phase="assemble", outputs=chunks + 1)
-        return list(zip(call.refs, summaries, strict=False))
-
-    async def _learner_passes(self, rollouts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    async def learner_passes(self, scored: Scored) -> tuple[list[Any], list[Any]]:
         """References to each policy rank's log-probabilities (empty if no pass is made for them), and to each critic
         rank's values (empty without a critic)."""
-        roles, passes = self.roles, self._derived.old_logprobs == "policy"
+        roles, rollouts, passes = self._roles, scored.rollouts, self._derived.old_logprobs == "policy"
         if passes or roles.critic:
             await self._learners_free.wait()
         if self._derived.shares_backbone:
@@ -119,13 +97,29 @@ class Route:
         await asyncio.gather(self._all_ranks(logprobs, "logprobs"), self._all_ranks(values, "values"))
         return [call.ref for call in logprobs], [call.ref for call in values]
 
+    async def assemble(
+        self, scored: Scored, logprobs: list[Any], values: list[Any], terms: RewardTerms, texts: Sequence[int]
+    ) -> list[tuple[Any, ExperienceSummary]]:
+        """The reference to each chunk's experience, and its summary.
+
+        Args:
+            logprobs, values: see `learner_passes`.
+            terms: the run's numbers that enter the rewards.
+            texts: rows of each chunk to return as text.
+        """
+        chunks = len(scored.rollouts)
+        call, summaries = await self._assembler.call_and_get(
+            chunks, "assemble_each", terms, list(texts), len(logprobs), *scored.rollouts, scored.reward,
+            scored.reference, *logprobs, *values, phase="assemble", outputs=chunks + 1)
+        return list(zip(call.refs, summaries, strict=False))
+
     async def _call_reference(self, rollouts: Sequence[Any]) -> Any:
         """Reference to the reference model's log-probabilities: from its own workers, or from all ranks of the policy's
         frozen base."""
         if self._reference is not None:
             return (await self._reference.call("logprobs", *rollouts, phase="reference")).ref
         await self._learners_free.wait()
-        shares = self.roles.policy.call_all("reference_logprobs", *rollouts)
+        shares = self._roles.policy.call_all("reference_logprobs", *rollouts)
         await self._all_ranks(shares, "reference")
         if len(shares) == 1:
             return shares[0].ref
@@ -139,7 +133,7 @@ class Route:
                 the pass, so their collectives are out of step with those of that rank.
         """
         try:
-            await asyncio.gather(*(self.roles.done(call, phase) for call in calls))
+            await asyncio.gather(*(self._roles.done(call, phase) for call in calls))
         except WorkerLost as error:
             if error.kind == "result" and len(calls) > 1:
                 error.kind = "broke"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.cluster import pulse
-from rlhf_ray.cluster.pulse import Pulse
+from rlhf_ray.cluster import heartbeat
+from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 
 
 class Ranks:
@@ -18,18 +18,18 @@ class Ranks:
     def __init__(self, count):
         self._count, self.looks, self.given_up, self.incarnations = count, 0, [], [1, 1]
 
-    def __len__(self):
-        return 2
+    ranks = (0, 1)
 
     def incarnation(self, rank):
         return self.incarnations[rank]
 
-    async def sign_of_life(self, rank):
+    async def heartbeats(self, rank):
         self.looks += rank
         return self._count(rank, self.looks)
 
-    def give_up(self, rank, reason):
-        self.given_up.append((rank, reason))
+    def silent(self, group, rank, seconds):
+        assert group is self
+        self.given_up.append((rank, seconds))
 
 
 @pytest.fixture
@@ -45,10 +45,11 @@ def watch(monkeypatch):
             if ranks.looks >= looks:
                 raise asyncio.CancelledError
 
-        monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: clock.now))
-        monkeypatch.setattr(pulse, "asyncio", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        monkeypatch.setattr(heartbeat, "asyncio", SimpleNamespace(sleep=sleep, gather=asyncio.gather))
+        detector = HeartbeatDetector(lambda: [(ranks, rank) for rank in ranks.ranks], heartbeat_timeout_s, ranks.silent)
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(Pulse([ranks], heartbeat_timeout_s)._watch())
+            asyncio.run(detector.run())
         return [rank for rank, _ in ranks.given_up]
 
     return run
@@ -57,7 +58,7 @@ def watch(monkeypatch):
 def test_one_whose_count_stands_still_for_a_lease_is_given_up_and_the_other_is_not(watch):
     ranks = Ranks(lambda rank, looks: looks if rank == 0 else min(looks, 5))
     assert set(watch(ranks, looks=20)) == {1}
-    assert "has stood still for 11 s (cluster.heartbeat_timeout_s)" in ranks.given_up[0][1]
+    assert ranks.given_up[0][1] == pytest.approx(11.0)
 
 
 def test_who_has_not_begun_to_count_is_not_silent(watch):

@@ -8,22 +8,25 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.calls import Call
-from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.health_monitor import Decision
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.errors import WorkerError, WorkerLost, first_line
+from rlhf_ray.errors import WorkerError, first_line
 from rlhf_ray.files.writer_thread import RunFiles
 
 
-class Rebuilding:
+class LearnerRestart:
     """Restarts the learners, and counts restarts without a new checkpoint in between."""
 
-    def __init__(self, config: ClusterConfig, roles: RoleGroups, store: CheckpointStore,
+    def __init__(self, limit: int, roles: RoleGroups, store: CheckpointStore,
                  start: Callable[[], Awaitable[None]], warn: Callable[[str], None],
                  files: RunFiles | None = None) -> None:
-        """`start` prepares new learners for `load`."""
+        """
+        Args:
+            limit: `cluster.max_learner_restarts`.
+            start: prepares new learners for `load`.
+        """
         self._files = files or RunFiles()
-        self._config, self._roles, self._store, self._start, self._warn = config, roles, store, start, warn
+        self._limit, self._roles, self._store, self._start, self._warn = limit, roles, store, start, warn
         self._losses = 0
         self._committed: int | None = None
         """Step of the newest checkpoint at the last loss of a learner."""
@@ -35,49 +38,30 @@ class Rebuilding:
             WorkerError: no learner was lost (then `error` itself), or learners were lost too often without a new
                 checkpoint in between.
         """
-        while True:
-            if not await self._lost_a_learner(error):
-                raise error
+        while await self._roles.health.decide(error) is Decision.RESTART_LEARNERS:
             await self._count(error)
             where = "the beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
             self._warn(f"{first_line(error).rstrip('.')}. All learners are restarted; the run continues from {where}")
             try:
-                await self._build()
+                await self._replace_all()
                 return
             except WorkerError as again:
                 error = again
+        raise error
 
-    async def _build(self) -> None:
+    async def _replace_all(self) -> None:
         await asyncio.gather(*(group.respawn(rank, "all learners are restarted") for group in self._roles.learners()
-                               for rank in range(len(group))))
+                               for rank in group.ranks))
         await self._files.checkpoints.run(self._store.clean)  # remove a checkpoint that the old ones were writing
         await self._start()
-
-    async def _lost_a_learner(self, error: WorkerError) -> bool:
-        """Whether a learner failed. If a result is missing, all learners are checked for liveness; they may be busy."""
-        if self._roles.trains(error.role):
-            return True
-        if not (isinstance(error, WorkerLost) and error.kind == "result"):
-            return False
-        calls = [group.call(rank, "node_host", timeout_s=self._config.heartbeat_timeout_s)
-                 for group in self._roles.learners() for rank in range(len(group))]
-        return not all(await asyncio.gather(*(_answers(call) for call in calls)))
 
     async def _count(self, error: WorkerError) -> None:
         newest = await self._files.checkpoints.run(self._store.newest_name)
         committed = newest[0] if newest else None
         self._losses = self._losses + 1 if self._losses and committed == self._committed else 1
         self._committed = committed
-        if self._losses > self._config.max_rebuilds:
+        if self._losses > self._limit:
             since = "since the run began" if committed is None else f"since the checkpoint of step {committed}"
             message = (f"learners were lost {self._losses} times {since} without a new checkpoint "
-                       f"(cluster.max_rebuilds={self._config.max_rebuilds}). The last loss: {error}")
+                       f"(cluster.max_learner_restarts={self._limit}). The last loss: {error}")
             raise WorkerError(message, error.role) from error
-
-
-async def _answers(call: Call) -> bool:
-    try:
-        await call.done()
-    except WorkerError:
-        return False
-    return True

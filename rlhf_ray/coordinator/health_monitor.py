@@ -1,0 +1,289 @@
+"""The one place that decides what the loss of a worker means, and replaces lost workers while the others continue.
+
+Detectors report: a call that fails (Ray says that the process is gone, or the deadline of the call has passed), the
+heartbeats of processes (`cluster.heartbeat`), and the tokens of generators (`token_progress`). `HealthMonitor` answers
+each report with a `Decision`. Replies of a process that was given up are ignored from then on (`cluster.calls.Fence`).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
+from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost, first_line
+from rlhf_ray.observability.background_task import background_task
+from rlhf_ray.observability.faults import FaultLog
+from rlhf_ray.observability.progress import duration
+from rlhf_ray.observability.spans import StepClock
+
+CHECKS = 4
+"""Checks of a worker within the heartbeat timeout. Most calls are finished before the first one."""
+
+Ready = Callable[[int, Callable[[], None]], Awaitable[str]]
+"""Brings a worker that has just started to the state of the others, and readmits it by calling the second argument.
+Returns the worker's state in words, or an empty string."""
+
+
+class Decision(Enum):
+    """What the caller does about a loss."""
+
+    RETRY = "repeat the call: the worker is being replaced, and another one may be available"
+    REPRODUCE = "produce the arguments again: an object was lost with a node"
+    RESTART_LEARNERS = "restart all learners from the last checkpoint"
+    FAIL = "raise the error"
+
+
+class Detector(Protocol):
+    """Reports lost workers to the monitor."""
+
+    name: str
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+
+
+@dataclass
+class Loss:
+    """A lost worker that is being replaced."""
+
+    error: WorkerLost
+    """How the loss was detected."""
+    since: float
+    """Time of the detection, by the step clock."""
+    silent_s: float | None
+    """Seconds without a sign of life, if the loss was detected by them."""
+    pid: int | None
+    work_again: int = 0
+    """Work repeated by other workers: samples for generators, otherwise calls."""
+    recorded: bool = False
+    """Whether its end is in the log."""
+
+
+async def as_started(_: int, readmit: Callable[[], None]) -> str:
+    """`Ready` of workers that need no more than their start."""
+    readmit()
+    return ""
+
+
+class HealthMonitor:
+    """Decides about losses. Registered workers are replaced one by one; one that is lost repeatedly without completing
+    a call ends the run. Learners are restarted together, because their state is sharded over all of them."""
+
+    def __init__(self, config: ClusterConfig | None = None, log: FaultLog | None = None,
+                 clock: StepClock | None = None) -> None:
+        """`clock` knows the calls under way."""
+        self._config, self.log, self.clock = config or ClusterConfig(), log or FaultLog(), clock or StepClock()
+        self._schedulers: dict[str, LeastLoadedScheduler] = {}
+        self._ready: dict[str, Ready] = {}
+        self._learners: dict[str, WorkerGroup] = {}
+        self._replacements: dict[tuple[str, int], asyncio.Task[None]] = {}
+        """The newest replacement of each worker."""
+        self._set_aside: set[tuple[str, int]] = set()
+        self._consecutive_restarts: dict[tuple[str, int], tuple[int, int]] = {}
+        """Worker -> (consecutive restarts, calls that it had completed at the last one)."""
+        self.down: dict[tuple[str, int], Loss] = {}
+        """Workers that are being replaced, by (role, rank)."""
+
+    def register(self, scheduler: LeastLoadedScheduler, ready: Ready = as_started) -> None:
+        """From now on, replace the workers of a scheduler when they are lost."""
+        self._ready[scheduler.group.role], self._schedulers[scheduler.group.role] = ready, scheduler
+
+    def register_learners(self, groups: Iterable[WorkerGroup]) -> None:
+        """Groups whose workers are restarted together."""
+        self._learners = {group.role: group for group in groups}
+
+    def lost(self, error: WorkerLost, work: int = 0, silent_s: float | None = None) -> Decision:
+        """Decide about a loss, and start the replacement of the worker; later reports of the same loss change nothing.
+        Does not block.
+
+        Args:
+            work: to be repeated because of the loss.
+            silent_s: seconds without a sign of life, if the loss was detected by them.
+        """
+        if error.kind == "result":
+            return Decision.REPRODUCE
+        if error.role in self._learners:
+            return Decision.RESTART_LEARNERS
+        if error.role not in self._schedulers:
+            return Decision.FAIL
+        self._replace(self._schedulers[error.role], error, work, silent_s)
+        return Decision.RETRY
+
+    async def decide(self, error: WorkerError) -> Decision:
+        """Decide about a failure that ended the training loop. A missing result may be the first sign of a lost
+        learner: then all learners are checked for liveness; they may be busy."""
+        if error.role in self._learners:
+            return Decision.RESTART_LEARNERS
+        if isinstance(error, WorkerLost) and error.kind == "result":
+            calls = [group.call(rank, "node_host", timeout_s=self._config.heartbeat_timeout_s)
+                     for group in self._learners.values() for rank in group.ranks]
+            if not all(await asyncio.gather(*map(_answers, calls))):
+                return Decision.RESTART_LEARNERS
+        return Decision.FAIL
+
+    def watched(self) -> Iterator[tuple[WorkerGroup, int]]:
+        """The workers whose heartbeats are checked. Learners always: a rank that waits for another rank looks as busy
+        as that one. Others while a call to them takes long."""
+        for group in self._learners.values():
+            yield from ((group, rank) for rank in group.ranks)
+        for role, rank in self.long_calls():
+            if role in self._schedulers:
+                yield self._schedulers[role].group, rank
+
+    def long_calls(self) -> dict[tuple[str, int], tuple[float, str]]:
+        """(start, phase) of the oldest call under way of each worker, by role and rank, if it has lasted for a part of
+        the heartbeat timeout."""
+        oldest: dict[tuple[str, int], tuple[float, str]] = {}
+        for task in self.clock.under_way:
+            call = (task.since, task.phase)
+            oldest[task.role, task.worker] = min(oldest.get((task.role, task.worker), call), call)
+        begun = self.clock.now() - self._config.heartbeat_timeout_s / CHECKS
+        return {worker: call for worker, call in oldest.items() if call[0] <= begun}
+
+    def silent(self, group: WorkerGroup, rank: int, silent_s: float, sign: str = "gave no sign of life") -> None:
+        """A detector's report: a worker gave no sign of life for `silent_s` seconds."""
+        limit = f"cluster.heartbeat_timeout_s={self._config.heartbeat_timeout_s:g}"
+        if group.role in self._learners:
+            group.give_up(rank, f"its process has stood still for {silent_s:.0f} s ({limit})")
+            return
+        now = self.clock.now()
+        since, method = min(((task.since, task.phase) for task in self.clock.under_way
+                             if (task.role, task.worker) == (group.role, rank)), default=(now, "no call"))
+        self.lost(WorkerLost(f"{group.role}/{rank} {sign} for {silent_s:.0f} s while {method} was under way for "
+                             f"{now - since:.0f} s ({limit})",
+                             group.role, rank, group.incarnation(rank), method, "hung", now - since), 0, silent_s)
+
+    @contextmanager
+    def set_aside(self, role: str, ranks: Iterable[int]) -> Iterator[None]:
+        """Replace none of these workers during the enclosed work, because they are being added or removed. Replacements
+        under way are cancelled."""
+        members = {(role, rank) for rank in ranks}
+        self._set_aside |= members
+        try:
+            for member in members & self.down.keys():
+                self._replacements[member].cancel()
+                self._record(self.down.pop(member), None, "it was removed before its restart was complete")
+            yield
+        finally:
+            self._set_aside -= members
+
+    @asynccontextmanager
+    async def at_work(self, detectors: Sequence[Detector] = ()) -> AsyncIterator[None]:
+        """Run the detectors during the enclosed work; afterwards cancel all replacements, because the workers are about
+        to be stopped."""
+        try:
+            async with AsyncExitStack() as stack:
+                for detector in detectors:
+                    await stack.enter_async_context(
+                        background_task(detector.name, detector.run, self.log.failed, essential=True))
+                yield
+        finally:
+            for task in self._replacements.values():
+                task.cancel()
+            await asyncio.gather(*self._replacements.values(), return_exceptions=True)
+            for loss in self.down.values():
+                if not loss.recorded:
+                    self._record(loss, None, "the run ended before its restart was complete")
+
+    def status(self, now: float) -> list[dict[str, Any]]:
+        """One line per worker that is being replaced: its name, how it was lost, and seconds since then."""
+        return [{"worker": loss.error.worker, "lost": _how(loss.error), "seconds": round(now - loss.since, 1)}
+                for loss in self.down.values()]
+
+    def _replace(self, scheduler: LeastLoadedScheduler, error: WorkerLost, work: int, silent_s: float | None) -> None:
+        group, rank = scheduler.group, error.rank
+        worker = group.role, rank
+        if worker in self._set_aside or rank not in group.ranks:
+            if rank in group.ranks:
+                group.give_up(rank, str(error))
+        elif error.incarnation != group.incarnation(rank):
+            pass  # it was replaced already
+        elif worker in self.down:
+            group.give_up(rank, str(error))  # the new worker may hang before it is readmitted
+        else:
+            processes = group.processes(rank)
+            loss = self.down[worker] = Loss(error, self.clock.now(), silent_s, processes.pid if processes else None)
+            scheduler.leave_out(rank)
+            group.give_up(rank, str(error))
+            self.log.lost(f"{_described(loss)}; it is restarted"
+                          + ("" if scheduler.any_up else ", and no other worker is available meanwhile"))
+            self._replacements[worker] = asyncio.create_task(
+                self._restart_until_ready(scheduler, rank), name=f"replacement of {group.role}/{rank}")
+        if worker in self.down:
+            self.down[worker].work_again += work
+
+    async def _restart_until_ready(self, scheduler: LeastLoadedScheduler, rank: int) -> None:
+        """Restart a worker, again if it is lost meanwhile. After too many restarts all calls to its group fail."""
+        role = scheduler.group.role
+        loss = self.down[role, rank]
+        error: RLHFError = loss.error
+        try:
+            while self._may_restart(scheduler, rank):
+                try:
+                    await self._restart(scheduler, rank, str(error))
+                    return
+                except WorkerLost as again:
+                    error = again
+            error = WorkerError(
+                f"{role}/{rank} was lost once more after {self._config.max_restarts} restarts (cluster.max_restarts) "
+                f"without completing a call in between: {error}", role)
+        except RLHFError as other:
+            error = other
+        except Exception as bug:
+            error = WorkerError(f"{role}/{rank} cannot be restarted: {type(bug).__name__}: {bug}")
+        scheduler.fail(error)
+        self._record(loss, None, str(error))
+
+    async def _restart(self, scheduler: LeastLoadedScheduler, rank: int, reason: str) -> None:
+        group = scheduler.group
+        loss = self.down[group.role, rank]
+        await group.respawn(rank, reason)
+        await group.start_one(rank, timeout_s=self._config.start_timeout_s)
+
+        def readmit() -> None:
+            del self.down[group.role, rank]
+            scheduler.take_back(rank)
+
+        state = await self._ready[group.role](rank, readmit)
+        seconds = self.clock.now() - loss.since
+        self._record(loss, seconds, state)
+        self.log.back(f"{group.role}/{rank} is back after {duration(seconds)}" + (f", {state}" if state else ""))
+
+    def _may_restart(self, scheduler: LeastLoadedScheduler, rank: int) -> bool:
+        """Count a restart; False if there were too many since the worker last completed a call."""
+        worker, completed = (scheduler.group.role, rank), scheduler.finished[rank]
+        restarts, before = self._consecutive_restarts.get(worker, (0, completed))
+        restarts = restarts + 1 if before == completed else 1
+        self._consecutive_restarts[worker] = restarts, completed
+        return restarts <= self._config.max_restarts
+
+    def _record(self, loss: Loss, recovery_s: float | None, outcome: str) -> None:
+        error, loss.recorded, seconds = loss.error, True, self.clock.now() - loss.since
+        self.log.write({
+            "role": error.role, "rank": error.rank, "incarnation": error.incarnation, "pid": loss.pid,
+            "kind": error.kind, "method": error.method, "reason": str(error), "call_age_s": round(error.age_s, 3),
+            "detection_s": loss.silent_s, "recovery_s": recovery_s, "outcome": outcome,
+            "redispatched": loss.work_again, "lost_at": self.log.wall_time(seconds),
+        }, seconds_down=seconds)
+
+
+async def _answers(call: Call) -> bool:
+    try:
+        await call.done()
+    except WorkerError:
+        return False
+    return True
+
+
+def _how(error: WorkerLost) -> str:
+    return f"{error.kind if error.kind in ('died', 'hung', 'broke') else 'was given up'} in {error.method}"
+
+
+def _described(loss: Loss) -> str:
+    return first_line(loss.error).rstrip(".") + (f" (pid {loss.pid})" if loss.pid else "")

@@ -1,0 +1,110 @@
+"""Which worker of a group gets the next call: the one with the least work under way, of those that are available."""
+
+import asyncio
+from bisect import bisect_left, insort
+from collections import Counter
+
+from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.errors import RLHFError
+
+IDLE_POLL_S = 0.05
+"""Between two checks whether a worker that gets no more calls has finished its last."""
+
+
+class LeastLoadedScheduler:
+    """Chooses the worker of a group with the least work under way; of equals, the one with the lowest rank."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self.finished: Counter[int] = Counter()
+        """Calls that each rank has finished; consecutive restarts of a rank are counted between two of them."""
+        self._load = dict.fromkeys(group.ranks, 0)
+        self._order = [(0, rank) for rank in group.ranks]
+        """(load, rank) of every available worker, sorted."""
+        self._up = set(group.ranks)
+        self._failed: RLHFError | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def acquire(self, work: int) -> int:
+        """An available rank, whose load includes `work` (any unit) until `release`. While none is available, it waits
+        for `take_back`.
+
+        Raises:
+            RLHFError: as given to `fail` or `interrupt`.
+        """
+        while self._failed is None:
+            if self.any_up:
+                rank = self._order[0][1]
+                self._charge(rank, work)
+                return rank
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.add(waiting)
+            try:
+                await waiting
+            finally:
+                self._waiting.discard(waiting)
+        raise self._failed
+
+    def release(self, rank: int, work: int) -> None:
+        """Remove work from a rank's load: it is done, or was abandoned."""
+        self._charge(rank, -work)
+
+    def leave_out(self, rank: int) -> None:
+        """Give a rank no more work until `take_back`."""
+        if rank in self._up:
+            self._up.discard(rank)
+            del self._order[bisect_left(self._order, (self._load[rank], rank))]
+
+    def take_back(self, rank: int) -> None:
+        """Make a rank available: one that was left out, or a new one."""
+        self._up.add(rank)
+        insort(self._order, (self._load.setdefault(rank, 0), rank))
+        self._wake()
+
+    def fail(self, error: RLHFError) -> None:
+        """Raise `error` in every `acquire` from now on, those that wait included."""
+        self._failed = error
+        self._wake()
+
+    def interrupt(self, error: RLHFError) -> None:
+        """Raise `error` in the calls of `acquire` that wait now: no worker will be available before the caller has
+        acted."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    async def idle(self, rank: int, timeout_s: float) -> bool:
+        """Wait until a rank has finished all its work, at most `timeout_s`; returns whether it has."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while self.load(rank) and loop.time() < until:
+            await asyncio.sleep(IDLE_POLL_S)
+        return not self.load(rank)
+
+    def load(self, rank: int) -> int:
+        """Work of a rank that is under way."""
+        return self._load.get(rank, 0)
+
+    @property
+    def any_up(self) -> bool:
+        """Whether a rank is available."""
+        return bool(self._order)
+
+    @property
+    def up(self) -> list[int]:
+        """Available ranks."""
+        return sorted(self._up)
+
+    def _charge(self, rank: int, work: int) -> None:
+        """Change a worker's load, and its position by bisection: there may be hundreds of workers."""
+        if rank not in self._up:
+            self._load[rank] += work
+            return
+        del self._order[bisect_left(self._order, (self._load[rank], rank))]
+        self._load[rank] += work
+        insort(self._order, (self._load[rank], rank))
+
+    def _wake(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
