@@ -16,7 +16,7 @@ INJECTION_LOG = "RLHF_RAY_CHAOS_INJECTION_LOG"
 class InjectionLog:
     """JSON lines, flushed one by one. The field `event` is one of:
 
-    loop: the training loop begins (pid, step), in a new driver or after the learners were rebuilt.
+    loop: the training loop begins (pid, step), in a new driver or after the learners were restarted.
     injected: a fault is injected (fault number, role, rank, pid, state).
     confirmed: the victim is dead or stopped, or has failed as ordered (fault number, state).
     recovered: the reward service answered correctly again, a learner applied a step again, or a partitioned node

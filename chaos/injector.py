@@ -39,7 +39,7 @@ class Injector:
         self._planned, self._injections, self._nodes = bool(self._left), injections, nodes
         self._confirming: set[asyncio.Task[None]] = set()
         self._learners_lost = False
-        """Whether a fault hit a learner in this loop: a new loop begins when all learners are rebuilt."""
+        """Whether a fault hit a learner in this loop: a new loop begins when all learners are restarted."""
 
     def install(self) -> None:
         """Inject the remaining faults into every training loop of this process."""

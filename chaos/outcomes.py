@@ -96,7 +96,7 @@ def _of_worker(record: RunRecord, fault: Fault, injection: dict[str, Any], event
 
 def _event(fault: Fault, injection: dict[str, Any], events: Sequence[dict[str, Any]],
            start: Start | None) -> dict[str, Any] | None:
-    """The line of faults.jsonl about it. For learners any line counts: whichever is lost, all are rebuilt."""
+    """The line of faults.jsonl about it. For learners any line counts: whichever is lost, all are restarted."""
     until = start.ended if start else float("inf")
     for event in events:
         if fault.details.target == "learner":
