@@ -10,15 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import ray
 
 from rlhf_ray.cluster.processes import Processes, own_processes
 from rlhf_ray.internals.ray import delete_values, get_value, put_value
-
-if TYPE_CHECKING:
-    from rlhf_ray.cluster.worker_group import WorkerGroup
 
 PERIOD_S = 1.0
 """Seconds between two counts, and between two looks at them."""
@@ -56,13 +53,28 @@ def _count(key: str) -> None:
         time.sleep(PERIOD_S)
 
 
-class HeartbeatDetector:
+class Group(Protocol):
+    """What the detector reads of a `worker_group.WorkerGroup`."""
+
+    role: str
+
+    def incarnation(self, rank: int) -> int:
+        """Number of the rank's present process."""
+
+    async def heartbeats(self, rank: int) -> int | None:
+        """The count of that process; None before it has begun."""
+
+
+Watched = TypeVar("Watched", bound=Group)
+
+
+class HeartbeatDetector(Generic[Watched]):
     """Reports workers whose count stands still. Ray itself reports a process that is gone."""
 
     name = "the watch over workers"
 
-    def __init__(self, watched: Callable[[], Iterable[tuple["WorkerGroup", int]]], timeout_s: float,
-                 silent: Callable[["WorkerGroup", int, float], None]) -> None:
+    def __init__(self, watched: Callable[[], Iterable[tuple[Watched, int]]], timeout_s: float,
+                 silent: Callable[[Watched, int, float], None]) -> None:
         """
         Args:
             watched: the workers to look at now, as (group, rank).
@@ -86,7 +98,7 @@ class HeartbeatDetector:
             present = {(group.role, rank, group.incarnation(rank)) for group, rank in workers}
             self._counts = {worker: seen for worker, seen in self._counts.items() if worker in present}
 
-    async def _look(self, group: "WorkerGroup", rank: int, passed: float) -> None:
+    async def _look(self, group: Watched, rank: int, passed: float) -> None:
         worker = group.role, rank, group.incarnation(rank)
         try:
             count = await group.heartbeats(rank)
