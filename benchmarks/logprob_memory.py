@@ -39,7 +39,7 @@ def make_model() -> "torch.nn.Module":
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rlhf_ray.models.attention import register
-    from rlhf_ray.models.onednn_linear import use_onednn
+    from rlhf_ray.models.cpu.linear import use_onednn
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlhf_ray.models.attention import register
-from rlhf_ray.models.onednn_linear import use_onednn
+from rlhf_ray.models.cpu.linear import use_onednn
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits

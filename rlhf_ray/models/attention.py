@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_ray.errors import ModelError
+from rlhf_ray.models.cpu.short_rows import HeadGrids, ShortRowAttention, takes_short_rows
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.models.short_row_attention import LONGEST, HeadGrids, ShortRowAttention
 
 NAME = "rlhf_ray_packed"
 NEUTRAL = {
@@ -80,7 +80,7 @@ def packed_attention(
                          "or does not pass on; use 'sdpa' for padded batches")
     _refuse_other_kinds(module, packing, {"attention_mask": attention_mask, **others})
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if _use_short_row_attention(q, k, packing, dropout):
+    if takes_short_rows(q, k, packing, dropout):
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         return ShortRowAttention.apply(q, k, v, HeadGrids.of(packing, q.shape[1]), scale)[None], None
     blocks, filler = packing.blocks, len(q) - packing.tokens
@@ -109,13 +109,6 @@ def _refuse_other_kinds(module: torch.nn.Module, packing: Packing, others: Mappi
 def _family(module: torch.nn.Module) -> str:
     kind = getattr(getattr(module, "config", None), "model_type", None)
     return type(module).__name__ + (f" of the family {kind!r}" if kind else "")
-
-
-def _use_short_row_attention(query: Tensor, key: Tensor, packing: Packing, dropout: float) -> bool:
-    """Whether `ShortRowAttention` applies: short rows in full precision on a CPU, as many key heads as query heads, no
-    dropout."""
-    return (query.is_cpu and query.dtype in (torch.float32, torch.float64) and packing.longest <= LONGEST
-            and query.shape[1] == key.shape[1] and not dropout and not torch.is_autocast_enabled("cpu"))
 
 
 def _attend(

@@ -236,7 +236,7 @@ def new_causal_lm(config: NewModelConfig) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rlhf_ray.models.attention import register
-    from rlhf_ray.models.onednn_linear import use_onednn
+    from rlhf_ray.models.cpu.linear import use_onednn
 
     tokenizer, shape = load_tokenizer(config), config.architecture
     model = LlamaForCausalLM(LlamaConfig(**_llama_arguments(shape), vocab_size=len(tokenizer),
@@ -293,7 +293,7 @@ def _load(
     import torch
 
     from rlhf_ray.models.attention import register
-    from rlhf_ray.models.onednn_linear import use_onednn
+    from rlhf_ray.models.cpu.linear import use_onednn
 
     attention = {"attn_implementation": register()} if packed else {}
     try:

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_ray.algorithms.logprobs import entropy as entropy_of
 from rlhf_ray.algorithms.logprobs import token_logprobs
 from rlhf_ray.algorithms.masking import wide
-from rlhf_ray.models.packing import Packing, rounded_up
+from rlhf_ray.models.cpu.linear import filler_of
+from rlhf_ray.models.packing import Packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,11 +26,6 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
         use_cache=False, packing=packing,
     )
     return output.last_hidden_state[0, : len(tokens)]
-
-
-def filler_of(tokens: Tensor) -> int:
-    """Number of unused tokens to append after the last row, so that shapes repeat (see `rounded_up`)."""
-    return rounded_up(len(tokens)) - len(tokens) if tokens.is_cpu else 0
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,6 @@ BLOCK_TOKENS_ELSEWHERE = 2**14
 """On a GPU each call should do much work."""
 
 
-SHAPES = 32
-"""Number of sizes that `rounded_up` returns between a power of two and the next."""
-
-
-def rounded_up(tokens: int) -> int:
-    """`tokens` rounded up by at most a thirty-second, so that few different sizes occur.
-
-    oneDNN, which multiplies matrices on CPUs, compiles and caches code for every new shape: half a millisecond for each
-    product, several for a pass of a small model. Without rounding no two micro-batches have the same number of tokens.
-    """
-    step = max(1, (1 << (tokens - 1).bit_length()) // (2 * SHAPES)) if tokens else 1
-    return -(-tokens // step) * step
-
-
 @dataclass(frozen=True)
 class Packing:
     """Lengths and positions of the rows of a packed sequence."""
@@ -90,7 +76,7 @@ class Packing:
 
     @cached_property
     def head_grids(self) -> dict[int, Any]:
-        """Grids of the rows by number of heads (`short_row_attention.HeadGrids`), computed once for all layers."""
+        """Grids of the rows by number of heads (`cpu.short_rows.HeadGrids`), computed once for all layers."""
         return {}
 
     @cached_property

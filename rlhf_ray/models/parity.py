@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ray.errors import ModelError, first_line
+from rlhf_ray.models.cpu.short_rows import LONGEST
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity_pass import PassResult, dropout_disabled, logits_in_pieces, replace_forward, run_pass
-from rlhf_ray.models.short_row_attention import LONGEST
 from rlhf_ray.models.transformers_forward import (
     PaddedRows,
     attention_implementation_for,

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.transformers import attention_implementation, supports_sdpa
-from rlhf_ray.models.onednn_linear import OneDNNLinear
+from rlhf_ray.models.cpu.linear import OneDNNLinear
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
 
 if TYPE_CHECKING:

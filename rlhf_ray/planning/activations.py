@@ -1,7 +1,7 @@
 """Memory of one pass through a model besides its weights: activations kept for the backward pass, and logits.
 
 Counted from the tensors that our modules save for their backward passes (models/attention.py,
-models/onednn_linear.py and transformers' Llama), as in Korthikanti et al. 2022, section 4.1, for gated layers, packed
+models/cpu/linear.py and transformers' Llama), as in Korthikanti et al. 2022, section 4.1, for gated layers, packed
 rows and no dropout. Row lengths matter only where short rows keep their attention probabilities.
 """
 
@@ -13,7 +13,7 @@ FLOAT, HALF = 4, 2
 LOGIT_ELEMENTS = 2**26
 """Logit entries that exist at the same time (models/packed_model.py, `Chunks`)."""
 SHORT_ROW = 128
-"""Tokens of a row up to which attention on CPUs keeps its probabilities (models/short_row_attention.py, `LONGEST`)."""
+"""Tokens of a row up to which attention on CPUs keeps its probabilities (models/cpu/short_rows.py, `LONGEST`)."""
 
 
 @dataclass(frozen=True)

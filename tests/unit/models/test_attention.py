@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models import attention
 from rlhf_ray.models.attention import packed_attention
+from rlhf_ray.models.cpu import short_rows
 from rlhf_ray.models.packed_model import hidden_states
 from rlhf_ray.models.packing import BLOCK_TOKENS, Packing
 
@@ -104,7 +104,7 @@ def test_short_rows_by_products_equal_the_kernel_s(causal_lm, monkeypatch):
     tokens = torch.arange(sum(lengths)) % 47
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", 50)
     for longest in (0, 40):
-        monkeypatch.setattr(attention, "LONGEST", longest)
+        monkeypatch.setattr(short_rows, "LONGEST", longest)
         model, packing = causal_lm(dtype=torch.float64), Packing.of(lengths)
         states = hidden_states(model, tokens, packing)
         assert bool(packing.head_grids) == (longest == 40)

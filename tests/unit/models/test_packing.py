@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlhf_ray.models import packing as packing_module
-from rlhf_ray.models.packing import Packing, rounded_up
+from rlhf_ray.models.packing import Packing
 
 
 def test_places_by_hand():
@@ -68,11 +68,3 @@ def test_rows_of_one_length_are_a_grid_and_one_block(monkeypatch):
     monkeypatch.setitem(packing_module.BLOCK_TOKENS, "cpu", 10)
     same, other = Packing.of([5, 5, 5, 5]), Packing.of([5, 5, 5, 4])
     assert same.is_grid and len(same.blocks) == 1 and not other.is_grid and len(other.blocks) == 2
-
-
-def test_numbers_of_tokens_are_rounded_up_to_few():
-    assert [rounded_up(n) for n in (0, 1, 63, 64, 65, 66, 127, 129, 1024, 1025, 1056, 1057)] == [
-        0, 1, 63, 64, 66, 66, 128, 132, 1024, 1056, 1056, 1088]
-    all_of_them = range(1, 4097)
-    assert all(n <= rounded_up(n) <= n + n / 32 for n in all_of_them)
-    assert len({rounded_up(n) for n in all_of_them}) == 64 + 6 * 32

@@ -10,13 +10,14 @@ import transformers
 
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models import attention, onednn_linear, packed_model
+from rlhf_ray.models import attention, packed_model
 from rlhf_ray.models.attention import _Gather, register
+from rlhf_ray.models.cpu import linear
+from rlhf_ray.models.cpu.linear import use_onednn
+from rlhf_ray.models.cpu.short_rows import ShortRowAttention
 from rlhf_ray.models.lora import Adapters
-from rlhf_ray.models.onednn_linear import use_onednn
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel, PackedStepModel
 from rlhf_ray.models.parity import ParityProbe, RowLimits
-from rlhf_ray.models.short_row_attention import ShortRowAttention
 from tests.tiny_families import DECODERS, GROUPED, SMALL_BLOOM, config_of, randomised
 
 LIMITS = RowLimits(150, 256)
@@ -148,8 +149,8 @@ def test_in_every_kind_attention_that_sees_other_rows_is_refused(kind, monkeypat
 
 
 def spoil_onednn(monkeypatch):
-    right = onednn_linear._weight_gradient
-    monkeypatch.setattr(onednn_linear, "_weight_gradient", lambda grad, x: right(grad, x) * 1.01)
+    right = linear._weight_gradient
+    monkeypatch.setattr(linear, "_weight_gradient", lambda grad, x: right(grad, x) * 1.01)
 
 
 def spoil_short_rows(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlhf_ray.models.attention import register
-from rlhf_ray.models.onednn_linear import use_onednn
+from rlhf_ray.models.cpu.linear import use_onednn
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.planning.activations import FLOAT, MicroBatch, layer_bytes, logits_bytes, training_bytes

@@ -18,7 +18,8 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine import distributed
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models import onednn_linear, parity
+from rlhf_ray.models import parity
+from rlhf_ray.models.cpu import linear
 from rlhf_ray.records import offsets_of
 from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.supervised_learner import RewardModelLearner, SFTLearner, SupervisedLearner
@@ -103,16 +104,16 @@ def compared(model: ModelConfig, rank: int, address: str) -> dict[str, Any]:
 
 def refused(model: ModelConfig, rank: int, address: str, stage: int) -> str:
     """What a start says where products of weights' gradients are wrong, on rank 1 alone where ranks work together."""
-    right = onednn_linear._weight_gradient
+    right = linear._weight_gradient
     if rank == 1 or stage < 3:
-        onednn_linear._weight_gradient = lambda grad, x: 1.05 * right(grad, x)
+        linear._weight_gradient = lambda grad, x: 1.05 * right(grad, x)
     try:
         learner(SFTLearner, model, rank, {"zero_stage": stage}).start(address, 60.0)
         return "nothing"
     except ModelError as error:
         return str(error)
     finally:
-        onednn_linear._weight_gradient = right
+        linear._weight_gradient = right
 
 
 def main(path: str, rank: int, address: str) -> dict[str, Any]:

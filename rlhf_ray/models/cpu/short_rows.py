@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_ray.models.cpu.choice import takes_cpu_kernel
 from rlhf_ray.models.packing import Packing
 
 LONGEST = 128
 """Longest row, in tokens, for which the products are worth their memory."""
+
+
+def takes_short_rows(query: Tensor, key: Tensor, packing: Packing, dropout: float) -> bool:
+    """Whether `ShortRowAttention` applies to `[T, heads, D]` vectors: rows of up to `LONGEST` tokens, as many key heads
+    as query heads, no dropout."""
+    return (takes_cpu_kernel(query, precisions=(torch.float32, torch.float64)) and packing.longest <= LONGEST
+            and query.shape[1] == key.shape[1] and not dropout)
 
 
 @dataclass(frozen=True)

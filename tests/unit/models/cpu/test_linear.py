@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_ray.models.onednn_linear import SMALLEST, OneDNNLinear, use_onednn
+from rlhf_ray.models.cpu.linear import SMALLEST, OneDNNLinear, rounded_up, use_onednn
 
 
 def layers(inputs, outputs, bias, dtype=torch.float32):
@@ -78,3 +78,11 @@ def test_a_process_that_computes_on_a_gpu_keeps_torch_s_own_class(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = use_onednn(nn.Sequential(nn.Linear(24, 40)))
     assert type(model[0]) is nn.Linear
+
+
+def test_numbers_of_tokens_are_rounded_up_to_few():
+    assert [rounded_up(n) for n in (0, 1, 63, 64, 65, 66, 127, 129, 1024, 1025, 1056, 1057)] == [
+        0, 1, 63, 64, 66, 66, 128, 132, 1024, 1056, 1056, 1088]
+    all_of_them = range(1, 4097)
+    assert all(n <= rounded_up(n) <= n + n / 32 for n in all_of_them)
+    assert len({rounded_up(n) for n in all_of_them}) == 64 + 6 * 32

@@ -13,12 +13,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from rlhf_ray.internals.torch import onednn_product
+from rlhf_ray.models.cpu.choice import computes_on_cpu, takes_cpu_kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SMALLEST = 16
 """Smallest number of outputs for which calling oneDNN pays off; a scalar head is left as it is."""
+SHAPES = 32
+"""Number of sizes that `rounded_up` returns between a power of two and the next."""
 
 
 class OneDNNLinear(nn.Linear):
@@ -26,15 +29,10 @@ class OneDNNLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`."""
-        if not self._use_onednn(input):
+        if not (takes_cpu_kernel(input, self.weight) and input.numel()):  # oneDNN raises an error for an empty input
             return linear(input, self.weight, self.bias)
         output: Tensor = _Linear.apply(input.reshape(-1, self.in_features), self.weight, self.bias)
         return output.view(*input.shape[:-1], self.out_features)
-
-    def _use_onednn(self, input: Tensor) -> bool:
-        """Whether oneDNN applies; it raises an error for an empty input."""
-        return (input.is_cpu and input.dtype is self.weight.dtype is torch.float32 and input.numel() > 0
-                and not torch.is_autocast_enabled("cpu"))
 
 
 class _Linear(torch.autograd.Function):
@@ -60,10 +58,25 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def use_onednn(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Make the model's linear layers use oneDNN, if torch has it and there is no GPU; returns the same model. On a GPU
-    layers stay `nn.Linear`, because libraries check for that exact class."""
-    if torch.backends.mkldnn.is_available() and not torch.cuda.is_available():
+    """Make the linear layers of a model that `computes_on_cpu` use oneDNN; returns the same model. On a GPU layers stay
+    `nn.Linear`, because libraries check for that exact class."""
+    if computes_on_cpu():
         for layer in model.modules():
             if type(layer) is nn.Linear and layer.out_features >= SMALLEST:
                 layer.__class__ = OneDNNLinear
     return model
+
+
+def filler_of(tokens: Tensor) -> int:
+    """Number of unused tokens to append after the last row, so that shapes repeat on CPUs (see `rounded_up`)."""
+    return rounded_up(len(tokens)) - len(tokens) if tokens.is_cpu else 0
+
+
+def rounded_up(tokens: int) -> int:
+    """`tokens` rounded up by at most a thirty-second, so that few different sizes occur.
+
+    oneDNN compiles and caches code for every new shape: half a millisecond for each
+    product, several for a pass of a small model. Without rounding no two micro-batches have the same number of tokens.
+    """
+    step = max(1, (1 << (tokens - 1).bit_length()) // (2 * SHAPES)) if tokens else 1
+    return -(-tokens // step) * step
