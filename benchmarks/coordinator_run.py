@@ -41,7 +41,8 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.stages.evaluation_log import EvaluationLog
-from rlhf_ray.stages.ppo import finalize_ledger, show_live, wire
+from rlhf_ray.stages.ppo import finalize_ledger, show_live
+from rlhf_ray.stages.ppo_builder import CoordinatorBuilder
 from rlhf_ray.stages.runtime import open_runtime
 
 BATCH, STALENESS = 10_000, 4
@@ -137,9 +138,9 @@ async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, liv
     prompts = PromptSource(WorkerDispatcher(reader, roles.health), "training",
                            [config.run.steps * config.coordinator.samples_per_step], [])
     with (directory.path / "progress.txt").open("w") as stream, StageProgress("", config.run.steps, 0, stream) as shown:
-        coordinator = wire(config, roles, WeightSync(config.weights, roles), (prompts, None), directory,
-                           CheckpointStore(directory.checkpoints, 1), metrics, shown, StopRequest(shown.warn),
-                           EvaluationLog(directory, None), None)
+        builder = CoordinatorBuilder(config, roles, WeightSync(config.weights, roles), prompts, None, directory,
+                                     CheckpointStore(directory.checkpoints, 1), shown, StopRequest(shown.warn))
+        coordinator = builder.build(metrics, EvaluationLog(directory, None), None)
         coordinator.state.unmeasured = False
         metrics.mark(0)
         async with looked_at(coordinator, directory) if live else nothing():

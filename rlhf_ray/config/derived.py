@@ -155,3 +155,14 @@ def _solved_at(config: PPOConfig) -> dict[str, float]:
         scores |= {name: other for name, reward in config.rewards.items()
                    if isinstance(reward, FunctionReward | HTTPReward)}
     return scores
+
+
+def geometry_of(config: PPOConfig) -> dict[str, int | str]:
+    """What a resumed run must have in common with the run that saved."""
+    critic = config.critic.backbone if config.algorithm.has_critic else "none"
+    return {
+        "algorithm.estimator": config.algorithm.estimator,
+        "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
+        "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
+        "critic.backbone": critic,
+    }

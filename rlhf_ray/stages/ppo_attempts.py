@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.stop import StopRequest
@@ -22,17 +22,17 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.run_export import export_run
 
-Wire = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
+Build = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
 """Makes the coordinator of an attempt that continues after a step (NOTHING: starts over; None: a new run)."""
 
 
 class RunAttempts:
     """A run from the moment its workers are ready to its last written file."""
 
-    def __init__(self, config: PPOConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
-                 learner_restart: LearnerRestart, wire: Wire) -> None:
-        self._config, self._directory, self._store = config, directory, store
-        self._stop, self._learner_restart, self._wire = stop, learner_restart, wire
+    def __init__(self, logging: LoggingConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
+                 learner_restart: LearnerRestart, build: Build) -> None:
+        self._logging, self._directory, self._store = logging, directory, store
+        self._stop, self._learner_restart, self._build = stop, learner_restart, build
         self.coordinator: Coordinator | None = None
         """Of the present attempt; None before the first."""
         self.evaluations = EvaluationLog(directory, None)
@@ -73,10 +73,10 @@ class RunAttempts:
         kept = start.step if start else NOTHING if resume else None
         records = self._directory.files.records
         self.evaluations = await records.run(EvaluationLog, self._directory, kept)
-        metrics = await records.run(MetricsWriter, self._directory.path, self._config.logging, kept,
+        metrics = await records.run(MetricsWriter, self._directory.path, self._logging, kept,
                                     self._directory.term)
         try:
-            coordinator = self.coordinator = await records.run(self._wire, metrics, self.evaluations, kept)
+            coordinator = self.coordinator = await records.run(self._build, metrics, self.evaluations, kept)
             if metrics.dropped:
                 coordinator.roles.health.log.count_again(metrics.dropped)
             try:

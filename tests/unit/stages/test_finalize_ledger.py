@@ -26,7 +26,7 @@ def ledger(tmp_path):
     made.generated(first, "generator/0")
     made.scored(first, 0)
     made.consumed(first, 1)
-    made.commit()
+    made.mark_committed()
     begin(made, UNDER_WAY, 1)
     return made
 

@@ -43,8 +43,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
                                                         position=lambda: [0])),
         best=SimpleNamespace(resume=lost_learner), files=RunFiles(),
     )
-    config = SimpleNamespace(logging=LoggingConfig())
-    attempts = RunAttempts(config, RunDirectory(tmp_path), None, None, None, lambda *_: coordinator)
+    attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), None, None, None, lambda *_: coordinator)
     with pytest.raises(WorkerError, match="died in export"):
         asyncio.run(attempts.run_attempt(SimpleNamespace(step=0, path=tmp_path), again=False, resume=False))
     assert done == ["resumed", "pipeline closed", "ledger closed"]
@@ -86,7 +85,7 @@ def test_what_learners_were_doing_for_generators_is_over_before_they_are_replace
     async def after(_):
         done.append("learners are replaced")
 
-    attempts = RunAttempts(SimpleNamespace(), RunDirectory(tmp_path), SimpleNamespace(latest=lambda: None),
+    attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), SimpleNamespace(latest=lambda: None),
                     SimpleNamespace(requested=None), SimpleNamespace(after=after), None)
     attempts.coordinator = SimpleNamespace(
         weights=SimpleNamespace(forget=forget),

@@ -1,0 +1,113 @@
+"""The coordinator of a PPO run, built from its parts."""
+
+from dataclasses import dataclass
+
+from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.cluster.session import write_timeline
+from rlhf_ray.config.derived import derive, geometry_of
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.best_checkpoint import BestKeeper
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls
+from rlhf_ray.coordinator.early_stop import EarlyStop
+from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
+from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.coordinator.pipeline import Pipeline
+from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.quarantine import Quarantine
+from rlhf_ray.coordinator.recovery import LEDGER, Recovery
+from rlhf_ray.coordinator.role_groups import RoleGroups
+from rlhf_ray.coordinator.run_state import RunState, kl_controller
+from rlhf_ray.coordinator.step_profile import StepProfiler
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
+from rlhf_ray.observability.progress import StageProgress
+from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.replay.buffer import ReplayBuffer
+from rlhf_ray.replay.ledger import Ledger, discard
+from rlhf_ray.replay.ledger_tables import LedgerFacts
+from rlhf_ray.stages.evaluation_log import EvaluationLog
+from rlhf_ray.stages.run_export import export_policy
+
+
+@dataclass(frozen=True)
+class CoordinatorBuilder:
+    """Builds the coordinator of each attempt at a run whose workers are ready: all objects with state of the run are
+    new for an attempt."""
+
+    config: PPOConfig
+    roles: RoleGroups
+    weights: WeightSync
+    prompts: PromptSource
+    held_out: PromptSource | None
+    """Prompts of the evaluation."""
+    directory: RunDirectory
+    store: CheckpointStore
+    progress: StageProgress
+    stop: StopRequest
+
+    def build(self, metrics: MetricsWriter, evaluations: EvaluationLog, resume_at: int | None) -> Coordinator:
+        """The coordinator, with everything it writes to.
+
+        Args:
+            resume_at: step of the checkpoint to continue from; NOTHING starts over, None starts a new run.
+        """
+        config, roles, files, progress = self.config, self.roles, self.directory.files, self.progress
+        derived, term = derive(config), self.directory.term
+        state = self._state()
+        buffer = self._buffer()
+        ledger = self._ledger(state.cursor, resume_at)
+        calls = ChunkCalls(roles, derived)
+        pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger))
+        evaluator = None
+        if config.evaluation and self.held_out:
+            evaluator = Evaluator(config, roles, calls, self.held_out, progress.warn_once)
+        recovery = Recovery(self.store, roles, state, buffer, geometry_of(config), ledger, derived.old_logprobs, files)
+        best = BestKeeper(config.checkpoint, self.directory, self.store, state.best,
+                          lambda place: export_policy(coordinator, evaluations, place, term))
+        profiler = StepProfiler(self.directory, roles, config.logging.profile_step, progress.note,
+                                write_timeline if config.logging.task_events else None)
+        samples = SampleWriter(self.directory.samples, resume_at, term)
+
+        def note_evaluation(step: int, evaluation: Evaluation) -> None:
+            metrics.write(step, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
+            evaluations.add(step, evaluation)
+            progress.note(f"held-out at step {step}: "
+                          + ", ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items()))
+
+        coordinator = Coordinator(
+            config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
+            weights=self.weights, recovery=recovery, evaluator=evaluator, best=best, metrics=metrics, samples=samples,
+            progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files,
+            phases=self.weights.phases)
+        return coordinator
+
+    def _state(self) -> RunState:
+        config = self.config
+        cursor = PromptCursor(self.prompts.sizes, config.run.seed, config.prompts.shuffle, config.prompts.weights)
+        return RunState(kl_controller(config.algorithm.kl), cursor, early_stop=EarlyStop(config.early_stop))
+
+    def _buffer(self) -> ReplayBuffer:
+        config, coordinator = self.config.buffer, self.config.coordinator
+        return ReplayBuffer(
+            config.capacity_samples or coordinator.samples_per_step,
+            config.capacity_mb * 2**20 if config.capacity_mb else None, coordinator.max_staleness,
+            config.lease_timeout_s)
+
+    def _ledger(self, cursor: PromptCursor, resume_at: int | None) -> Ledger:
+        """A new ledger, or the one in the checkpoint of step `resume_at`."""
+        directory, facts = self.directory, LedgerFacts.of(self.config.coordinator, cursor)
+        if resume_at is None or resume_at == NOTHING:
+            discard(directory.ledger)  # left by a run that failed before its first checkpoint
+            return Ledger.create(directory.ledger, facts, directory.term, directory.files.records)
+        copy = self.store.path(resume_at) / LEDGER
+        return Ledger.resume(directory.ledger, copy, facts, directory.term, directory.files.records)
+
+    def _quarantine(self, ledger: Ledger) -> Quarantine | None:
+        """The record of prompts without a score; None when such a prompt ends the run."""
+        config, directory = self.config.reward, self.directory
+        if config.on_failure == "fail":
+            return None
+        return Quarantine(ledger, directory.quarantine, config.quarantine_limit, self.prompts.rows,
+                          self.progress.warn_once, directory.term, directory.files.records)
