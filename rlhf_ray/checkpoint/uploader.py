@@ -17,6 +17,7 @@ from pathlib import Path
 from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, silence_cloud_libraries
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.errors import CheckpointError, SupersededError, UploadError, first_line
+from rlhf_ray.observability.owner_record import FOLDER as OWNER_RECORDS
 from rlhf_ray.observability.owner_record import Term
 
 LOOK_S = 2.0
@@ -167,11 +168,12 @@ class Uploader:
                 self._sent[name.as_posix()] = mark
 
     def _files(self) -> Iterator[Path]:
-        """All files except checkpoints, links and hidden ones. Directories that are removed meanwhile are skipped."""
+        """All files except checkpoints, owner records, links and hidden ones. Directories that are removed meanwhile
+        are skipped."""
         for place, below, names in os.walk(self._directory):
             here = Path(place)
             below[:] = sorted(name for name in below if not name.startswith(".") and (
-                name != CHECKPOINTS or here != self._directory))
+                name not in (CHECKPOINTS, OWNER_RECORDS) or here != self._directory))
             paths = (here / name for name in sorted(names) if not name.startswith("."))
             yield from (path for path in paths if path.is_file() and not path.is_symlink())
 
@@ -212,7 +214,7 @@ def _fetch_newest(remote: RemoteDirectory, directory: Path, say: Callable[[str],
         return None
     say(f"copying the run with its checkpoint of step {there} from {remote.url}")
     directory.mkdir(parents=True, exist_ok=True)
-    remote.get_all((name for name in remote.names() if not name.startswith((f"{CHECKPOINTS}/", *LIVE, "summary.json"))),
-                   directory)
+    others = f"{CHECKPOINTS}/", f"{OWNER_RECORDS}/", *LIVE, "summary.json"  # an owner record is of one directory
+    remote.get_all((name for name in remote.names() if not name.startswith(others)), directory)
     remote.get_checkpoint(there, store.root)
     return there

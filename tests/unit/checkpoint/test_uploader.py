@@ -58,6 +58,20 @@ def test_a_run_comes_back_on_another_machine_byte_for_byte(run, url, quick, tmp_
     assert fetch_newest(url, other, lambda _: None) is None, "what is here already is not copied again"
 
 
+def test_the_owner_of_a_directory_is_not_the_owner_of_its_copies(run, url, quick, tmp_path):
+    """A resumed run has a record of its second term, which would end the driver of a copy in its first term."""
+    (run / "owner").mkdir()
+    (run / "owner/term_2.json").write_text("{}")
+    save(run, 4)
+    uploader = Uploader(url, run, silence_s=10)
+    uploader.start(resume=False)
+    uploader.finish()
+    assert not [name for name in uploader.remote.names() if name.startswith("owner")]
+    uploader.remote.put(run / "owner/term_2.json", "owner/term_2.json")  # as other tools copy a directory
+    fetch_newest(url, tmp_path / "elsewhere", lambda _: None)
+    assert not (tmp_path / "elsewhere/owner").exists()
+
+
 @pytest.mark.parametrize("lost", ["policy/rank_0.bin", "manifest.json"])
 def test_a_fetch_that_is_interrupted_leaves_no_checkpoint_and_is_made_again(run, url, quick, tmp_path, monkeypatch,
                                                                             lost):
