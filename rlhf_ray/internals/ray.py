@@ -21,21 +21,21 @@ Otherwise: planning takes another node for the driver's.
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """The smallest request of the control service.
 
-Source: 2.60.0, src/ray/protobuf/gcs_service.proto.
+Source: 2.60.0, the name in `_raylet.so`.
 Missing: Ray's client reads the token from the environment or the home directory, and always sends it.
 Otherwise: an open cluster is taken for one that requires a token.
 """
 RECONNECT_TIMEOUT, RECONNECT_TIMEOUT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 """The variable that sets after how many seconds without the head Ray's client ends the process, and its default.
 
-Source: 2.60.0, src/ray/common/ray_config_def.h.
+Source: 2.60.0, the name in `_raylet.so`, a setting of Ray's C++ core.
 Missing: an event or exception for a lost head.
 Otherwise: a driver that loses the head ends with Ray's exit code, which is not resumed automatically.
 """
 LOSE_MESSAGES, CALL_MESSAGE = "RAY_testing_rpc_failure", "CoreWorkerService.grpc_client.PushTask"
 """The variable that makes Ray lose messages, and the name of the message by which an actor's method is called.
 
-Source: 2.60.0, src/ray/common/ray_config_def.h, src/ray/rpc/rpc_chaos.h.
+Source: 2.60.0, the names in `_raylet.so`.
 Missing: none is meant for users.
 Otherwise: chaos reports messages that were not lost.
 """
@@ -43,14 +43,14 @@ NO_PRESTART = {"RAY_prestart_worker_first_driver": "0"}
 """Keeps Ray from starting processes before a worker needs one. All our workers have their own runtime environment, so
 these processes would never be used.
 
-Source: 2.60.0, src/ray/common/ray_config_def.h.
+Source: 2.60.0, the name in `_raylet.so`, a setting of Ray's C++ core.
 Missing: a setting of `ray.init`.
 Otherwise: idle processes take memory.
 """
 DEATH = "A worker died or was killed while executing a task by an unexpected system error"
 """Beginning of the paragraph that Ray prints about a dead worker.
 
-Source: 2.60.0, src/ray/raylet/node_manager.cc.
+Source: 2.60.0, the text in the program `raylet`.
 Missing: as in `hidden_death_messages`.
 Otherwise: the paragraph is printed.
 """
@@ -133,7 +133,7 @@ def start_options(metrics_port: int | None, inline_bytes: int) -> dict[str, Any]
     """Arguments of `ray.init` for a local cluster: the port of its metrics, and the largest result that is sent to its
     owner instead of the object store.
 
-    Source: 2.60.0, _private/worker.py (`init`), src/ray/common/ray_config_def.h (`max_direct_call_object_size`).
+    Source: 2.60.0, _private/worker.py (`init`), `_raylet.so` (`max_direct_call_object_size`).
     Missing: `ray start` has a public option for the port, `ray.init` has not; there is none for the size.
     Otherwise: a local cluster does not start.
     """
@@ -250,7 +250,7 @@ def get_from_job_server(client: Any, path: str) -> Any:
     """The job server's response to a GET request with the client's token.
 
     Source: 2.60.0, dashboard/modules/dashboard_sdk.py (`SubmissionClient._do_request`).
-    Missing: `ray.util.state.list_nodes` takes neither headers nor a client.
+    Missing: `ray.util.state.list_nodes` takes no token, and `StateApiClient` is a second client.
     Otherwise: plans and submissions to a running cluster fail.
     """
     return client._do_request("GET", path)

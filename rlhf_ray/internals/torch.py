@@ -26,7 +26,7 @@ Layer = TypeVar("Layer", bound=nn.Module)
 def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """[m, n] a b' + bias in float32 on a CPU, from a [m, k], b [n, k] and bias [n].
 
-    Source: 2.13.0, aten/src/ATen/native/mkldnn/Linear.cpp (`mkldnn::_linear_pointwise`), which compiled models call.
+    Source: 2.13.0, torch/_inductor/fx_passes/mkldnn_fusion.py, by which compiled models call it.
     Missing: `torch.nn.functional.linear` uses MKL for float32; no setting selects oneDNN.
     Otherwise: learners on CPUs fail in their first pass.
     """

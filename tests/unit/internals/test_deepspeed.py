@@ -79,8 +79,11 @@ def test_sharded_parameters_carry_their_shape_and_shard():
     assert internals.managed_shard(sharded).data_ptr() == sharded.ds_tensor.data_ptr()
 
 
-def test_gathered_parameters_can_be_released():
-    inspect.signature(DeepSpeedZeRoOffload.partition_all_parameters).bind(None)
+def test_gathered_parameters_can_be_released(monkeypatch):
+    released, offload = [], DeepSpeedZeRoOffload.__new__(DeepSpeedZeRoOffload)
+    monkeypatch.setattr(DeepSpeedZeRoOffload, "partition_all_parameters", lambda own: released.append(own))
+    internals.release_gathered(SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload)))
+    assert released == [offload]
     assert "parameter_offload" in DeepSpeedZeroOptimizer_Stage3.__init__.__code__.co_names, READ_AGAIN
 
 

@@ -27,7 +27,7 @@ READ_AGAIN = "Ray has changed: read rlhf_ray/internals/ray.py against its source
     ("_raylet.so", internals.LOSE_MESSAGES.removeprefix("RAY_")),
     ("_raylet.so", internals.CALL_MESSAGE),
     ("_raylet.so", internals.CHECK_ALIVE),
-    ("_raylet.so", "max_direct_call_object_size"),
+    *(("_raylet.so", name) for name in internals.start_options(1, 2)["_system_config"]),
     ("core/src/ray/raylet/raylet", internals.DEATH),
     *(("core/src/ray/raylet/raylet", name.removeprefix("RAY_")) for name in internals.NO_PRESTART),
 ])

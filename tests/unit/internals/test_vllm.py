@@ -24,13 +24,20 @@ from rlhf_ray.internals import vllm as internals
 READ_AGAIN = "vLLM has changed: read rlhf_ray/internals/vllm.py against its sources"
 
 
-def test_an_engine_is_made_of_a_configuration_and_an_executor():
-    inspect.signature(LLMEngine.__init__).bind(None, "config", "executor", log_stats=False, multiprocess_mode=False)
-    inspect.signature(Executor.get_class).bind("config")
+def test_an_engine_is_made_of_a_configuration_and_an_executor(monkeypatch):
+    made, takes = [], inspect.signature(LLMEngine.__init__)
+    monkeypatch.setattr(Executor, "get_class", lambda config: f"executor of {config}")
+    monkeypatch.setattr(LLMEngine, "__init__", lambda *args, **options: made.append(takes.bind(*args, **options)))
+    internals.engine_in_this_process("config")
+    [given] = made
+    assert (given.arguments["vllm_config"], given.arguments["executor_class"]) == ("config", "executor of config")
+    assert given.arguments["multiprocess_mode"] is False
 
 
-def test_an_engine_has_a_core_to_shut_down_and_a_processor_of_outputs():
-    assert callable(EngineCoreClient.shutdown)
+def test_an_engine_has_a_core_to_shut_down_and_a_processor_of_outputs(monkeypatch):
+    ended, core = [], type("Core", (EngineCoreClient,), {"shutdown": lambda self: ended.append(self)})()
+    internals.shut_down(SimpleNamespace(engine_core=core))
+    assert ended == [core] and callable(EngineCoreClient.shutdown)
     for kind in (LLMEngine, AsyncLLM):
         assert {"engine_core", "output_processor"} <= set(kind.__init__.__code__.co_names), READ_AGAIN
 
