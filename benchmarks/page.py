@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.figure import TITLES, ordered, shown, shown_goal, shown_value, title
 from benchmarks.page_charts import charts_of
 from benchmarks.summary import Measured, RunFacts, Summary
-from rlhf_ray.observability import report_page as html
+from rlhf_ray.observability import html_page as html
 from rlhf_ray.observability.progress import duration
 
 FILE = "index.html"

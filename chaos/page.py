@@ -13,7 +13,7 @@ from benchmarks.page import svg_url
 from benchmarks.svg import STYLE, Axis, axis
 from chaos.faults import KINDS
 from chaos.summary import HEADINGS, CampaignSummary, FinishedRun, figures, problems, rows, seconds
-from rlhf_ray.observability import report_page as html
+from rlhf_ray.observability import html_page as html
 from rlhf_ray.observability.metrics import read_metrics
 
 PAGE_FILE, PICTURE_FILE = "index.html", "timeline.svg"

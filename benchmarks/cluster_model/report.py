@@ -10,7 +10,7 @@ from benchmarks.cluster_model.gpu_split import Answer, Step
 from benchmarks.cluster_model.plots import page_charts
 from benchmarks.growth.report import table
 from benchmarks.growth.settings import LENGTHS, SIZES
-from rlhf_ray.observability.report_page import page
+from rlhf_ray.observability.html_page import page
 from rlhf_ray.planning.hardware import Hardware
 from rlhf_ray.planning.roofline import Workload
 

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 import plotly.graph_objects as go
 
 from rlhf_ray.algorithms.win_rate import Z95, Outcome, WinRate
+from rlhf_ray.observability.html_page import ASSETS, Tile, page
 from rlhf_ray.observability.report_charts import Chart
-from rlhf_ray.observability.report_page import ASSETS, Tile, page
 from rlhf_ray.observability.tables import Change, print_before_after
 
 SIDES = ("A", "B")

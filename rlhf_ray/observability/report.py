@@ -15,11 +15,11 @@ from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.bottleneck import diagnosis
 from rlhf_ray.observability.faults import in_one_line, read_faults
+from rlhf_ray.observability.html_page import ASSETS, Tile, page
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
-from rlhf_ray.observability.report_page import ASSETS, Tile, page
 from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.run_directory import RunDirectory, sample_parts
 from rlhf_ray.observability.tables import changes, workers_text

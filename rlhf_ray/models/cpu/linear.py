@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from rlhf_ray.internals.torch import onednn_product
-from rlhf_ray.models.cpu.choice import computes_on_cpu, takes_cpu_kernel
+from rlhf_ray.models.cpu.kernel_choice import computes_on_cpu, takes_cpu_kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

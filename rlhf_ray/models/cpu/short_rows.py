@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_ray.models.cpu.choice import takes_cpu_kernel
+from rlhf_ray.models.cpu.kernel_choice import takes_cpu_kernel
 from rlhf_ray.models.packing import Packing
 
 LONGEST = 128

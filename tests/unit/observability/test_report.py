@@ -11,10 +11,10 @@ from plotly.offline import get_plotlyjs
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.chart_specs import CHARTS, PHASES
+from rlhf_ray.observability.html_page import ASSETS, figures_json
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.report import ReportContext, write_report
 from rlhf_ray.observability.report_charts import MAX_BARS, MAX_POINTS, Chart, charts_of, running_mean, series, thin
-from rlhf_ray.observability.report_page import ASSETS, figures_json
 from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
 
 FILE_ONLY = LoggingConfig(tensorboard=False, ray_metrics=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_ray.models import cpu
-from rlhf_ray.models.cpu.choice import computes_on_cpu, takes_cpu_kernel
+from rlhf_ray.models.cpu.kernel_choice import computes_on_cpu, takes_cpu_kernel
 from rlhf_ray.models.cpu.short_rows import LONGEST, takes_short_rows
 from rlhf_ray.models.packing import Packing
 
