@@ -84,7 +84,7 @@ class ClusterConfig(Section):
     call_timeout_s: float = Field(1800.0, gt=0)
     """Timeout of any single call to a ready worker, and of its ranks waiting for each other."""
     heartbeat_timeout_s: float = Field(300.0, ge=5)
-    """How long a worker with work may send no heartbeat (a generator: produce no token) before it counts as hung and is
+    """How long a worker with work may send no heartbeat (a generator: or no token) before it counts as hung and is
     replaced. vLLM allows one model step the same time (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
     disk_timeout_s: float = Field(600.0, gt=0)
     """How long the disk of `run.dir` may make no progress (no file and no 64 MiB flushed) before it counts as hung and
