@@ -37,8 +37,8 @@ class StubGroup:
     def processes(self, rank: int) -> None:
         """As `WorkerGroup.processes`: ranks have none of their own."""
 
-    async def sign_of_life(self, rank: int) -> None:
-        """As `WorkerGroup.sign_of_life`: nothing is known of ranks without a process."""
+    async def heartbeats(self, rank: int) -> None:
+        """As `WorkerGroup.heartbeats`: nothing is known of ranks without a process."""
 
     def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
         """As `WorkerGroup.call_all`."""

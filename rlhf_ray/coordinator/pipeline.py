@@ -118,9 +118,10 @@ class Pipeline:
         """Start as many chunks as freshness, generators, capacity and the remaining steps allow, and complete the
         chunks that lost prompts."""
         self._admit_new()
-        # At max_staleness 0 the whole batch is admitted and finished by then, so the losses of all chunks are known.
-        # Otherwise the result may depend on timing, and chunks are completed immediately.
-        if not self._tasks or self.config.coordinator.max_staleness:
+        # At max_staleness 0 the whole batch is admitted and finished by then, so the losses of all chunks are known; a
+        # failed chunk's are not, until the run is resumed. Otherwise the result may depend on timing, and chunks are
+        # completed immediately.
+        if not (self._tasks or self._failures) or self.config.coordinator.max_staleness:
             self._complete()
 
     def _admit_new(self) -> None:

@@ -46,11 +46,13 @@ class TokenProgress:
         """Check each generator once that has a long call. A check costs the driver as much as a call."""
         role = self._scheduler.group.role
         calls = {rank: since for (name, rank), (since, _) in self._health.long_calls().items() if name == role}
+        publishing = {task.worker for task in self._health.clock.under_way
+                      if (task.role, task.phase) == (role, "publish")}
         self._progress = {rank: progress for rank, progress in self._progress.items() if rank in calls}
-        await asyncio.gather(*(self._check(rank, since) for rank, since in calls.items()))
+        await asyncio.gather(*(self._check(rank, since, rank in publishing) for rank, since in calls.items()))
 
-    async def _check(self, rank: int, since: float) -> None:
-        """Check one generator, whose oldest call began at `since`."""
+    async def _check(self, rank: int, since: float, publishing: bool) -> None:
+        """Check one generator, whose oldest call began at `since`. `publishing`: it loads weights."""
         group, now = self._scheduler.group, self._health.clock.now()
         incarnation, finished = group.incarnation(rank), self._scheduler.finished[rank]
         last = self._progress.get(rank)
@@ -59,8 +61,6 @@ class TokenProgress:
         if last is not None and last.finished != finished:
             last.finished, last.since = finished, now
             return
-        publishing = any(task.phase == "publish" for task in self._health.clock.under_way
-                         if (task.role, task.worker) == (group.role, rank))
         tokens = None if last is None else last.tokens
         try:
             tokens = await group.call(rank, "tokens_made", timeout_s=self._period_s).value()

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.coordinator.quarantine import Quarantine
+from rlhf_ray.errors import WorkerError
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.harnesses import FIRST, ROWS, QuarantineHarness
@@ -66,9 +67,30 @@ def test_where_timing_may_choose_nobody_waits_for_the_others(ordered, turns):
     assert not {row for batch in batches for row in batch} & BAD
 
 
+def saved(harness, copy):
+    """What a checkpoint of now has of the coordinator; its ledger is at `copy`."""
+    harness.ledger.save(copy)
+    summaries = {entry.order: entry.summary for entry in harness.buffer.ready_entries()}
+    return harness.state.state_dict(), harness.buffer.state_dict(), summaries
+
+
+def two_resumed_batches(harness, state, buffer, summaries, copy):
+    facts = LedgerFacts.of(harness.pipeline.config.coordinator, harness.state.cursor)
+    harness.ledger.close()
+    harness.ledger = harness.pipeline.ledger = Ledger.resume(harness.ledger.path, copy, facts)
+    harness.pipeline.quarantine = Quarantine(harness.ledger, harness.file, 0.5, ROWS, lambda _: None)
+
+    async def go_on():
+        refs = {order: f"experience {order}" for order in summaries}
+        harness.state.load_state_dict(state, harness.buffer.load_state_dict(buffer, refs, summaries))
+        harness.pipeline.resume()
+        return [[key.row for key in await harness.train()] for _ in range(2)]
+
+    return run_in_virtual_time(go_on())
+
+
 @pytest.mark.parametrize("turns", ORDERS[::4])
-def test_a_run_saved_between_a_failure_and_its_replacement_goes_on_as_if_it_had_not_been(
-        ordered, tmp_path, ppo_config, turns):
+def test_a_run_saved_between_a_failure_and_its_replacement_goes_on_as_if_it_had_not_been(ordered, tmp_path, turns):
     """The first chunk or the third has lost prompts, and others of the batch are under way."""
     harness, copy = ordered(turns), tmp_path / "copy.sqlite"
 
@@ -76,27 +98,36 @@ def test_a_run_saved_between_a_failure_and_its_replacement_goes_on_as_if_it_had_
         batch = asyncio.create_task(harness.pipeline.next_batch())
         while not harness.ledger.quarantined():
             await asyncio.sleep(0.01)
-        saved = (harness.state.state_dict(), harness.buffer.state_dict(),
-                 {entry.order: entry.summary for entry in harness.buffer.ready_entries()})
-        harness.ledger.save(copy)
+        checkpoint = saved(harness, copy)
         batch.cancel()
         await asyncio.gather(batch, return_exceptions=True)
         await harness.pipeline.close()
-        return saved
+        return checkpoint
 
     state, buffer, summaries = run_in_virtual_time(fail_once())
     assert sum(len(keys) for _, keys in state["in_flight"]) + 2 * len(summaries) < 8, "some prompts are not replaced"
+    assert two_resumed_batches(ordered(turns[::-1]), state, buffer, summaries, copy) == [BATCH, NEXT]
 
-    resumed = ordered(turns[::-1])
-    facts = LedgerFacts.of(resumed.pipeline.config.coordinator, resumed.state.cursor)
-    resumed.ledger.close()
-    resumed.ledger = resumed.pipeline.ledger = Ledger.resume(resumed.ledger.path, copy, facts)
-    resumed.pipeline.quarantine = Quarantine(resumed.ledger, resumed.file, 0.5, ROWS, lambda _: None)
 
-    async def go_on():
-        refs = {order: f"experience {order}" for order in summaries}
-        resumed.state.load_state_dict(state, resumed.buffer.load_state_dict(buffer, refs, summaries))
-        resumed.pipeline.resume()
-        return [[key.row for key in await resumed.train()] for _ in range(2)]
+@pytest.mark.parametrize("turns", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_a_run_saved_after_the_loss_of_its_scorers_goes_on_as_if_it_had_not_been(ordered, tmp_path, turns):
+    """The third chunk has lost prompts. The first one has not been scored: it will lose one too, and comes first."""
+    harness, copy = ordered(turns), tmp_path / "copy.sqlite"
+    score = harness.score
 
-    assert run_in_virtual_time(go_on()) == [BATCH, NEXT]
+    async def score_or_fail(rank, method, *records):
+        if records[0]["keys"][0].row == FIRST[0]:
+            await asyncio.sleep(0.1 * (1 + turns[0]))
+            raise WorkerError("the scorers cannot be kept alive", "reward")
+        return await score(rank, method, *records)
+
+    harness.roles.reward.answer = score_or_fail
+
+    async def fail():
+        with pytest.raises(WorkerError, match="cannot be kept alive"):
+            await harness.pipeline.next_batch()
+        checkpoint = saved(harness, copy)
+        await harness.pipeline.close()
+        return checkpoint
+
+    assert two_resumed_batches(ordered(turns[::-1]), *run_in_virtual_time(fail()), copy) == [BATCH, NEXT]
