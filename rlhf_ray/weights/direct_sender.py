@@ -89,7 +89,7 @@ class NCCLSender:
             source=self._bucket)
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
-        """See `Sender.offered`."""
+        """See `Sender.offer`."""
         self._bucket.tensors = tensors
         return []
 
@@ -119,7 +119,7 @@ class IPCSender:
             IPCTrainerInitInfo(rank=rank, packed=False), client=self._client, source=self._bucket)
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
-        """See `Sender.offered`."""
+        """See `Sender.offer`."""
         self._kept.append(tensors)
         self._bucket.tensors = tensors
         self._engine.send_weights()
@@ -150,7 +150,7 @@ class GlooSender:
         self._tensors: Mapping[str, Tensor] = {}
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
-        """See `Sender.offered`."""
+        """See `Sender.offer`."""
         self._tensors = tensors
         return []
 
