@@ -47,8 +47,12 @@ class Processes:
 def own_processes() -> Processes:
     """Processes of this worker, without Python's resource trackers, which clean up after killed processes."""
     own = psutil.Process()
-    found = [own, *(child for child in own.children(recursive=True) if not _is_resource_tracker(child))]
-    return Processes(ray.get_runtime_context().get_node_id(), tuple((p.pid, p.create_time()) for p in found),
+    found = [(own.pid, own.create_time())]
+    for child in own.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if not _is_resource_tracker(child):
+                found.append((child.pid, child.create_time()))
+    return Processes(ray.get_runtime_context().get_node_id(), tuple(found),
                      ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids())))
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -250,9 +250,13 @@ class AsynchronousEngine:
         import psutil
 
         own = psutil.Process()
-        children = own.children(recursive=True)
-        # Python's resource tracker lives as long as this process, independent of vLLM.
-        return [own.pid] + [p.pid for p in children if not any("resource_tracker" in part for part in p.cmdline())]
+        pids = [own.pid]
+        for child in own.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or is a zombie
+                # Python's resource tracker lives as long as this process, independent of vLLM.
+                if not any("resource_tracker" in part for part in child.cmdline()):
+                    pids.append(child.pid)
+        return pids
 
     async def stop(self) -> None:
         """See `SamplingEngine.stop`."""
