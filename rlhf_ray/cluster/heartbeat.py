@@ -18,7 +18,9 @@ from rlhf_ray.cluster.processes import Processes, own_processes
 from rlhf_ray.internals.ray import delete_values, get_value, put_value
 
 PERIOD_S = 1.0
-"""Seconds between two counts, and between two looks at them."""
+"""Seconds between two counts, and at least between two looks at them."""
+LOOKS, LONGEST_LOOK_S = 20, 5.0
+"""Looks within a timeout, and at most the seconds between two: a look at 256 workers costs the driver 50 ms."""
 
 
 def key_of(role: str, rank: int | str = "", incarnation: int | str = "") -> str:
@@ -82,6 +84,7 @@ class HeartbeatDetector(Generic[Watched]):
             silent: called with a worker whose count has stood still for longer, and for how many seconds.
         """
         self._watched, self._timeout_s, self._silent = watched, timeout_s, silent
+        self._period_s = min(max(PERIOD_S, timeout_s / LOOKS), LONGEST_LOOK_S)
         self._counts: dict[tuple[str, int, int], tuple[int | None, float]] = {}
         """By role, rank and incarnation: the last count, and the seconds since it changed."""
 
@@ -89,9 +92,9 @@ class HeartbeatDetector(Generic[Watched]):
         """Look at the workers until cancelled."""
         looked = time.monotonic()
         while True:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(self._period_s)
             # If this process itself was stopped, it saw no counts change meanwhile.
-            passed = min(time.monotonic() - looked, 2 * PERIOD_S)
+            passed = min(time.monotonic() - looked, 2 * self._period_s)
             looked = time.monotonic()
             workers = list(self._watched())
             await asyncio.gather(*(self._look(group, rank, passed) for group, rank in workers))
