@@ -5,11 +5,14 @@ Nothing is padded. A numpy array comes out of Ray's object store without a copy 
 numpy and not torch. All per-token columns of a record share its `offsets` and are aligned with `tokens`: entry `t` of
 a column belongs to `tokens[t]` (its log-probability *given the tokens before it*, the value of the state *before* it).
 On prompt tokens such entries are zero.
+
+A sample is one or more rows (`SampleRows`): scores, keys and baselines are a sample's, tokens and passes a row's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +27,11 @@ def per_token() -> Any:
 def per_row() -> Any:
     """A field with one entry per row: an array `[N]` or a list of length N."""
     return field(metadata={"axis": "row"})
+
+
+def per_sample() -> Any:
+    """A field of `SampleRows` with one entry per sample: a list of length S."""
+    return field(metadata={"axis": "sample"})
 
 
 def row_indices(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -44,10 +52,17 @@ def response_start(mask: NDArray[np.bool_]) -> int:
     return int(np.argmax(mask)) if mask.any() else len(mask)
 
 
-def _rows_of(column: Any, rows: NDArray[np.int64]) -> Any:
+def _entries_of(column: Any, places: NDArray[np.int64]) -> Any:
     if column is None or isinstance(column, np.ndarray):
-        return None if column is None else column[rows]
-    return [column[i] for i in rows]
+        return None if column is None else column[places]
+    return [column[i] for i in places]
+
+
+def _by_appearance(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`[S]` distinct numbers in order of first appearance, and `[N]` the place of each number among them."""
+    distinct, first, places = np.unique(numbers, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    return distinct[order], np.argsort(order)[places]
 
 
 @dataclass(frozen=True)
@@ -77,15 +92,14 @@ class Ragged:
     def select(self, rows: Any) -> Self:
         """A record of the given rows, in the given order (copies)."""
         rows = np.asarray(rows, dtype=np.int64)
-        flat = row_indices(self.offsets, rows)
-        chosen: dict[str, Any] = {"offsets": offsets_of(self.lengths[rows])}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.metadata.get("axis") == "token":
-                chosen[f.name] = None if value is None else value[flat]
-            elif f.metadata.get("axis") == "row":
-                chosen[f.name] = _rows_of(value, rows)
-        return type(self)(**chosen)
+        places = self._places(rows)
+        chosen = {f.name: _entries_of(getattr(self, f.name), places[f.metadata["axis"]])
+                  for f in fields(self) if "axis" in f.metadata}
+        return type(self)(offsets=offsets_of(self.lengths[rows]), **chosen)
+
+    def _places(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """By axis, the entries that belong to these rows."""
+        return {"token": row_indices(self.offsets, rows), "row": rows}
 
     @classmethod
     def concat(cls, parts: Any) -> Self:
@@ -128,6 +142,70 @@ class SampleKey:
 
 
 @dataclass(frozen=True)
+class SampleRows(Ragged):
+    """Base of records in which a sample has one or more rows; by default each row is a sample of its own.
+
+    A selection numbers the samples of its rows anew, in order of first appearance.
+    """
+
+    samples: NDArray[np.int64] = field(
+        default_factory=lambda: np.empty(0, np.int64), kw_only=True, metadata={"axis": "row"})
+    """[N] int64 number of each row's sample; all numbers from 0 to S-1 occur."""
+    row_weights: NDArray[np.float32] = field(
+        default_factory=lambda: np.empty(0, np.float32), kw_only=True, metadata={"axis": "row"})
+    """[N] weight of the row's mean loss in the mean of its sample, where losses are aggregated by sequence. The weights
+    of a sample add up to 1; by default its rows weigh the same."""
+
+    def __post_init__(self) -> None:
+        if not len(self.samples):
+            object.__setattr__(self, "samples", np.arange(len(self)))
+        if not len(self.row_weights):
+            row_counts = np.bincount(self.samples)[self.samples]
+            object.__setattr__(self, "row_weights", (1 / row_counts).astype(np.float32))
+
+    @property
+    def sample_count(self) -> int:
+        """Number of samples S."""
+        return int(self.samples.max(initial=-1)) + 1
+
+    @property
+    def sample_rows(self) -> list[range]:
+        """[S] the rows of each sample.
+
+        Raises:
+            ValueError: the rows are not in the order of their samples, as they are in a rollout.
+        """
+        if (np.diff(self.samples) < 0).any():
+            raise ValueError(f"rows of samples {self.samples.tolist()} are not in the order of their samples")
+        return [range(first, end) for first, end in pairwise(offsets_of(np.bincount(self.samples)).tolist())]
+
+    @property
+    def sample_starts(self) -> NDArray[np.int64]:
+        """[S] position of each sample's first token; errors as `sample_rows`."""
+        return self.offsets[[rows.start for rows in self.sample_rows]]
+
+    def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """All rows of some samples: sample by sample in the given order, and each sample's in their own order."""
+        by_sample = np.argsort(self.samples, kind="stable")
+        return by_sample[row_indices(offsets_of(np.bincount(self.samples)), samples)]
+
+    def select(self, rows: Any) -> Self:
+        """As `Ragged.select`, with the samples of these rows."""
+        chosen = super().select(rows)
+        return replace(chosen, samples=_by_appearance(chosen.samples)[1])
+
+    @classmethod
+    def concat(cls, parts: Any) -> Self:
+        """As `Ragged.concat`, with the samples of all parts, in order."""
+        parts = list(parts)
+        whole, first = super().concat(parts), offsets_of([part.sample_count for part in parts])[:-1]
+        return replace(whole, samples=whole.samples + np.repeat(first, [len(part) for part in parts]))
+
+    def _places(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        return {**super()._places(rows), "sample": _by_appearance(self.samples[rows])[0]}
+
+
+@dataclass(frozen=True)
 class Prompts(Ragged):
     """Tokenised prompts: some rows of a data set. The coordinator handles only references to them and their row
     numbers."""
@@ -144,8 +222,9 @@ class Prompts(Ragged):
 
 
 @dataclass(frozen=True)
-class Rollout(Ragged):
-    """A generator's responses to a chunk of prompts: tokens, log-probabilities, weight version of each token."""
+class Rollout(SampleRows):
+    """A generator's responses to a chunk of prompts: tokens, log-probabilities, weight version of each token. The rows
+    of a sample are adjacent and in order of time."""
 
     tokens: NDArray[np.int32] = per_token()
     response_mask: NDArray[np.bool_] = per_token()
@@ -154,7 +233,7 @@ class Rollout(Ragged):
     """Behaviour log-probability under the sampling distribution; 0 where response_mask is False."""
     versions: NDArray[np.int32] = per_token()
     """Weight version that sampled the token; -1 where response_mask is False."""
-    keys: list[SampleKey] = per_row()
+    keys: list[SampleKey] = per_sample()
     seeds: NDArray[np.int64] = per_row()
     finish_reasons: list[str] = per_row()
     """"stop" (end-of-sequence or stop token), "length" or "abort"."""
@@ -169,18 +248,18 @@ class TokenScores(Ragged):
 
 @dataclass(frozen=True)
 class RewardScores:
-    """One finite score per row of a rollout, and its components."""
+    """One finite score per sample of a rollout, and its components."""
 
     scores: NDArray[np.float32]
-    """[N] weighted sum of all components."""
+    """[S] weighted sum of all components."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Name of a component -> [N] its scores, before its weight."""
+    """Name of a component -> [S] its scores, before its weight."""
     failures: dict[str, int] = field(default_factory=dict)
     """Name of a component -> number of failures (`rewards.protocol.RewardAnswer.failures`); NAME/KIND -> number of
     failures of that kind."""
     token_rewards: NDArray[np.float32] | None = None
     """[T] weighted rewards of single tokens, aligned with the rollout: part of `scores`. Zero where response_mask is
-    False. The rest of a row's score is on the response's last token; None: all of it."""
+    False. The rest of a sample's score is on the response's last token; None: all of it."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +300,7 @@ class RewardTerms:
 
 
 @dataclass(frozen=True)
-class Batch(Ragged):
+class Batch(SampleRows):
     """The experience of one update in key order, with advantages whitened if configured."""
 
     tokens: NDArray[np.int32] = per_token()
@@ -240,12 +319,12 @@ class Batch(Ragged):
 class Experience(Batch):
     """Scored rollouts with advantages, not whitened yet; the replay buffer holds references to it."""
 
-    keys: list[SampleKey] = per_row()
+    keys: list[SampleKey] = per_sample()
 
 
 @dataclass(frozen=True)
 class ExperienceSummary:
-    """The small numbers about one experience that the coordinator keeps and logs. Per-row arrays are [N]."""
+    """The small numbers about one experience that the coordinator keeps and logs. Arrays are per sample, [S]."""
 
     scores: NDArray[np.float32]
     kl: NDArray[np.float32]
@@ -261,10 +340,10 @@ class ExperienceSummary:
     behaviour_gap: float
     """Mean absolute difference of behaviour and old log-probabilities over response tokens."""
     samples: list[dict[str, Any]]
-    """A few rows as text, for the samples/ folder: prompt, response, score and its components (reward/NAME), kl, gold
+    """Some as text, for the samples/ folder: prompt, response, score and its components (reward/NAME), kl, gold
     (when configured)."""
     gold: NDArray[np.float32] | None
-    """[N] gold scores, when configured."""
+    """[S] gold scores, when configured."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Components of the scores by name, before their weights."""
     failures: dict[str, int] = field(default_factory=dict)
@@ -273,7 +352,7 @@ class ExperienceSummary:
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """Small numbers about a chunk of held-out samples; [N] arrays, one entry per response."""
+    """Small numbers about a chunk of held-out samples; [S] arrays, one entry per response."""
 
     rows: NDArray[np.int64]
     """Row of each response's prompt in the held-out set."""
@@ -289,7 +368,7 @@ class EvaluationPart:
     digests: NDArray[np.int64]
     """A hash of each response's text."""
     bigrams: NDArray[np.int64]
-    """[sum of (length - 1)] a code per pair of adjacent response tokens."""
+    """A code per pair of adjacent response tokens of a row."""
     texts: list[dict[str, str]]
     """A few rows: prompt and response."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)

@@ -57,19 +57,24 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     return select(centred * torch.rsqrt(masked_variance(x, mask) + WHITEN_EPSILON), mask)
 
 
-def aggregate_mean(x: Tensor, mask: Tensor, aggregate: Aggregate) -> Tensor:
+def aggregate_mean(x: Tensor, mask: Tensor, aggregate: Aggregate, row_weights: Tensor | None = None) -> Tensor:
     """Mean over all True tokens ("token"), or mean of the rows' means ("sequence"); a scalar.
 
     Rows without any True token do not count as rows: adding one changes nothing.
+
+    Args:
+        row_weights: `[B]` weights of the rows' means, None for equal ones. If those of each sample's rows add up to 1,
+            the result is the mean of the samples' means. Tokens always count equally.
     """
     if aggregate == "token":
         return masked_mean(x, mask)
     rows = select(x, mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    return rows.sum() / denominator(mask, aggregate).clamp(min=1)
+    total = denominator(mask, aggregate, row_weights)
+    return (rows if row_weights is None else rows * row_weights).sum() / total.masked_fill(total == 0, 1)
 
 
-def denominator(mask: Tensor, aggregate: Aggregate) -> Tensor:
-    """The divisor of `aggregate_mean`: True tokens, or rows that have any. An int64 scalar.
+def denominator(mask: Tensor, aggregate: Aggregate, row_weights: Tensor | None = None) -> Tensor:
+    """The divisor of `aggregate_mean`: True tokens, or rows that have any (with weights, their sum). A scalar.
 
     A micro-batch's share of the loss of a whole batch is `loss * denominator(part) / denominator(whole)`: summed over
     the parts it is the loss of the whole, however the rows were distributed.
@@ -80,5 +85,6 @@ def denominator(mask: Tensor, aggregate: Aggregate) -> Tensor:
     if aggregate == "token":
         return mask.sum()
     if aggregate == "sequence":
-        return mask.any(-1).sum()
+        rows = mask.any(-1)
+        return (rows if row_weights is None else rows * row_weights).sum()
     raise ConfigError(f'aggregate={aggregate!r} is unknown; use "token" or "sequence"')

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.records import Ragged, SampleKey
+from rlhf_ray.records import Ragged, SampleKey, SampleRows
 
 R = TypeVar("R", bound=Ragged)
 _ARRAY, _BYTES, _TUPLE = "__array__", "__bytes__", "__tuple__"
@@ -127,7 +127,8 @@ def _check_lengths(path: Path, record: Ragged) -> None:
     offsets = record.offsets
     if offsets.ndim != 1 or offsets.dtype.kind != "i" or not len(offsets) or offsets[0] or (np.diff(offsets) < 0).any():
         raise CheckpointError(f"{path} is damaged: its offsets are not row boundaries")
-    expected = {"token": int(record.offsets[-1]), "row": len(record)}
+    expected = {"token": int(record.offsets[-1]), "row": len(record),
+                "sample": record.sample_count if isinstance(record, SampleRows) else 0}
     for f in fields(record):
         value, axis = getattr(record, f.name), f.metadata.get("axis")
         if axis and value is not None and len(value) != expected[axis]:

@@ -93,39 +93,44 @@ def sample_names(keys: Sequence[SampleKey], most: int = 3) -> str:
 
 
 def requests_of(rollout: Rollout, prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> list[RewardRequest]:
-    """[N] requests of a rollout's rows. `prompts` contains their prompts, in any order."""
+    """[S] requests of a rollout's samples. `prompts` contains their prompts, in any order."""
     places = {row: i for i, row in enumerate(prompts.rows.tolist())}
-    return [_request(rollout, i, prompts, places[key.row], tokenizer) for i, key in enumerate(rollout.keys)]
+    return [_request(rollout, rows, key, prompts, places[key.row], tokenizer)
+            for rows, key in zip(rollout.sample_rows, rollout.keys, strict=True)]
 
 
 def _request(
-    rollout: Rollout, i: int, prompts: Prompts, row: int, tokenizer: PreTrainedTokenizerBase
+    rollout: Rollout, rows: range, key: SampleKey, prompts: Prompts, row: int, tokenizer: PreTrainedTokenizerBase
 ) -> RewardRequest:
-    tokens, mask = rollout.row(i, "tokens"), rollout.row(i, "response_mask")
-    begin = response_start(mask)
+    whole = slice(rollout.offsets[rows.start], rollout.offsets[rows.stop])
     return RewardRequest(
-        key=rollout.keys[i], prompt=prompts.texts[row],
-        response=tokenizer.decode(tokens[begin:].tolist(), skip_special_tokens=True),
-        tokens=tokens, response_mask=mask, finish_reason=rollout.finish_reasons[i], metadata=prompts.metadata[row],
+        key=key, prompt=prompts.texts[row], response=_response_text(tokenizer, rollout, rows),
+        tokens=rollout.tokens[whole], response_mask=rollout.response_mask[whole],
+        finish_reason=rollout.finish_reasons[rows[-1]], metadata=prompts.metadata[row],
         messages=None if prompts.messages is None else prompts.messages[row],
     )
 
 
-def rollout_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, rows: int) -> tuple[list[str], list[str]]:
-    """Prompts and responses of the first `rows` rows (or of all, if there are fewer), without special tokens; a row
-    without a response is all prompt."""
+def _response_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, rows: range) -> str:
+    """The responses of a sample's rows as one text, each from its first sampled token on."""
+    tails = (rollout.row(i, "tokens")[response_start(rollout.row(i, "response_mask")) :] for i in rows)
+    return "".join(tokenizer.decode(tail.tolist(), skip_special_tokens=True) for tail in tails)
+
+
+def rollout_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, samples: int) -> tuple[list[str], list[str]]:
+    """Prompts and responses of the first `samples` samples (or of all, if there are fewer), without special tokens; a
+    row without a response is all prompt."""
     prompts, responses = [], []
-    for i in range(min(rows, len(rollout))):
-        tokens, mask = rollout.row(i, "tokens"), rollout.row(i, "response_mask")
-        begin = response_start(mask)
-        prompts.append(tokenizer.decode(tokens[:begin].tolist(), skip_special_tokens=True))
-        responses.append(tokenizer.decode(tokens[begin:].tolist(), skip_special_tokens=True))
+    for rows in rollout.sample_rows[:samples]:
+        tokens, mask = rollout.row(rows.start, "tokens"), rollout.row(rows.start, "response_mask")
+        prompts.append(tokenizer.decode(tokens[: response_start(mask)].tolist(), skip_special_tokens=True))
+        responses.append(_response_text(tokenizer, rollout, rows))
     return prompts, responses
 
 
 def finished(rollout: Rollout) -> np.ndarray:
-    """[N] bool: which responses ended with a stop token."""
-    return np.array([reason == "stop" for reason in rollout.finish_reasons])
+    """[S] bool: which samples ended with a stop token."""
+    return np.array([rollout.finish_reasons[rows[-1]] == "stop" for rows in rollout.sample_rows])
 
 
 def finite_scores(values: Any, requests: Sequence[RewardRequest], who: str, fix: str) -> NDArray[np.float32]:

@@ -49,7 +49,7 @@ class ActorCriticLearner(PolicyLearner):
         return replace(both, metrics=policy), replace(both, metrics=critic)
 
     def share(self, part: Batch, whole: Batch, counted: bool, meter: AverageMeter) -> Tensor:
-        """As `Learner.share`. Each of the two losses is divided by its own count, which for the policy may be rows."""
+        """As `Learner.share`. Each of the two losses is divided by its own count, the policy's perhaps of samples."""
         a, micro = self.algorithm, MicroBatch(part, self.engine.device)
         logprobs, entropy, values = self.engine.forward(
             micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0)

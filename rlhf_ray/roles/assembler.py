@@ -15,6 +15,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.packing import Packing
 from rlhf_ray.records import (
     EvaluationPart,
     Experience,
@@ -28,7 +29,7 @@ from rlhf_ray.records import (
 )
 from rlhf_ray.rewards.protocol import finished, rollout_texts
 from rlhf_ray.roles.evaluation_metrics import bigram_codes, pass_rates, stable_hash, summarise
-from rlhf_ray.roles.micro_batch import MicroBatch, split_scores
+from rlhf_ray.roles.micro_batch import split_scores
 
 
 class Assembler:
@@ -51,7 +52,7 @@ class Assembler:
 
         Args:
             terms: numbers of the run so far that enter the rewards.
-            keep_texts: number of rows to return as text.
+            keep_texts: number of samples to return as text.
             policy_ranks: how many of `parts` are the policy ranks' log-probabilities; the rest are critic values. Each
                 rank's part holds its contiguous share of the rows. If 0, the generator's log-probabilities are the old
                 ones.
@@ -106,8 +107,8 @@ class Assembler:
             each_rewards: the rewards of this one rollout, as `RewardScorer.score_each` returns them.
         """
         (rewards,) = each_rewards
-        mask, starts = rollout.response_mask, rollout.offsets[:-1]
-        prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout))
+        mask, starts = rollout.response_mask, rollout.sample_starts
+        prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout.keys))
         return EvaluationPart(
             rows=np.array([key.row for key in rollout.keys]), scores=rewards.scores, components=rewards.components,
             gold=self._gold(responses),
@@ -117,7 +118,7 @@ class Assembler:
             digests=np.array([stable_hash(text) for text in responses]),
             bigrams=np.concatenate([bigram_codes(rollout.row(i, "tokens")[rollout.row(i, "response_mask")])
                                     for i in range(len(rollout))]),
-            texts=[{"prompt": prompts[i], "response": responses[i]} for i in range(min(keep_texts, len(rollout)))],
+            texts=[{"prompt": prompts[i], "response": responses[i]} for i in range(min(keep_texts, len(prompts)))],
         )
 
     def sum_up(
@@ -128,38 +129,41 @@ class Assembler:
         return metrics, [text for part in parts for text in part.texts]
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
-        a, micro, values = self.algorithm, MicroBatch(rollout, "cpu"), scores.values
+        """Advantages are estimated in grids with a row per sample: the response tokens of all its rows, in order."""
+        a, mask, values, rewards = self.algorithm, rollout.response_mask, scores.values, scores.rewards
+        responses = Packing.of(np.add.reduceat(mask.astype(np.int64), rollout.sample_starts))
+        lengths = responses.lengths
 
         def grid(column: np.ndarray) -> torch.Tensor:
-            return micro.responses.to_grid(torch.from_numpy(column[rollout.response_mask]))
+            return responses.to_grid(torch.from_numpy(column[mask]))
 
         def flat(cells: torch.Tensor) -> np.ndarray:
             column = np.zeros(len(rollout.tokens), dtype=np.float32)
-            column[rollout.response_mask] = micro.responses.from_grid(cells).numpy()
+            column[mask] = responses.from_grid(cells).numpy()
             return column
 
-        lengths, rewards = micro.responses.lengths, scores.rewards
         steps = None if rewards.token_rewards is None else grid(rewards.token_rewards)
         kl = approx_kl(grid(scores.policy.values), grid(scores.reference.values), a.kl.estimator)
         advantages, returns = estimate(a.estimator, ScoredResponses(
-            scores=self._row_scores(rollout, _rest(rewards.scores, steps), terms, lengths),
+            scores=self._sample_scores(rollout, _rest(rewards.scores, steps), terms, lengths),
             penalties=torch.zeros_like(kl) if a.kl_in_loss else -terms.kl_coef * kl,
-            mask=micro.mask, groups=prompt_groups(rollout.keys),
+            mask=grid(mask), groups=prompt_groups(rollout.keys),
             values=None if values is None else grid(values.values), gamma=a.gamma,
             lam=a.lam if a.lam_alpha is None else length_adaptive_lambda(lengths, a.lam_alpha), critic_lam=a.lam_critic,
             step_rewards=None if steps is None else self._clipped(steps / terms.score_deviation),
         ))
         return Experience(
-            offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=rollout.response_mask,
+            offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=mask,
+            samples=rollout.samples, row_weights=rollout.row_weights,
             behaviour_logprobs=rollout.logprobs, old_logprobs=scores.policy.values,
             reference_logprobs=scores.reference.values, values=None if values is None else values.values,
             advantages=flat(advantages), returns=flat(returns), keys=rollout.keys,
         )
 
-    def _row_scores(
+    def _sample_scores(
         self, rollout: Rollout, scores: torch.Tensor, terms: RewardTerms, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """[N] rewards on the last tokens: normalised scores less penalties for a response's end and length, clipped."""
+        """[S] rewards on the last tokens: normalised scores less penalties for a response's end and length, clipped."""
         a, scores = self.algorithm, (scores - terms.score_mean) / terms.score_deviation
         if a.missing_eos_penalty:
             scores -= a.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
@@ -173,20 +177,20 @@ class Assembler:
         return rewards if bound is None else rewards.clamp(-bound, bound)
 
     def _summary(self, rollout: Rollout, scores: Scores, experience: Experience, keep_texts: int) -> ExperienceSummary:
-        mask, offsets = rollout.response_mask, rollout.offsets[:-1]
-        kl = np.add.reduceat(np.where(mask, experience.old_logprobs - experience.reference_logprobs, 0), offsets)
-        prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout) if self.logging.judge else keep_texts)
+        mask, starts, count = rollout.response_mask, rollout.sample_starts, len(rollout.keys)
+        kl = np.add.reduceat(np.where(mask, experience.old_logprobs - experience.reference_logprobs, 0), starts)
+        prompts, responses = rollout_texts(self._tokenizer, rollout, count if self.logging.judge else keep_texts)
         gold = self._gold(responses)
         texts = [
             {"prompt": prompts[i], "response": responses[i], "score": float(scores.rewards.scores[i]),
              "kl": float(kl[i]), "gold": None if gold is None else float(gold[i]),
              **{f"reward/{name}": float(part[i]) for name, part in scores.rewards.components.items()}}
-            for i in range(min(keep_texts, len(rollout)))
+            for i in range(min(keep_texts, count))
         ]
         return ExperienceSummary(
             scores=scores.rewards.scores, components=scores.rewards.components,
             failures=scores.rewards.failures, kl=kl.astype(np.float32),
-            response_lengths=np.add.reduceat(mask.astype(np.int32), offsets), finished=finished(rollout),
+            response_lengths=np.add.reduceat(mask.astype(np.int32), starts), finished=finished(rollout),
             min_version=int(rollout.versions[mask].min()), nbytes=experience.nbytes, tokens=len(rollout.tokens),
             behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),
             samples=texts, gold=gold,
@@ -201,12 +205,12 @@ class Assembler:
 
 
 def _rest(scores: np.ndarray, steps: torch.Tensor | None) -> torch.Tensor:
-    """[N] scores minus the sum of their `[N, L]` token rewards; the rest falls on the last token."""
+    """[S] scores minus the sum of their `[S, L]` token rewards; the rest falls on the last token."""
     whole = torch.tensor(scores)
     return whole if steps is None else whole - steps.sum(-1)
 
 
 def prompt_groups(keys: Sequence[SampleKey]) -> torch.Tensor:
-    """[N] group numbers, equal for samples of one prompt and epoch. A chunk holds all samples of its prompts."""
+    """[S] group numbers, equal for samples of one prompt and epoch. A chunk holds all samples of its prompts."""
     numbers: dict[tuple[int, int], int] = {}
     return torch.tensor([numbers.setdefault((key.epoch, key.row), len(numbers)) for key in keys])

@@ -49,6 +49,11 @@ class MicroBatch:
         """[N, L] True at tokens of the response grid."""
         return self.responses.to_grid(torch.ones_like(self.predicted, dtype=torch.bool), False)
 
+    @cached_property
+    def row_weights(self) -> Tensor:
+        """[N] see `SampleRows.row_weights`."""
+        return torch.as_tensor(self.record.row_weights, device=self.device)
+
     def grid(self, column: str) -> Tensor:
         """[N, L] a per-token column of the record at its response tokens."""
         values = getattr(self.record, column)[self.record.response_mask]

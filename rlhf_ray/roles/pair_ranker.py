@@ -20,12 +20,12 @@ class PairRanker:
         self._tokenizer = load_tokenizer(self._model)
 
     def rank(self, rollout: Rollout) -> list[dict[str, Any] | None]:
-        """A preference row for each pair of adjacent rows of the rollout; None if the judge's scores differ by less
+        """A preference row for each pair of adjacent samples of the rollout; None if the judge's scores differ by less
         than the minimum margin."""
-        prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout))
+        prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout.keys))
         scores, ended = judge_scores(responses), finished(rollout)
         rows: list[dict[str, Any] | None] = []
-        for i in range(0, len(rollout), 2):
+        for i in range(0, len(responses), 2):
             better, worse = (i, i + 1) if scores[i] >= scores[i + 1] else (i + 1, i)
             margin = float(scores[better] - scores[worse])
             rows.append(None if margin < self._min_margin else {

@@ -118,24 +118,25 @@ class PolicyLearner(Learner):
         old = new.detach() if self.old_logprobs == "update" else micro.grid("old_logprobs")
         loss, stats = policy_loss(
             new, old, micro.grid("advantages"), micro.mask, a.clip_low, a.clip_high, a.dual_clip,
-            aggregate=a.aggregate, ratio=a.ratio, **importance,
+            aggregate=a.aggregate, ratio=a.ratio, row_weights=micro.row_weights, **importance,
         )
         if self.old_logprobs != "policy" and self._weights_unchanged:
             stats["logprob_gap"] = masked_mean((new.detach() - micro.grid("behaviour_logprobs")).abs(), micro.mask)
         if a.kl_in_loss:
             kl = approx_kl(new, micro.grid("reference_logprobs"), a.kl.estimator)
             stats["kl_penalty"] = masked_mean(kl.detach(), micro.mask)
-            loss = loss + self.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate)
+            loss = loss + self.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate, micro.row_weights)
         if entropy is not None:
             grid = micro.lay_out(entropy)
             stats["entropy"] = entropy_bonus(grid.detach(), micro.mask)
             # Aggregated as the policy loss is, so that micro-batches' contributions add up to the whole.
-            loss = loss - a.entropy_coef * aggregate_mean(grid, micro.mask, a.aggregate)
+            loss = loss - a.entropy_coef * aggregate_mean(grid, micro.mask, a.aggregate, micro.row_weights)
         return loss, stats
 
     def count(self, part: Batch) -> float:
-        """Number of response tokens or rows, depending on the loss's aggregation."""
-        return float(denominator(MicroBatch(part, "cpu").mask, self.algorithm.aggregate))
+        """Number of response tokens or samples, depending on the loss's aggregation; rows are parts of a sample."""
+        micro = MicroBatch(part, "cpu")
+        return float(denominator(micro.mask, self.algorithm.aggregate, micro.row_weights))
 
     def measured(self, part: Batch) -> float:
         """Number of response tokens, for any aggregation of the loss."""

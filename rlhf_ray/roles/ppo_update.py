@@ -31,10 +31,10 @@ def training_batch(experiences: Sequence[Experience], whiten: bool) -> Batch:
     return Batch(**columns)
 
 
-def mini_batches(rows: int, epochs: int, per_epoch: int, seed: int, step: int) -> Iterator[np.ndarray]:
-    """Row numbers of each mini-batch: every epoch visits all rows once, in an order of its own."""
+def mini_batches(samples: int, epochs: int, per_epoch: int, seed: int, step: int) -> Iterator[np.ndarray]:
+    """Sample numbers of each mini-batch: every epoch visits all samples once, in an order of its own."""
     for epoch in range(epochs):
-        order = np.random.default_rng([seed, step, epoch]).permutation(rows)
+        order = np.random.default_rng([seed, step, epoch]).permutation(samples)
         yield from np.split(order, per_epoch)
 
 
@@ -55,9 +55,9 @@ def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step:
                                 "Continue with --resume from the last checkpoint")
     began, meter = time.perf_counter(), AverageMeter()
     norms, skipped, rate = [], 0, 0.0
-    for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, learner.seed, step):
+    for samples in mini_batches(batch.sample_count, algorithm.epochs, algorithm.mini_batches, learner.seed, step):
         before = meter.copy()
-        result = learner.optimize(batch.select(rows), meter)
+        result = learner.optimize(batch.select(batch.rows_of(samples)), meter)
         rate = result.learning_rate
         if result.applied:
             norms.append(result.grad_norm)

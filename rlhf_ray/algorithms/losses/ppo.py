@@ -35,6 +35,7 @@ def policy_loss(
     ratio: Level = "token",
     importance: Importance = "truncate",
     importance_level: Level = "token",
+    row_weights: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated; gradients flow through `logprobs` alone.
 
@@ -55,6 +56,7 @@ def policy_loss(
         ratio: of each token, or one for all tokens of a row.
         importance: cut weights above is_cap to it ("truncate"), or leave their tokens out of the loss ("mask").
         importance_level: a weight for each token, or one for all tokens of a row.
+        row_weights: `[B]`, of the rows' means (`masking.aggregate_mean`).
 
     Returns:
         (loss, stats): clip_fraction (tokens whose loss the clip changed), approx_kl (k3 of old against new, nats a
@@ -76,7 +78,7 @@ def policy_loss(
         losses = losses * weights
         stats["is_weight_mean"] = masked_mean(weights, mask)
         stats["is_capped_fraction"] = masked_mean(capped, mask)
-    return aggregate_mean(losses, mask, aggregate), stats
+    return aggregate_mean(losses, mask, aggregate, row_weights), stats
 
 
 def value_loss(

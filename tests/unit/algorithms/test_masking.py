@@ -46,6 +46,37 @@ def test_sequence_aggregate_is_the_mean_of_row_means_over_rows_with_tokens():
     assert (denominator(mask, "sequence").item(), denominator(mask, "token").item()) == (2, 3)
 
 
+def test_row_weights_that_add_up_to_one_a_sample_give_the_mean_of_the_samples_means():
+    x = torch.tensor([[1.0, 3.0], [5.0, NAN], [7.0, 9.0]])
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    weights = torch.tensor([0.25, 0.75, 1.0])  # the first two rows are one sample
+    assert aggregate_mean(x, mask, "sequence", weights).item() == 6.125  # (0.25 * 2 + 0.75 * 5 + 8) / 2 samples
+    assert aggregate_mean(x, mask, "token", weights).item() == 5.0  # (1 + 3 + 5 + 7 + 9) / 5 tokens
+    assert (denominator(mask, "sequence", weights).item(), denominator(mask, "token", weights).item()) == (2, 5)
+    # Summed over micro-batches, the rows of a sample in different ones, the shares are the whole.
+    shares = [aggregate_mean(x[i:j], mask[i:j], "sequence", weights[i:j])
+              * denominator(mask[i:j], "sequence", weights[i:j]) / 2 for i, j in ((0, 1), (1, 3))]
+    assert sum(shares).item() == 6.125
+
+
+def test_one_row_a_sample_aggregates_to_the_same_bytes_as_the_mean_of_row_means():
+    x, mask = torch.randn(9, 7, generator=torch.manual_seed(0)), torch.rand(9, 7) < 0.6
+    mask[3] = False
+
+    def mean_of_row_means(y):
+        rows = torch.where(mask, y, torch.zeros_like(y)).sum(-1) / mask.sum(-1).clamp(min=1)
+        return rows.sum() / mask.any(-1).sum().clamp(min=1)
+
+    found = []
+    for mean in (mean_of_row_means, lambda y: aggregate_mean(y, mask, "sequence", torch.ones(9))):
+        y = x.clone().requires_grad_()
+        loss = mean(y)
+        loss.backward()
+        found.append((loss.detach().numpy().tobytes(), y.grad.numpy().tobytes()))
+    assert found[0] == found[1]
+    assert float(denominator(mask, "sequence", torch.ones(9))) == float(mask.any(-1).sum())
+
+
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
 def test_empty_masks_give_zero_with_a_zero_gradient(aggregate):
     x = torch.full((2, 3), NAN, requires_grad=True)

@@ -1,6 +1,6 @@
 """The batch of one update, its mini-batches, and what is said about the update."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.errors import TrainingError
-from rlhf_ray.records import Experience, SampleKey, offsets_of
+from rlhf_ray.records import Batch, Experience, SampleKey, offsets_of
 from rlhf_ray.roles.critic_learner import explained_variance
 from rlhf_ray.roles.ppo_update import mini_batches, run_update, training_batch
 
@@ -93,6 +93,54 @@ def test_an_update_makes_every_step_and_says_what_it_did():
     assert stats.seconds >= 0
 
 
+def mini_batches_of(batch, seed=3, step=7):
+    seen = []
+
+    def optimize(part, _):
+        seen.append(part)
+        return StepResult(applied=True, grad_norm=1.0, learning_rate=0.1)
+
+    run_update(learner_of(optimize, []), batch, AlgorithmConfig(epochs=2, mini_batches=2), step)
+    orders = [np.random.default_rng([seed, step, epoch]).permutation(batch.sample_count) for epoch in (0, 1)]
+    return seen, [half.tolist() for order in orders for half in np.array_split(order, 2)]
+
+
+def test_the_rows_of_a_sample_are_in_one_mini_batch():
+    batch = training_batch([experience_of([[None, float(row)] for row in range(7)])], whiten=False)
+    batch = replace(batch, samples=np.array([0, 0, 1, 2, 2, 2, 3]))
+    rows_of_sample = {0: [0, 1], 1: [2], 2: [3, 4, 5], 3: [6]}
+    seen, halves = mini_batches_of(batch)
+    assert [part.returns[part.response_mask].tolist() for part in seen] == [
+        [row for sample in half for row in rows_of_sample[sample]] for half in halves]
+    assert [part.sample_count for part in seen] == [2] * 4
+
+
+def test_with_one_row_a_sample_mini_batches_have_the_same_bytes_as_rows_permuted():
+    batch = training_batch([PARTS[0], experience_of([[None, 3.0], [None, 4.0, 5.0]], first=5)], whiten=True)
+    seen, halves = mini_batches_of(batch)
+    for part, half in zip(seen, halves, strict=True):
+        for f in fields(Batch):
+            column = getattr(batch, f.name)
+            expected = (offsets_of([len(batch.row(i, "tokens")) for i in half]) if f.name == "offsets"
+                        else np.arange(2) if f.name == "samples"
+                        else column[half] if f.name == "row_weights"
+                        else np.concatenate([batch.row(i, f.name) for i in half]))
+            assert getattr(part, f.name).tobytes() == expected.tobytes(), f.name
+    assert batch.row_weights.tobytes() == np.ones(4, np.float32).tobytes()
+
+
+def test_whitening_is_by_token_whatever_the_samples():
+    whole = Experience.concat(PARTS)
+    two = replace(whole, samples=np.array([0, 0, 1]), row_weights=np.array([0.9, 0.1, 1], np.float32),
+                  keys=whole.keys[:2])
+    by_token = np.array([1.0, 2.0, 6.0, 3.0])
+    expected = (by_token - by_token.mean()) / np.sqrt(by_token.var(ddof=1) + 1e-8)
+    whitened = training_batch([two], whiten=True)
+    assert whitened.advantages[whitened.response_mask] == pytest.approx(expected, abs=1e-6)
+    assert whitened.samples.tolist() == [0, 0, 1]
+    assert whitened.advantages.tobytes() == training_batch([whole], whiten=True).advantages.tobytes()
+
+
 @pytest.mark.parametrize("spoiled", [[2], [1, 2, 3, 4]])
 def test_steps_that_were_not_applied_are_counted_and_leave_no_trace_in_the_means(spoiled):
     made, counted = [], []
@@ -104,7 +152,7 @@ def test_steps_that_were_not_applied_are_counted_and_leave_no_trace_in_the_means
         return StepResult(good, grad_norm=2.0 if good else float("inf"), learning_rate=0.1)
 
     learner = learner_of(optimize, counted)
-    stats = run_update(learner, critic_batch([1.0] * 4, [1.0] * 4).select([0] * 4),
+    stats = run_update(learner, Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4),
                        AlgorithmConfig(epochs=2, mini_batches=2), step=7)
     assert (stats.applied, stats.skipped) == (4 - len(spoiled), len(spoiled)) and counted == [stats.applied]
     if stats.applied:
@@ -134,7 +182,7 @@ def test_explained_variance_needs_values():
 def test_an_update_is_made_once_and_only_after_the_one_before():
     counted = []
     learner = learner_of(lambda *_: StepResult(applied=True, grad_norm=1.0, learning_rate=0.1), counted)
-    batch, algorithm = critic_batch([1.0] * 4, [1.0] * 4).select([0] * 4), AlgorithmConfig(epochs=1, mini_batches=1)
+    batch, algorithm = Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4), AlgorithmConfig(epochs=1, mini_batches=1)
     first = run_update(learner, batch, algorithm, step=7)
     assert run_update(learner, batch, algorithm, step=7) is first and counted == [1]
     for wrong in (6, 9):

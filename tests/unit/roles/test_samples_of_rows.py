@@ -1,0 +1,130 @@
+"""Samples of several rows: their rewards, baselines, advantages and summaries, and their share of the loss."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_ray.algorithms.advantages import gae
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.learner import PolicyConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.training_loop import LoggingConfig
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.records import Prompts, RewardScores, RewardTerms, SampleKey, TokenScores, offsets_of
+from rlhf_ray.rewards.protocol import finished, requests_of, rollout_texts
+from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.ppo_update import training_batch
+from tests.unit.roles.conftest import rollout_of
+
+# Sample 0 is rows 0 and 1, sample 1 is row 2, sample 2 is rows 3 and 4; the first two are of one prompt.
+MASKS = [[0, 1, 1], [0, 0, 1, 1, 1], [0, 1], [0, 1], [0, 0, 1]]
+KEYS = [SampleKey(0, 4, 0), SampleKey(0, 4, 1), SampleKey(0, 9, 0)]
+WEIGHTS = [0.4, 0.6, 1.0, 0.25, 0.75]
+SCORES = [1.0, 3.0, 5.0]
+STARTS, TOKENS_OF_SAMPLE = [0, 8, 10], [slice(0, 8), slice(8, 10), slice(10, 15)]
+REASONS = ["stop", "length", "stop", "length", "stop"]
+
+
+@pytest.fixture
+def segments():
+    """Five rows that are three samples."""
+    return replace(rollout_of(MASKS, REASONS), keys=KEYS, samples=np.array([0, 0, 1, 2, 2]),
+                   row_weights=np.array(WEIGHTS, np.float32))
+
+
+def column_of(rollout, seed):
+    random = np.random.default_rng(seed).normal(size=len(rollout.tokens))
+    return TokenScores(rollout.offsets, np.where(rollout.response_mask, random, 0).astype(np.float32))
+
+
+def assembled(rollout, model, scores=SCORES, coef=0.0, **changes):
+    assembler = Assembler(AlgorithmConfig(**changes), LoggingConfig(judge=None), model, 8)
+    assembler.start()
+    values = [column_of(rollout, 2)] if changes["estimator"] == "gae" else []
+    return assembler.assemble(RewardTerms(coef), 9, 1, rollout, RewardScores(np.array(scores, np.float32)),
+                              column_of(rollout, 0), column_of(rollout, 1), *values)
+
+
+def test_a_baseline_compares_samples(segments, policy_model):
+    experience, _ = assembled(segments, policy_model, estimator="dr_grpo")
+    # Prompt 4 has the scores 1 and 3 with mean 2, prompt 9 has 5 alone; counted by row, the mean would be 5 / 3.
+    expected = np.where(segments.response_mask, np.repeat([-1.0, 1.0, 0.0], [8, 2, 5]), 0)
+    assert experience.advantages.tolist() == expected.tolist()
+    assert (experience.samples.tolist(), experience.keys) == ([0, 0, 1, 2, 2], KEYS)
+    assert experience.row_weights.tobytes() == segments.row_weights.tobytes()
+
+
+def test_advantages_run_over_a_samples_rows_one_after_the_other(segments, policy_model):
+    experience, _ = assembled(segments, policy_model, coef=0.5, estimator="gae", gamma=0.9, lam=0.8)
+    old, reference, values = (column_of(segments, seed).values.astype(np.float64) for seed in (1, 0, 2))
+    for sample, tokens in enumerate(TOKENS_OF_SAMPLE):
+        at = np.arange(len(old))[tokens][segments.response_mask[tokens]]
+        advantage = following = 0.0
+        for i in at[::-1]:
+            reward = -0.5 * (old[i] - reference[i]) + (SCORES[sample] if i == at[-1] else 0)
+            advantage = reward + 0.9 * following - values[i] + 0.9 * 0.8 * advantage
+            following = values[i]
+            assert experience.advantages[i] == pytest.approx(advantage, abs=1e-5)
+
+
+def test_summaries_are_by_sample(segments, policy_model):
+    experience, summary = assembled(segments, policy_model, estimator="dr_grpo")
+    assert summary.response_lengths.tolist() == [5, 1, 2] and summary.finished.tolist() == [False, True, True]
+    gap = experience.old_logprobs - experience.reference_logprobs
+    assert summary.kl == pytest.approx([gap[tokens].sum() for tokens in TOKENS_OF_SAMPLE], abs=1e-5)
+    assert [text["score"] for text in summary.samples] == SCORES
+
+
+def test_with_one_row_a_sample_advantages_have_the_bytes_of_the_estimate_by_row(policy_model):
+    rollout = rollout_of(MASKS)
+    experience, _ = assembled(rollout, policy_model, SCORES + SCORES[:2], 0.5, estimator="gae", gamma=0.9, lam=0.8)
+    counts = [sum(mask) for mask in MASKS]
+    mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+
+    def grid(values):
+        cells = torch.zeros(mask.shape)
+        cells[mask] = torch.from_numpy(values[rollout.response_mask])
+        return cells
+
+    old, reference, values = (grid(column_of(rollout, seed).values) for seed in (1, 0, 2))
+    rewards = -0.5 * (old - reference)
+    rewards[torch.arange(5), torch.tensor(counts) - 1] += torch.tensor(SCORES + SCORES[:2])
+    for name, cells in zip(("advantages", "returns"), gae(rewards, values, mask, 0.9, 0.8), strict=True):
+        assert getattr(experience, name)[rollout.response_mask].tobytes() == cells[mask].numpy().tobytes(), name
+
+
+def test_a_sample_is_one_reward_request_with_the_tokens_of_all_its_rows(segments, policy_model):
+    tokenizer = load_tokenizer(policy_model)
+    prompts = Prompts(offsets_of([1, 1]), np.zeros(2, np.int32), ["p9", "p4"], [{}, {}], np.array([9, 4]))
+    requests = requests_of(segments, prompts, tokenizer)
+    assert [(r.key, r.prompt) for r in requests] == list(zip(KEYS, ["p4", "p4", "p9"], strict=True))
+    for request, tokens in zip(requests, TOKENS_OF_SAMPLE, strict=True):
+        assert request.tokens.tolist() == segments.tokens[tokens].tolist()
+        assert request.response_mask.tolist() == segments.response_mask[tokens].tolist()
+    assert [r.finish_reason for r in requests] == ["length", "stop", "stop"]
+    assert finished(segments).tolist() == [False, True, True]
+    parts = [tokenizer.decode(segments.tokens[place].tolist()) for place in (slice(1, 3), slice(5, 8))]
+    assert requests[0].response == "".join(parts)
+    opening, responses = rollout_texts(tokenizer, segments, 2)
+    assert opening == [tokenizer.decode(segments.tokens[[start]].tolist()) for start in STARTS[:2]]
+    assert responses == [r.response for r in requests[:2]]
+
+
+def test_losses_by_sequence_weigh_samples_equally(segments, policy_model):
+    batch = training_batch([assembled(segments, policy_model, estimator="reinforce", coef=0.5)[0]], whiten=False)
+    algorithm = AlgorithmConfig(aggregate="sequence")
+    learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, algorithm, 1.0, "update")
+    learner.engine = SimpleNamespace(
+        device="cpu", forward=lambda tokens, packing, predicted, _: (tokens[predicted] / 10, None))
+    means = [batch.row(i, "advantages")[batch.row(i, "response_mask")].mean() for i in range(5)]
+    # The log-probabilities are those of before the update, so that all ratios are 1.
+    expected = -(0.4 * means[0] + 0.6 * means[1] + means[2] + 0.25 * means[3] + 0.75 * means[4]) / 3
+    assert float(learner.loss(batch)[0]) == pytest.approx(expected, abs=1e-6)
+    assert learner.count(batch) == pytest.approx(3)
+    cut = [batch.select(rows) for rows in ([0, 3, 2], [4, 1])]
+    assert sum(float(learner.loss(part)[0]) * learner.count(part) / 3 for part in cut) == pytest.approx(
+        expected, abs=1e-6)
