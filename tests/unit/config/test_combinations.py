@@ -115,4 +115,5 @@ def test_the_bytes_of_a_batch_are_those_of_its_experience(critic):
         behaviour_logprobs=zeros, old_logprobs=zeros, reference_logprobs=zeros, values=zeros if critic else None,
         advantages=zeros, returns=zeros, keys=[SampleKey(0, 0, 0)])
     per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if critic else 0)
-    assert experience.nbytes - experience.offsets.nbytes == tokens * per_token
+    per_row = sum(column.nbytes for column in (experience.offsets, experience.samples, experience.row_weights))
+    assert experience.nbytes - per_row == tokens * per_token
