@@ -122,7 +122,7 @@ def test_two_models_through_the_command_line(files, judge, tmp_path):
     found = json.loads((tmp_path / "c.json").read_text())
     assert len(found["pairs"]) == 12 and found["prompts"] == 3
     assert found["wins"] + found["ties"] + found["losses"] == 12
-    assert f"{tmp_path / 'run'} is a run; this is its model, {tmp_path / 'run/model'}" in answer.stderr
+    assert f"{tmp_path / 'run'} is a run; using its model, {tmp_path / 'run/model'}" in answer.stderr
     assert "verdict: " in answer.stdout
     assert len(answer.stderr.splitlines()) == 4, "what it does, and nothing of the libraries below"
     page = (tmp_path / "c.html").read_text()
