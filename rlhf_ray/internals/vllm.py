@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from vllm import RequestOutput
     from vllm.config import VllmConfig
 
@@ -81,6 +79,8 @@ def restored_thread_setter() -> Iterator[None]:
     Missing: a switch.
     Otherwise: nothing, if vLLM leaves the function alone.
     """
+    import torch
+
     set_num_threads = torch.set_num_threads
     try:
         yield

@@ -54,7 +54,7 @@ def test_a_killed_run_is_started_again_by_its_parent(finished, configure, tmp_pa
     assert_equal_runs(finished.directory, directory)
 
 
-def test_so_is_one_with_a_single_worker_of_each_role(configure, tmp_path):
+def test_a_killed_run_with_a_single_worker_of_each_role_is_started_again(configure, tmp_path):
     from rlhf_ray.stages import ppo
 
     ppo.run(load(PPOConfig, configure(tmp_path / "undisturbed", **SMALL), []))
