@@ -196,11 +196,12 @@ def check_buffer(config: PPOConfig) -> None:
 
 def check_deadlines(config: PPOConfig) -> None:
     """A lease lasts longer than the update that uses it."""
-    lease_s, call_s = config.buffer.lease_timeout_s, config.cluster.call_timeout_s
-    if lease_s < call_s:
+    buffer, cluster = config.buffer, config.cluster
+    if buffer.lease_timeout_s < cluster.call_timeout_s:
         raise ValueError(
-            f"buffer.lease_timeout_s={lease_s:g} is less than cluster.call_timeout_s={call_s:g}: experience would be "
-            "leased again while an update may still be training on it; raise it to at least that")
+            f"buffer.lease_timeout_s={buffer.lease_timeout_s:g} is less than cluster.call_timeout_s="
+            f"{cluster.call_timeout_s:g}: experience would be leased again while an update may still be training on "
+            "it; raise it to at least that")
 
 
 def check_micro_batches(config: PPOConfig) -> None:

@@ -77,7 +77,7 @@ class HealthMonitor:
 
     def __init__(self, config: ClusterConfig | None = None, log: FaultLog | None = None,
                  clock: StepClock | None = None) -> None:
-        """`clock` knows the calls under way."""
+        """`clock` has the calls under way."""
         self._config, self.log, self.clock = config or ClusterConfig(), log or FaultLog(), clock or StepClock()
         self._schedulers: dict[str, LeastLoadedScheduler] = {}
         self._ready: dict[str, Ready] = {}
