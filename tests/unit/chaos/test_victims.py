@@ -1,9 +1,12 @@
-"""A partitioned node continues after its worker was replaced; only one that was stopped until then and has ended since
-counts as recovered.
+"""Which call a fault meets; and a partitioned node continues after its worker was replaced: only one that was stopped
+until then and has ended since counts as recovered.
 """
 
+import asyncio
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,7 +15,8 @@ from chaos import victims
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.outcomes import outcomes
-from chaos.victims import resume_partitioned
+from chaos.victims import call_under_way, resume_partitioned
+from rlhf_ray.observability.spans import StepClock, Task
 
 FAULT = Fault(1, "partition", 1)
 
@@ -62,3 +66,26 @@ def test_a_node_that_did_not_come_back_was_no_partition(fake_run, back):
         fake_run.line("recovered", 130, fault=number)
     (outcome,) = outcomes(fake_run.record)
     assert outcome.survived is back and (back or "was not stopped until its worker was replaced" in outcome.problem)
+
+
+@pytest.mark.parametrize("seconds, calls", [(0.05, 6), (0.5, 1)])
+def test_a_fault_whose_calls_are_faster_than_planned_meets_one_nevertheless(seconds, calls):
+    """Planned: 0.2 s into a call. Calls of 0.05 s never reach that."""
+    clock, made = StepClock(), []
+    fault = Fault(1, "generator_stop", 1, rank=0, delay_s=0.2)
+    group = SimpleNamespace(role="generator", processes=lambda _: SimpleNamespace(pid=os.getpid()))
+    coordinator = SimpleNamespace(roles=SimpleNamespace(clock=clock, health=SimpleNamespace(down={})))
+
+    async def run():
+        async def call_again_and_again():
+            while True:
+                made.append(Task("generator", 0, "generate", clock.now()))
+                with clock.waiting_for(made[-1]):
+                    await asyncio.sleep(seconds)
+
+        calling = asyncio.create_task(call_again_and_again())
+        task, process = await asyncio.wait_for(call_under_way(fault, coordinator, group, lambda _: False), 10)
+        calling.cancel()
+        return task is made[-1], len(made), process.pid
+
+    assert asyncio.run(run()) == (True, calls, os.getpid())
