@@ -15,6 +15,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rlhf_ray.child_processes import descendants
 from rlhf_ray.cluster.shared_memory import made_by, remove_unused
 
 GONE_S = 5.0
@@ -47,12 +48,8 @@ class Processes:
 def own_processes() -> Processes:
     """Processes of this worker, without Python's resource trackers, which clean up after killed processes."""
     own = psutil.Process()
-    found = [(own.pid, own.create_time())]
-    for child in own.children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if not _is_resource_tracker(child):
-                found.append((child.pid, child.create_time()))
-    return Processes(ray.get_runtime_context().get_node_id(), tuple(found),
+    found = [own, *descendants(own)]
+    return Processes(ray.get_runtime_context().get_node_id(), tuple((p.pid, p.create_time()) for p in found),
                      ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids())))
 
 
@@ -74,8 +71,7 @@ def kill(members: Iterable[tuple[int, float]], grace_s: float = 0.0) -> list[int
             process = psutil.Process(pid)
             if process.create_time() == began:
                 doomed[pid] = process
-                doomed |= {child.pid: child for child in process.children(recursive=True)
-                           if not _is_resource_tracker(child)}
+                doomed |= {child.pid: child for child in descendants(process)}
         except psutil.NoSuchProcess:
             continue
     segments = made_by(doomed, first)
@@ -119,10 +115,3 @@ async def _lost(node: str) -> None:
 def is_here(processes: Processes) -> bool:
     """Whether the processes are on this node."""
     return bool(processes.node == ray.get_runtime_context().get_node_id())
-
-
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    try:
-        return any("resource_tracker" in part for part in process.cmdline())
-    except psutil.NoSuchProcess:
-        return True

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.child_processes import descendants
 from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
 from rlhf_ray.internals.vllm import unfinished_tokens
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
@@ -250,13 +251,7 @@ class AsynchronousEngine:
         import psutil
 
         own = psutil.Process()
-        pids = [own.pid]
-        for child in own.children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or is a zombie
-                # Python's resource tracker lives as long as this process, independent of vLLM.
-                if not any("resource_tracker" in part for part in child.cmdline()):
-                    pids.append(child.pid)
-        return pids
+        return [process.pid for process in (own, *descendants(own))]
 
     async def stop(self) -> None:
         """See `SamplingEngine.stop`."""
