@@ -92,14 +92,13 @@ class Ragged:
     def select(self, rows: Any) -> Self:
         """A record of the given rows, in the given order (copies)."""
         rows = np.asarray(rows, dtype=np.int64)
-        places = self._places(rows)
-        chosen = {f.name: _entries_of(getattr(self, f.name), places[f.metadata["axis"]])
-                  for f in fields(self) if "axis" in f.metadata}
-        return type(self)(offsets=offsets_of(self.lengths[rows]), **chosen)
+        return type(self)(offsets=offsets_of(self.lengths[rows]), **self._columns(rows))
 
-    def _places(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """By axis, the entries that belong to these rows."""
-        return {"token": row_indices(self.offsets, rows), "row": rows}
+    def _columns(self, rows: NDArray[np.int64], **places: NDArray[np.int64]) -> dict[str, Any]:
+        """The columns of these rows. `places`: the entries to take along further axes."""
+        places |= {"token": row_indices(self.offsets, rows), "row": rows}
+        return {f.name: _entries_of(getattr(self, f.name), places[f.metadata["axis"]])
+                for f in fields(self) if "axis" in f.metadata}
 
     @classmethod
     def concat(cls, parts: Any) -> Self:
@@ -189,11 +188,6 @@ class SampleRows(Ragged):
         by_sample = np.argsort(self.samples, kind="stable")
         return by_sample[row_indices(offsets_of(np.bincount(self.samples)), samples)]
 
-    def select(self, rows: Any) -> Self:
-        """As `Ragged.select`, with the samples of these rows."""
-        chosen = super().select(rows)
-        return replace(chosen, samples=_by_appearance(chosen.samples)[1])
-
     @classmethod
     def concat(cls, parts: Any) -> Self:
         """As `Ragged.concat`, with the samples of all parts, in order."""
@@ -201,8 +195,9 @@ class SampleRows(Ragged):
         whole, first = super().concat(parts), offsets_of([part.sample_count for part in parts])[:-1]
         return replace(whole, samples=whole.samples + np.repeat(first, [len(part) for part in parts]))
 
-    def _places(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        return {**super()._places(rows), "sample": _by_appearance(self.samples[rows])[0]}
+    def _columns(self, rows: NDArray[np.int64], **places: NDArray[np.int64]) -> dict[str, Any]:
+        samples, numbers = _by_appearance(self.samples[rows])
+        return {**super()._columns(rows, sample=samples, **places), "samples": numbers}
 
 
 @dataclass(frozen=True)

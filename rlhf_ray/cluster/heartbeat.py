@@ -20,7 +20,7 @@ from rlhf_ray.internals.ray import delete_values, get_value, put_value
 PERIOD_S = 1.0
 """Seconds between two counts, and at least between two looks at them."""
 LOOKS, LONGEST_LOOK_S = 20, 5.0
-"""Looks within a timeout, and at most the seconds between two: a look at 256 workers costs the driver 50 ms."""
+"""Looks within a timeout, and at most the seconds between two: a look is a request for each worker."""
 
 
 def key_of(role: str, rank: int | str = "", incarnation: int | str = "") -> str:

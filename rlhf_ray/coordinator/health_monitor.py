@@ -137,14 +137,9 @@ class HealthMonitor:
                 yield self._schedulers[role].group, rank
 
     def long_calls(self) -> dict[tuple[str, int], tuple[float, str]]:
-        """(start, phase) of the oldest call under way of each worker, by role and rank, if it has lasted for a part of
-        the heartbeat timeout."""
-        oldest: dict[tuple[str, int], tuple[float, str]] = {}
-        for task in self.clock.under_way:
-            call = (task.since, task.phase)
-            oldest[task.role, task.worker] = min(oldest.get((task.role, task.worker), call), call)
+        """The workers' `_oldest_calls` that have lasted for a part of the heartbeat timeout."""
         begun = self.clock.now() - self._config.heartbeat_timeout_s / CHECKS
-        return {worker: call for worker, call in oldest.items() if call[0] <= begun}
+        return {worker: call for worker, call in self._oldest_calls().items() if call[0] <= begun}
 
     def silent(self, group: WorkerGroup, rank: int, silent_s: float, sign: str = "gave no sign of life") -> None:
         """A detector's report: a worker gave no sign of life for `silent_s` seconds."""
@@ -153,8 +148,7 @@ class HealthMonitor:
             group.give_up(rank, f"its process has stood still for {silent_s:.0f} s ({limit})")
             return
         now = self.clock.now()
-        since, method = min(((task.since, task.phase) for task in self.clock.under_way
-                             if (task.role, task.worker) == (group.role, rank)), default=(now, "no call"))
+        since, method = self._oldest_calls().get((group.role, rank), (now, "no call"))
         self.lost(WorkerLost(f"{group.role}/{rank} {sign} for {silent_s:.0f} s while {method} was under way for "
                              f"{now - since:.0f} s ({limit})",
                              group.role, rank, group.incarnation(rank), method, "hung", now - since), 0, silent_s)
@@ -195,6 +189,14 @@ class HealthMonitor:
         """One line per worker that is being replaced: its name, how it was lost, and seconds since then."""
         return [{"worker": loss.error.worker, "lost": _how(loss.error), "seconds": round(now - loss.since, 1)}
                 for loss in self.down.values()]
+
+    def _oldest_calls(self) -> dict[tuple[str, int], tuple[float, str]]:
+        """(start, phase) of the oldest call under way of each worker, by role and rank."""
+        oldest: dict[tuple[str, int], tuple[float, str]] = {}
+        for task in self.clock.under_way:
+            call = (task.since, task.phase)
+            oldest[task.role, task.worker] = min(oldest.get((task.role, task.worker), call), call)
+        return oldest
 
     def _replace(self, scheduler: LeastLoadedScheduler, error: WorkerLost, work: int, silent_s: float | None) -> None:
         group, rank = scheduler.group, error.rank

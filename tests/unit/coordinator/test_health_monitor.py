@@ -418,9 +418,9 @@ def scorer_hangs_after(counts, monkeypatch):
         watching = asyncio.create_task(HeartbeatDetector(health.watched, 10.0, health.silent).run())
         while not scorers.given_up and now() < 60:
             await asyncio.sleep(1)
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        watching.cancel()
+        for task in asyncio.all_tasks() - {asyncio.current_task(), watching}:
             task.cancel()
-        del watching
 
     run_in_virtual_time(run())
     return scorers.given_up[0] if scorers.given_up else None
