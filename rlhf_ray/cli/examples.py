@@ -11,10 +11,21 @@ import typer
 from rlhf_ray.errors import ConfigError
 
 
+class Family(StrEnum):
+    """Families of the quickstart's new model, as `config.model.Family` has them."""
+
+    llama = "llama"
+    qwen2 = "qwen2"
+    gemma2 = "gemma2"
+    mixtral = "mixtral"
+
+
 def quickstart(
     ctx: typer.Context,
     directory: Annotated[Path, typer.Option("--dir", help="Output directory.")] = Path("runs/quickstart"),
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, models and sampling.")] = 0,
+    family: Annotated[Family, typer.Option("--family", help="Family of the model that is trained from random "
+                                           "weights.")] = Family.llama,
     fresh: Annotated[
         bool | None,
         typer.Option(
@@ -39,7 +50,7 @@ def quickstart(
     from rlhf_ray.cli.library_logging import quiet_libraries
 
     quiet_libraries()
-    importlib.import_module("rlhf_ray.stages.quickstart").run(directory, seed, list(ctx.args))
+    importlib.import_module("rlhf_ray.stages.quickstart").run(directory, seed, list(ctx.args), str(family))
 
 
 def set_aside(directory: Path) -> Path | None:

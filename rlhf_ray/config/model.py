@@ -12,9 +12,19 @@ COMMIT = r"[0-9a-f]{40}"
 DType = Literal["float32", "bfloat16"]
 
 
-class ArchitectureConfig(Section):
-    """A Llama-style causal language model initialised at random."""
+Family = Literal["llama", "qwen2", "gemma2", "mixtral"]
+"""Families of new models, by their `model_type` in transformers."""
+NEW_EXPERTS = 4, 2
+"""Experts of a layer of a new mixture, and how many process a token: Mixtral's ratio is 8 to 2 (Jiang et al. 2024,
+arXiv:2401.04088, table 1)."""
 
+
+class ArchitectureConfig(Section):
+    """A causal language model initialised at random."""
+
+    family: Family = "llama"
+    """Family of the model: Llama; Qwen2 (biases in attention); Gemma-2 (soft-caps, scaled embeddings, windows in every
+    other layer); Mixtral (each token is processed by 2 of 4 feed-forward layers)."""
     hidden_size: int = Field(128, ge=8)
     """Width of the residual stream."""
     layers: int = Field(4, ge=1)
@@ -36,7 +46,30 @@ class ArchitectureConfig(Section):
             raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of heads={self.heads}")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.family == "gemma2" and not self.tie_embeddings:
+            raise ValueError("tie_embeddings=false cannot be combined with family=gemma2, which always shares them; "
+                             "leave it true, or choose another family")
         return self
+
+    def config_entries(self) -> dict[str, Any]:
+        """The shape as entries of transformers' config.json, without the vocabulary; other entries have the family's
+        defaults."""
+        entries = {
+            "model_type": self.family,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tie_embeddings,
+        }
+        if self.family == "gemma2":  # its defaults are a head's width of 256 and a scale of 1/16, whatever hidden_size
+            width = self.hidden_size // self.heads
+            entries |= {"head_dim": width, "query_pre_attn_scalar": width}
+        if self.family == "mixtral":
+            entries |= dict(zip(("num_local_experts", "num_experts_per_tok"), NEW_EXPERTS, strict=True))
+        return entries
 
 
 class ModelConfig(Section):

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -230,32 +230,28 @@ def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
     return shape.architectures or [], shape.num_labels
 
 
+def new_config(config: NewModelConfig) -> PretrainedConfig:
+    """transformers' configuration of a new model; its tokenizer fixes the vocabulary."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    tokenizer, entries = load_tokenizer(config), config.architecture.config_entries()
+    return CONFIG_MAPPING[entries.pop("model_type")](
+        **entries, vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+
+
 def new_causal_lm(config: NewModelConfig) -> PreTrainedModel:
-    """A Llama-style model of the given shape with random weights (from torch's current seed)."""
+    """A model of the given family and shape with random weights (from torch's current seed)."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from rlhf_ray.models.attention import register
     from rlhf_ray.models.cpu.linear import use_onednn
 
-    tokenizer, shape = load_tokenizer(config), config.architecture
-    model = LlamaForCausalLM(LlamaConfig(**_llama_arguments(shape), vocab_size=len(tokenizer),
-                                         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-                                         pad_token_id=tokenizer.pad_token_id))
+    shape = new_config(config)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(shape)](shape)
     model.set_attn_implementation(register())
     return use_onednn(model.to(getattr(torch, config.dtype)))
-
-
-def _llama_arguments(shape: ArchitectureConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads or shape.heads,
-        "intermediate_size": shape.intermediate_size,
-        "max_position_embeddings": shape.max_positions,
-        "tie_word_embeddings": shape.tie_embeddings,
-    }
 
 
 def _mapped(auto: Any, config: ModelConfig, **more: Any) -> PreTrainedModel:

@@ -86,12 +86,8 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
 
 def _new(model: NewModelConfig) -> ModelShape:
     """The shape of a new model; the tokenizer's file gives the size of the vocabulary."""
-    a = model.architecture
-    return ModelShape(
-        hidden=a.hidden_size, layers=a.layers, heads=a.heads, kv_heads=a.kv_heads or a.heads,
-        intermediate=a.intermediate_size, vocabulary=_tokens(Path(model.tokenizer)), tied=a.tie_embeddings,
-        bytes_per_value=BYTES[model.dtype],
-    )
+    entries = {**model.architecture.config_entries(), "vocab_size": _tokens(Path(model.tokenizer))}
+    return read_shape(entries, "model.architecture").in_bytes(BYTES[model.dtype])
 
 
 def _tokens(tokenizer: Path) -> int:

@@ -16,7 +16,7 @@ from rlhf_ray.data.arithmetic_steps import sums_in, write_steps
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, sft
-from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_seed, run_once, timed
+from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
 
 RECIPE = Recipe("examples/arithmetic", home="runs/arithmetic")
 SHOWN = ("reward", "kl", "length", "finished", "distinct")
@@ -36,7 +36,7 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     """
     began = time.perf_counter()
     config = RECIPE.config("ppo", directory, seed, overrides, file=estimator)
-    refuse_other_seed(directory, seed)
+    refuse_other_start(directory, seed)
     seconds = {"data": timed(lambda: make_data(directory, seed))}
     with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "arithmetic"):
         seconds["SFT"] = run_once("sft", lambda: sft.run(RECIPE.config("sft", directory, seed), True),

@@ -63,16 +63,21 @@ class Recipe:
         return fields
 
 
-def refuse_other_seed(directory: Path, seed: int) -> None:
-    """Refuse to continue a recipe with another seed than the one it was started with.
+def refuse_other_start(directory: Path, seed: int, family: str = "llama") -> None:
+    """Refuse to continue a recipe with another seed or family of models than it was started with.
 
     Raises:
-        ConfigError: the SFT stage below `directory` has another seed.
+        ConfigError: the SFT stage below `directory` has others.
     """
     begun = directory / "sft" / "config.yaml"
-    if begun.is_file() and (other := yaml.safe_load(begun.read_text())["run"]["seed"]) != seed:
-        raise ConfigError(f"{directory} was started with --seed {other}, not {seed}; pass --seed {other} to "
-                          "continue it, or another --dir to start a new one")
+    if not begun.is_file():
+        return
+    values = yaml.safe_load(begun.read_text())
+    started = {"seed": values["run"]["seed"], "family": values["model"]["architecture"]["family"]}
+    for option, given in (("seed", seed), ("family", family)):
+        if (other := started[option]) != given:
+            raise ConfigError(f"{directory} was started with --{option} {other}, not {given}; pass --{option} {other} "
+                              "to continue it, or another --dir to start a new one")
 
 
 def run_once(name: str, work: Callable[[], Any], directory: Path) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.model import Family
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.synthetic_reviews import write_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
@@ -18,7 +19,7 @@ from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, preferences, reward_model, sft
-from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_seed, run_once, timed
+from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
 
 VOCABULARY = 1024
 RECIPE = Recipe("quickstart", home="runs/quickstart")
@@ -27,10 +28,11 @@ STAGE_TITLES = {"sft": "SFT", "reward_model": "pairs and reward model", "ppo": "
 VERDICT = ("gold", "reward", "kl", "perplexity", "length", "finished", "distinct", "distinct_bigrams")
 
 
-def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
+def run(directory: Path, seed: int, overrides: list[str], family: Family = "llama") -> dict[str, Any]:
     """Run all stages, PPO in `directory` itself and the others below it; finished stages are kept.
 
     Args:
+        family: of the new model.
         overrides: `--section.key=value` changes of the PPO stage.
 
     Returns:
@@ -50,18 +52,18 @@ def run(directory: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
     if ppo_config.logging.judge is None or ppo_config.evaluation is None:
         raise ConfigError("the quickstart ends with the judge's verdict on held-out responses: keep logging.judge "
                           "and evaluation, or run the `rlhf-ray ppo` stage alone")
-    refuse_other_seed(directory, seed)
+    refuse_other_start(directory, seed, family)
     seconds = {"data": timed(lambda: make_data(directory, seed))}
     print("starting Ray")
     with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "quickstart"):
-        seconds |= make_models(directory, seed)
+        seconds |= make_models(directory, seed, family)
         seconds["ppo"] = run_once("ppo", lambda: ppo.run(ppo_config, True), directory)
     seconds["total"] = max(time.perf_counter() - began, sum(seconds.values()))
     with home.owned():
         return _verdict(home, seconds)
 
 
-def make_models(directory: Path, seed: int) -> dict[str, float]:
+def make_models(directory: Path, seed: int, family: Family = "llama") -> dict[str, float]:
     """Data, SFT model and reward model below `directory`; finished stages are kept.
 
     Returns:
@@ -71,7 +73,8 @@ def make_models(directory: Path, seed: int) -> dict[str, float]:
         RLHFError: the command failed; the message says what to do.
     """
     make_data(directory, seed)
-    seconds = {"sft": run_once("sft", lambda: sft.run(_config("sft", directory, seed), True), directory / "sft")}
+    first = _config("sft", directory, seed, [f"--model.architecture.family={family}"])
+    seconds = {"sft": run_once("sft", lambda: sft.run(first, True), directory / "sft")}
     pairs = run_once("preferences", lambda: preferences.run(_config("preferences", directory, seed), True),
                      directory / "preferences")
     model = run_once("reward_model", lambda: reward_model.run(_config("reward-model", directory, seed), True),

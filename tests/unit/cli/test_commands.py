@@ -5,11 +5,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from rlhf_ray.cli import examples
 from rlhf_ray.cli.examples import set_aside
 from rlhf_ray.cli.stage import split_arguments
+from rlhf_ray.config.model import Family
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, RunInterrupted, WorkerError
 
@@ -115,11 +118,15 @@ def test_an_unknown_command_suggests_one(command_line):
 
 
 class TestQuickstart:
+    def test_the_families_are_those_of_new_models(self):
+        assert {str(family) for family in examples.Family} == set(get_args(Family))
+
     def test_options_and_overrides_reach_the_stage(self, command_line, stage, tmp_path):
         calls = stage("quickstart")
-        outcome = command_line("quickstart", "--dir", str(tmp_path / "q"), "--seed=3", "--run.steps=2", "--a.b", "c")
+        outcome = command_line("quickstart", "--dir", str(tmp_path / "q"), "--seed=3", "--family=qwen2",
+                               "--run.steps=2", "--a.b", "c")
         assert outcome.code == 0
-        assert calls == [((tmp_path / "q", 3, ["--run.steps=2", "--a.b", "c"]), {})]
+        assert calls == [((tmp_path / "q", 3, ["--run.steps=2", "--a.b", "c"], "qwen2"), {})]
 
     @pytest.mark.parametrize(
         ("finished", "flags", "aside"),

@@ -176,6 +176,53 @@ def test_a_new_model_has_the_shape_asked_for(llama):
     assert torch.equal(load_causal_lm(new).lm_head.weight, model.lm_head.weight)
 
 
+NEW = {"qwen2": "Qwen2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "mixtral": "MixtralForCausalLM"}
+
+
+def new_model(tokenizer, family):
+    shape = ArchitectureConfig(family=family, hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=96,
+                               max_positions=64)
+    torch.manual_seed(0)
+    return load_causal_lm(NewModelConfig(architecture=shape, tokenizer=str(tokenizer)))
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_a_new_model_of_another_family_is_saved_and_loaded_as_one(family, llama, tmp_path):
+    model = new_model(llama, family)
+    assert type(model).__name__ == NEW[family] and model.config.model_type == family
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (32, 64)
+    model.save_pretrained(tmp_path)
+    again = load_causal_lm(config(tmp_path)).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_new_models_have_what_their_families_are_about(llama):
+    assert new_model(llama, "qwen2").model.layers[0].self_attn.q_proj.bias is not None
+    gemma = new_model(llama, "gemma2")
+    assert gemma.config.attn_logit_softcapping == 50 and gemma.config.final_logit_softcapping == 30
+    assert gemma.model.layers[0].self_attn.scaling == 32**-0.5
+    experts = new_model(llama, "mixtral").model.layers[0].mlp
+    assert experts.gate.weight.shape == (4, 64) and experts.gate.top_k == 2
+
+
+def test_a_new_llama_is_transformers_own_bit_for_bit(llama):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = new_model(llama, "llama")
+    torch.manual_seed(0)
+    own = LlamaForCausalLM(LlamaConfig(
+        vocab_size=40, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=96, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1,
+        pad_token_id=0))
+    assert model.config.to_dict() == own.config.to_dict()
+    assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_new_gemma_2_without_a_shared_embedding_is_refused():
+    with pytest.raises(ValidationError, match="tie_embeddings=false cannot be combined with family=gemma2"):
+        ArchitectureConfig(family="gemma2", tie_embeddings=False)
+
+
 def test_a_tokenizer_comes_from_where_the_configuration_says(llama, tmp_path):
     assert load_tokenizer(config(llama)).eos_token_id == 1
     assert load_tokenizer(config("no/such", tokenizer=str(llama))).eos_token_id == 1

@@ -25,13 +25,15 @@ def test_missing_recipes_are_told_with_where_was_looked(monkeypatch, tmp_path):
     assert quickstart.RECIPE.folder() == installed
 
 
-def test_another_seed_than_the_one_begun_with_is_refused(tmp_path):
-    bundled_recipes.refuse_other_seed(tmp_path, 1)
+def test_another_seed_or_family_than_the_one_begun_with_is_refused(tmp_path):
+    bundled_recipes.refuse_other_start(tmp_path, 1, "qwen2")
     (tmp_path / "sft").mkdir()
-    (tmp_path / "sft" / "config.yaml").write_text("run: {seed: 1}\n")
-    bundled_recipes.refuse_other_seed(tmp_path, 1)
+    (tmp_path / "sft" / "config.yaml").write_text("run: {seed: 1}\nmodel: {architecture: {family: qwen2}}\n")
+    bundled_recipes.refuse_other_start(tmp_path, 1, "qwen2")
     with pytest.raises(ConfigError, match="started with --seed 1, not 2; pass --seed 1"):
-        bundled_recipes.refuse_other_seed(tmp_path, 2)
+        bundled_recipes.refuse_other_start(tmp_path, 2, "qwen2")
+    with pytest.raises(ConfigError, match="started with --family qwen2, not llama; pass --family qwen2"):
+        bundled_recipes.refuse_other_start(tmp_path, 1)
 
 
 def test_a_finished_stage_is_not_run_again(tmp_path, monkeypatch, capsys):
