@@ -18,6 +18,8 @@ STEPS = 24
 """Updates of 128 samples: 3,072 samples a run."""
 GROUPS = ("--coordinator.prompts_per_step=32", "--coordinator.samples_per_prompt=4")
 """Estimators that compare a prompt's samples make four of each of 32 prompts: 128 samples a step, as the others."""
+WITHOUT_CRITIC = ("--critic.cpus=0.1", "--critic.micro_batch_tokens=4096", "--critic.optimizer.learning_rate=1e-5")
+"""Defaults in place of the recipe's critic, for estimators that train none."""
 OWN: dict[str, tuple[str, ...]] = {
     # Its advantages are divided by the group's deviation, about 2 units of reward here, and so is the penalty.
     "grpo": ("--algorithm.kl.coef=0.08",),
@@ -35,9 +37,10 @@ def run_config(estimator: str, seed: int, steps: int, models: Path, directory: P
         directory: where the run is written.
     """
     groups = GROUPS if estimator in GROUP_ESTIMATORS else ()
+    critic = WITHOUT_CRITIC if estimator != "gae" else ()
     return resolve(RECIPE.config("ppo", models, seed, [
         f"--run.dir={directory}", f"--run.steps={steps}", f"--algorithm.estimator={estimator}", "--checkpoint.every=0",
-        "--logging.tensorboard=false", *groups, *OWN.get(estimator, ())]))
+        "--logging.tensorboard=false", *groups, *critic, *OWN.get(estimator, ())]))
 
 
 def models_of(given: Path | None, home: Path) -> Path:

@@ -138,13 +138,6 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_estimator(self) -> "AlgorithmConfig":
-        for name in ("lam_alpha", "lam_critic"):
-            if getattr(self, name) is not None and not self.has_critic:
-                raise ValueError(f"{name}={getattr(self, name)} with estimator={self.estimator}, which has no λ; leave "
-                                 "it empty or use estimator=gae")
-        if self.critic_warmup_steps and not self.has_critic:
-            raise ValueError(f"critic_warmup_steps={self.critic_warmup_steps} with estimator={self.estimator}, which "
-                             "has no critic to warm up; set it to 0 or use estimator=gae")
         if self.old_logprobs == "generator" and self.importance != "none":
             raise ValueError(f"importance={self.importance} weights tokens by the policy's old over the generator's "
                              "probability, which are equal with old_logprobs=generator; set importance=none or "

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_ray.config.bundle_assignment import worker_bundles
+from rlhf_ray.config.conditional_fields import check_effects
 from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, meet_on_every_gpu, placements_of
 from rlhf_ray.config.learner import PPOLearnerConfig
-from rlhf_ray.config.rewards import ModelReward
+from rlhf_ray.config.rewards import ModelReward, ProcessReward
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
 from rlhf_ray.errors import ConfigError
 
@@ -70,18 +71,12 @@ def check_all_prompts(config: PreferencesStageConfig) -> None:
 
 
 def check_backbone(config: PPOConfig) -> None:
-    """A critic that is the policy's model has a loss, and nothing of a separate critic."""
-    if config.critic.backbone == "policy" and not config.algorithm.has_critic:
-        raise ValueError(f"critic.backbone=policy makes the policy its own critic, but algorithm.estimator="
-                         f"{config.algorithm.estimator} uses none; set backbone to own, or the estimator to gae")
+    """A critic that is the policy's model needs the policy's own pass, and is trained with it only."""
     if config.critic.backbone == "own":
         return
     if config.algorithm.old_logprobs == "generator":
         raise ValueError("algorithm.old_logprobs=generator saves a forward pass of the policy, but "
                          "critic.backbone=policy needs that pass for the values; set it to policy")
-    if config.critic.init == "reward":
-        raise ValueError("critic.init=reward starts a separate critic from the reward model, but with "
-                         "critic.backbone=policy the critic is the policy's model; set init to policy")
     if config.algorithm.critic_warmup_steps:
         raise ValueError(f"algorithm.critic_warmup_steps={config.algorithm.critic_warmup_steps} trains only "
                          "the critic, but with critic.backbone=policy that would also change the policy; set it "
@@ -207,7 +202,9 @@ def check_deadlines(config: PPOConfig) -> None:
 def check_micro_batches(config: PPOConfig) -> None:
     """A micro-batch holds the longest row that a role receives, and a mini-batch a row for each rank."""
     derived, learners = derive(config), _learners(config)
-    for role in (*learners, *(["reference"] if derived.starts_reference else []), "reward"):
+    local = any(isinstance(reward, ModelReward | ProcessReward) for reward in config.rewards.values())
+    scorers = [*(["reference"] if derived.starts_reference else []), *(["reward"] if local else [])]
+    for role in (*learners, *scorers):
         budget, response = getattr(config, role).micro_batch_tokens, derived.longest_response
         field = derived.longest_response_field
         if role in learners and (role != "policy" or derived.starts_reference):  # these process no held-out responses
@@ -281,7 +278,7 @@ def check_schedules(config: PPOConfig) -> None:
 
 
 CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
-    StageConfig: (check_pools,),
+    StageConfig: (check_pools, check_effects),
     PreferencesStageConfig: (check_all_prompts,),
     PPOConfig: (
         check_backbone, check_reward_components, check_critic_start, check_groups, check_held_out,

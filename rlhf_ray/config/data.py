@@ -11,6 +11,14 @@ from pydantic import Field, model_validator
 
 from rlhf_ray.config.section import Section
 
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Suffixes of files of rows; other paths are directories or data sets of the Hub."""
+
+
+def is_file_of_rows(path: str) -> bool:
+    """Whether a path or pattern names files of rows, by its suffix."""
+    return Path(path).suffix.lower() in FILE_SUFFIXES
+
 
 class MixedSource(Section):
     """One data set of a mix. Empty fields are taken from the section."""

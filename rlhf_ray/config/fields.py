@@ -50,6 +50,32 @@ def describe_fields(cls: type[BaseModel]) -> list[FieldDescription]:
     return list(described.values())
 
 
+def changed_fields(section: BaseModel, default: Any = None, prefix: str = "") -> Iterator[tuple[str, BaseModel, Any]]:
+    """(dotted path, section that holds it, value) of each field whose value is not its default; of a section that is
+    off by default, the section itself too. Fields without a default are not included.
+
+    Args:
+        default: the section's value if nothing is set.
+        prefix: of the paths.
+    """
+    for name, field in type(section).model_fields.items():
+        value, path = getattr(section, name), f"{prefix}{name}"
+        usual = getattr(default, name) if isinstance(default, type(section)) else _default(field)
+        if isinstance(value, BaseModel):
+            if usual is None:
+                yield path, section, value
+            yield from changed_fields(value, usual, f"{path}.")
+        elif isinstance(value, dict) and all(isinstance(item, BaseModel) for item in value.values()):
+            for key, item in value.items():
+                usual_item = usual.get(key) if isinstance(usual, dict) else None
+                yield from changed_fields(item, usual_item, f"{path}.{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            for number, item in enumerate(value):
+                yield from changed_fields(item, None, f"{path}.{number}.")
+        elif usual is not _UNSET and value != usual:
+            yield path, section, value
+
+
 def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:
     """The sections that an annotation allows: one for `X` and `X | None`, several for a union, none for a scalar."""
     if get_origin(annotation) is Annotated:

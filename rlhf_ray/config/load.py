@@ -5,6 +5,7 @@ Relative paths are relative to the working directory of the command, not to the 
 that runs later reads the configuration and never changes it.
 """
 
+import logging
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from rlhf_ray.config.combination_checks import check_combinations
+from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.derived import buffer_capacity_mb, transport_of
 from rlhf_ray.config.error_messages import explain, suggestion
@@ -58,7 +60,10 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
         config = cls(**values)
     except ValidationError as e:
         raise ConfigError(explain(cls, e, values, layers)) from None
-    return resolve(config)
+    config = resolve(config)
+    for sentence in without_effect(config, warns=True):
+        logging.getLogger(__name__).warning(sentence)
+    return config
 
 
 def resolve(config: C) -> C:

@@ -79,14 +79,16 @@ def files(tmp_path_factory) -> Files:
 
 @pytest.fixture(scope="session")
 def configure(files, shared_ray):
-    """configure(directory, **sections) -> configuration file of a tiny run with these sections changed."""
+    """configure(directory, **sections) -> configuration file of a tiny run with these sections changed; None leaves a
+    section out."""
 
-    def write(directory: Path, **sections: dict[str, Any]) -> Path:
+    def write(directory: Path, **sections: dict[str, Any] | None) -> Path:
         settings = ppo_settings(files, directory)
         for name, section in sections.items():
-            settings[name] = {**settings.get(name, {}), **section}
+            settings[name] = {**settings.get(name, {}), **section} if section is not None else None
         path = directory.parent / f"{directory.name}.yaml"
-        path.write_text(yaml.safe_dump(settings))
+        given = {name: section for name, section in settings.items() if section is not None}
+        path.write_text(yaml.safe_dump(given))
         return path
 
     return write

@@ -18,7 +18,7 @@ from tests.models import make_tiny_llama, make_tiny_reward_model
 
 pytestmark = pytest.mark.cluster
 REFUSED, FAILED = 2, 1
-LEAN = {**SMALL, "algorithm": {"estimator": "reinforce", "kl": {"coef": 0.1}}}
+LEAN = {**SMALL, "critic": None, "algorithm": {"estimator": "reinforce", "kl": {"coef": 0.1}}}
 """A run of few workers: without a critic."""
 FIRST_SIGN_S = 20
 """Refusals come before Ray starts: well within this even on a busy machine."""

@@ -10,17 +10,18 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from tests.cluster.conftest import SMALL
 from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, without
+from tests.cluster.tiny import SHARED_BACKBONE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LORA = {"rank": 4, "alpha": 16, "dropout": 0.1}
 ATTENTION = ["q_proj", "v_proj"]
 KINDS = {
     # Two ranks of the policy, everything sharded; adapters in the critic too.
-    "tied": {"policy": {"workers": 2, "zero_stage": 3, "lora": LORA}, "critic": {"workers": 1, "lora": LORA},
-             "algorithm": {"kl": {"coef": 0.1}}},
+    "tied": {"policy": {"workers": 2, "zero_stage": 3, "lora": LORA},
+             "critic": {"workers": 1, "zero_stage": 1, "lora": LORA}, "algorithm": {"kl": {"coef": 0.1}}},
     # One model for policy, critic, reference and average; the reference's log-probabilities enter the gradient.
     "policy": {"policy": {"workers": 1, "lora": {**LORA, "targets": ATTENTION}, "ema_decay": 0.5},
-               "critic": {"backbone": "policy"},
+               "critic": SHARED_BACKBONE,
                "algorithm": {"kl": {"coef": 0.1, "placement": "loss", "estimator": "k3"}}},
 }
 

@@ -48,7 +48,7 @@ def test_nothing_of_the_old_learners_is_left(disturbed):
     assert descendants() == []
 
 
-ONE_RANK = {"policy": {"workers": 1, "zero_stage": 0}, "critic": {"workers": 1}, "run": {"steps": 3}}
+ONE_RANK = {"policy": {"workers": 1, "zero_stage": 0}, "critic": {"workers": 1, "zero_stage": 1}, "run": {"steps": 3}}
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,8 @@ def test_a_run_whose_learners_node_is_drained_is_saved_and_ends(configure, tmp_p
         await busy(coordinator, 1, "generate")
         nodes.announce(coordinator.roles.policy.processes(0).node)
 
-    one = {"generator": {"workers": 1}, "critic": {"workers": 1}, "policy": {"workers": 1, "pool": "away"}}
+    one = {"generator": {"workers": 1},
+           "critic": {"workers": 1, "zero_stage": 1}, "policy": {"workers": 1, "pool": "away"}}
     with pytest.raises(RunInterrupted, match="stopped by the drain of its node after step") as ended:
         run_with(strike, configure, tmp_path / "run", nodes, run={"steps": 1000}, checkpoint={"every": 0}, **one)
     assert ended.value.exit_code == 75

@@ -28,7 +28,7 @@ STEPS = 20
 def learn(configure, directory, max_staleness, chunk=8):
     """Summary of a run on the task, and the rows of its training steps."""
     reward = make_counting_reward_model(directory.parent / "counting", VOCAB)
-    learner = {"workers": 1, "micro_batch_tokens": 512, "optimizer": {"learning_rate": 0.01}}
+    learner = {"workers": 1, "zero_stage": 1, "micro_batch_tokens": 512, "optimizer": {"learning_rate": 0.01}}
     sections = {
         **SMALL, "rewards": {"main": {"type": "model", "path": str(reward)}}, "run": {"steps": STEPS, "seed": 1},
         "policy": learner, "critic": learner,

@@ -12,10 +12,9 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 from tests.cluster.conftest import SMALL, VOCAB
 from tests.cluster.resumed import CLOCKS, TRAFFIC, resumed_run, steps, whole_run, without
+from tests.cluster.tiny import SHARED_BACKBONE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-CRITIC = {"backbone": "policy", "workers": 50}
-"""What is asked for a critic that is not started needs no room in the pool."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def sections(files, tmp_path_factory):
     lengths = [40 if i % 8 == 0 else 10 for i in range(24)]
     texts = [" ".join(f"w{i}" for i in rng.integers(2, VOCAB, length)) for length in lengths]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return {**SMALL, "run": {"steps": 3}, "critic": CRITIC,
+    return {**SMALL, "run": {"steps": 3}, "critic": SHARED_BACKBONE,
             "ptx": {"path": str(path), "max_tokens": 20, "batch_size": 4, "coef": 0.1}}
 
 
@@ -65,6 +64,6 @@ def test_a_run_with_a_critic_of_its_own_does_not_go_on_from_there(run, configure
     from rlhf_ray.stages import ppo
 
     directory = shutil.copytree(run, tmp_path / "run")
-    own = {**sections, "critic": {"workers": 1}}
+    own = {**sections, "critic": SMALL["critic"]}
     with pytest.raises(ConfigError, match=r"critic.backbone was policy and is own"):
         ppo.run(load(PPOConfig, configure(directory, **own), []), resume=True)

@@ -19,8 +19,7 @@ ALGORITHM = {
 
 
 SECTIONS = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM, "generator": {"workers": 1, "engine": "async"},
-            "critic": {"workers": 50}}
-"""The critic is not started, so its workers need no room in the pool."""
+            "critic": None}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_a_run_without_the_pass_for_old_logprobs_is_the_run_with_it(configure, t
     from rlhf_ray.stages import ppo
 
     algorithm = {"estimator": "grpo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.1, "kind": "fixed"}}
-    sections = {**SMALL, "run": {"steps": 1}, "algorithm": algorithm}
+    sections = {**SMALL, "critic": None, "run": {"steps": 1}, "algorithm": algorithm}
     found = {}
     for old, overrides in (("update", []), ("generator", ["--algorithm.old_logprobs=generator"]), ("policy", [])):
         directory = tmp_path_factory.mktemp(old) / "run"

@@ -75,5 +75,8 @@ def ppo_settings(files: Files, directory: Path) -> dict[str, Any]:
     }
 
 
-SMALL = {"generator": {"workers": 1}, "policy": {"workers": 1}, "critic": {"workers": 1}, "evaluation": {"limit": 1}}
+SMALL = {"generator": {"workers": 1}, "policy": {"workers": 1}, "critic": {"workers": 1, "zero_stage": 1},
+         "evaluation": {"limit": 1}}
 """Sections of a run with one worker of each role."""
+SHARED_BACKBONE = {"backbone": "policy", "workers": 1, "zero_stage": 1, "micro_batch_tokens": 4096, "optimizer": {}}
+"""The critic's section of a run whose policy is its own critic: defaults in place of the settings above."""

@@ -31,10 +31,10 @@ def test_a_stage_gets_its_resolved_configuration(command, command_line, stage, t
     name, cls, text = FILES[command]
     calls = stage(name)
     (tmp_path / "c.yaml").write_text(text)
-    assert command_line(command, str(tmp_path / "c.yaml"), "--run.steps=7", "--resume").code == 0
+    assert command_line(command, str(tmp_path / "c.yaml"), "--run.seed=7", "--resume").code == 0
     ((args, kwargs),) = calls
     assert type(args[0]) is cls
-    assert args[0].run.steps == 7
+    assert args[0].run.seed == 7
     assert kwargs == {"resume": True}
 
 

@@ -60,10 +60,11 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--algorithm.estimator=reinforce_pp", "--algorithm.whiten_advantages=false"], ["reinforce_pp"]),
         ("ppo", ["--algorithm.estimator=reinforce", "--algorithm.lam_alpha=0.05"], ["lam_alpha=0.05", "estimator=gae"]),
         ("ppo", ["--algorithm.estimator=reinforce", "--algorithm.lam_critic=1"], ["lam_critic=1", "estimator=gae"]),
-        ("ppo", ["--critic.backbone=policy", "--critic.init=reward"], ["critic.init=reward", "set init to policy"]),
+        ("ppo", ["--critic.backbone=policy", "--critic.init=reward"],
+         ["critic.init=reward", "or critic.backbone to own"]),
         ("ppo", ["--critic.backbone=policy", "--algorithm.critic_warmup_steps=3"], ["critic_warmup_steps=3", "to 0"]),
         ("ppo", ["--critic.backbone=policy", "--algorithm.estimator=reinforce"],
-         ["estimator=reinforce uses none", "own"]),
+         ["critic.backbone=policy", "estimator=reinforce uses no critic"]),
         ("ppo", ["--rewards.main.weight=0"], ["the weight of each of main is 0"]),
         ("ppo", ["--prompts.held_out=0.1"], ["prompts.held_out=0.1", "add one, e.g. evaluation.every=10"]),
         ("ppo", ["--prompts.held_out=0.1", "--evaluation.prompts=e.jsonl"], ["'e.jsonl'; leave that empty"]),
@@ -98,10 +99,10 @@ def test_the_limits_themselves_are_allowed(write, overrides):
 
 
 def test_a_policy_with_adapters_needs_no_room_for_a_reference(write):
-    room = ["--reference.workers=50", "--reference.micro_batch_tokens=8"]
-    with pytest.raises(ConfigError, match="reference 50x"):
-        load(STAGES["ppo"], write("ppo"), room)
-    config = load(STAGES["ppo"], write("ppo"), [*room, "--policy.lora={}"])
+    room = ["--pools.default.cpus=0.5"]
+    with pytest.raises(ConfigError, match="reference 1x"):
+        load(STAGES["ppo"], write("ppo"), [*room, "--policy.cpus=0.15"])
+    config = load(STAGES["ppo"], write("ppo"), [*room, "--policy.cpus=0.15", "--policy.lora={}"])
     assert config.policy.lora.rank == 16 and "reference" not in placements_of(config)
     assert "reference" in placements_of(load(STAGES["ppo"], write("ppo"), ["--critic.lora={}"]))
 

@@ -13,7 +13,7 @@ from tests.unit.config.conftest import MINIMAL
 
 
 def test_a_critic_on_the_policy_s_backbone_is_no_role_of_its_own(write):
-    config = load(STAGES["ppo"], write("ppo"), ["--critic.backbone=policy", "--critic.workers=50"])
+    config = load(STAGES["ppo"], write("ppo"), ["--critic.backbone=policy"])
     shared = derive(config)
     assert shared.shares_backbone and not shared.starts_critic and "critic" not in placements_of(config)
     config = load(STAGES["ppo"], write("ppo"), [])

@@ -7,6 +7,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
 from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import load, save
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.errors import ConfigError
 
 ALONE, GROUPS = ("reinforce", "reinforce_pp"), ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 
@@ -36,7 +37,9 @@ def test_the_saved_configuration_names_what_followed(write, tmp_path):
 
 
 def test_a_critic_that_is_not_started_asks_for_nothing(write):
-    overrides = ["--critic.workers=9", "--critic.micro_batch_tokens=8", "--critic.pool=default"]
-    config = load(PPOConfig, write("ppo"), [*overrides, "--algorithm.estimator=reinforce"])
-    assert "critic" not in placements_of(config) and config.critic.workers == 9
+    room = "--pools.default.cpus=0.45"  # for all but a critic
+    config = load(PPOConfig, write("ppo"), [room, "--algorithm.estimator=reinforce"])
+    assert "critic" not in placements_of(config)
+    with pytest.raises(ConfigError, match="critic 1x0.1"):
+        load(PPOConfig, write("ppo"), [room])
     assert "critic" in placements_of(load(PPOConfig, write("ppo"), []))

@@ -163,7 +163,7 @@ class TestResolve:
 class TestSave:
     @pytest.mark.parametrize("command", sorted(STAGES))
     def test_what_is_saved_loads_to_the_same(self, command, write, tmp_path):
-        config = load(STAGES[command], write(command), ["--run.steps=9", "--pools.default.labels={zone: a}"])
+        config = load(STAGES[command], write(command), ["--run.seed=9", "--pools.default.labels={zone: a}"])
         save(config, tmp_path / "run" / "config.yaml")
         assert load(STAGES[command], tmp_path / "run" / "config.yaml", []) == config
 

@@ -66,7 +66,6 @@ def test_a_critic_starts_from_the_one_reward_model_there_is(write, rewards, has)
     with pytest.raises(ConfigError, match=rf"critic\.init=reward starts .* rewards has {has}; use critic"):
         load(PPOConfig, write("ppo", rewards=rewards), ["--critic.init=reward"])
     load(PPOConfig, write("ppo", rewards=rewards), ["--critic.init=policy"])
-    load(PPOConfig, write("ppo", rewards=rewards), ["--critic.init=reward", "--algorithm.estimator=reinforce"])
     one = load(PPOConfig, write("ppo", rewards=TWO), ["--critic.init=reward"])
     assert derive(one).critic_model is one.rewards["quality"]
     assert derive(load(PPOConfig, write("ppo", rewards=TWO), [])).critic_model.path == "m"

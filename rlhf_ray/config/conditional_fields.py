@@ -1,0 +1,234 @@
+"""Fields that act under a condition only. A value other than the default that has no effect is refused, because its
+author expects one; a field of the surroundings rather than of the run gets a warning.
+
+A row of `CONDITIONAL_FIELDS` says: these fields act only if the condition holds; otherwise this is the reason, and this
+the way out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
+from rlhf_ray.config.derived import derive
+from rlhf_ray.config.fields import changed_fields, format_value
+from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, ProcessReward, RegexReward
+from rlhf_ray.config.stages import (
+    PPOConfig,
+    PreferencesStageConfig,
+    ProcessRewardConfig,
+    RewardModelConfig,
+    SFTConfig,
+    StageConfig,
+)
+
+
+@dataclass(frozen=True)
+class ConditionalFields:
+    """Fields with a common condition."""
+
+    fields: tuple[str, ...]
+    """Dotted paths; * stands for any part of one."""
+    act_if: Callable[[Any, Any], bool]
+    """Whether they act, given the stage's configuration and the section that holds the field."""
+    reason: str
+    """Why they have no effect otherwise. {config...} and {section...} are replaced by values."""
+    fix: str = ""
+    """How to make them act; empty if nothing does in this stage."""
+    besides: tuple[str, ...] = ()
+    """Paths that are not meant."""
+    warns: bool = False
+    """Warn instead of refusing: the same configuration is meant to run in several places."""
+
+
+def _never(_: Any, __: Any) -> bool:
+    return False
+
+
+def _has_critic(config: PPOConfig, _: Any) -> bool:
+    return config.algorithm.has_critic
+
+
+def _writes_prompts(_: Any, data: DemonstrationsConfig) -> bool:
+    return data.prompt is not None or any(source.prompt is not None for source in data.mix)
+
+
+def _beyond_files(_: Any, section: Any) -> bool:
+    """Whether a section's rows come from elsewhere than files, which have no splits."""
+    parts = section.parts() if isinstance(section, DataSection) else [section]
+    return not all(is_file_of_rows(part.path or "") for part in parts)
+
+
+_NO_METRICS = "this stage makes no updates and writes no metrics"
+_NO_LEARNERS = "this stage has no learners"
+_NO_CRITIC = "algorithm.estimator={config.algorithm.estimator} uses no critic"
+
+_EVERY_STAGE = (
+    ConditionalFields(
+        ("cluster.object_store_mb", "cluster.dashboard", "cluster.metrics_port"),
+        lambda config, _: config.cluster.address is None,
+        "the cluster at cluster.address={config.cluster.address} has its own", "", warns=True),
+    ConditionalFields(
+        ("pools.*.strategy",), lambda _, pool: pool.bundles > 1,
+        "it places several bundles, and this pool has one", "raise its bundles"),
+    ConditionalFields(
+        ("*.optimizer.min_ratio",), lambda _, optimizer: optimizer.decay != "constant",
+        "with optimizer.decay=constant the learning rate does not fall", "set decay to linear or cosine"),
+    ConditionalFields(
+        tuple(f"{section}.{name}" for section in ("data", "prompts", "ptx", "data.mix.*", "prompts.mix.*")
+              for name in ("split", "subset")), _beyond_files, "the rows come from files"),
+    ConditionalFields(
+        ("learner.zero_stage", "policy.zero_stage", "critic.zero_stage"),
+        lambda _, learner: learner.zero_stage != 2 or learner.workers > 1 or learner.offload_optimizer,
+        "there is nothing to divide on one rank", "raise workers"),
+)
+_SUPERVISED = (
+    ConditionalFields(
+        ("logging.samples_per_step",), _never, "this stage generates no samples"),
+    ConditionalFields(
+        ("logging.judge",), _never, "this stage generates no responses to judge"),
+    ConditionalFields(
+        ("logging.profile_step",), _never, "only PPO profiles steps"),
+    ConditionalFields(
+        ("training.eval_every",), lambda config, _: config.data.held_out > 0,
+        "with data.held_out=0 there are no rows to evaluate on", "set data.held_out"),
+    ConditionalFields(
+        ("cluster.max_restarts",), _never,
+        "this stage has no generator, scorer or assembler; a lost learner counts for cluster.max_learner_restarts"),
+)
+_SFT = (
+    ConditionalFields(
+        ("data.text",), lambda _, data: data.prompt is None and data.messages is None,
+        "data.prompt and data.messages name the columns of other formats", "leave both empty"),
+    ConditionalFields(
+        ("data.response", "data.as_chat"), _writes_prompts, "data.prompt is empty, so rows are whole texts or "
+        "conversations", "set data.prompt"),
+    ConditionalFields(
+        ("data.system",), lambda config, data: data.messages is not None or _writes_prompts(config, data),
+        "rows are whole texts, not chat messages", "set data.messages or data.prompt"),
+)
+_PREFERENCES = (
+    ConditionalFields(
+        ("run.steps",), _never, "this stage makes no updates: it samples a pair for each prompt once (prompts.limit)"),
+    ConditionalFields(
+        ("run.auto_resume",), lambda config, _: config.cluster.address is not None,
+        "this stage saves no checkpoints to continue from"),
+    ConditionalFields(
+        ("logging.tensorboard", "logging.ray_metrics", "logging.wandb_project", "logging.mlflow_experiment",
+         "logging.samples_per_step", "logging.profile_step"), _never, _NO_METRICS),
+    ConditionalFields(("logging.judge",), _never, "this stage ranks by pairs.judge"),
+    ConditionalFields(("cluster.max_learner_restarts",), _never, _NO_LEARNERS),
+    ConditionalFields(("prompts.shuffle",), _never, "every prompt is sampled once, and pairs are written in its order"),
+    ConditionalFields(("prompts.mix.*.weight",), _never, "every prompt of each data set is sampled once"),
+    ConditionalFields(("generator.sleep_level",), _never, _NO_LEARNERS + " to free a GPU for"),
+)
+_PPO = (
+    ConditionalFields(
+        ("algorithm.lam",), lambda config, _: config.algorithm.has_critic and config.algorithm.lam_alpha is None,
+        "lam_alpha={section.lam_alpha} takes its place, or the estimator ({section.estimator}) has no λ",
+        "use estimator=gae without lam_alpha"),
+    ConditionalFields(
+        ("algorithm.lam_alpha", "algorithm.lam_critic"), _has_critic,
+        "estimator={section.estimator} has no λ", "use estimator=gae"),
+    ConditionalFields(
+        ("algorithm.value_clip", "algorithm.critic_warmup_steps"), _has_critic, _NO_CRITIC, "use estimator=gae"),
+    ConditionalFields(
+        ("algorithm.value_coef",), lambda config, _: derive(config).shares_backbone,
+        "policy and critic are not one model, so their losses are not added", "set critic.backbone to policy"),
+    ConditionalFields(
+        ("algorithm.gamma",), lambda _, algorithm: not algorithm.compares_groups,
+        "estimator={section.estimator} compares whole responses and discounts nothing",
+        "use gae, reinforce or reinforce_pp"),
+    ConditionalFields(
+        ("algorithm.overlong_penalty",), lambda _, algorithm: algorithm.overlong_buffer is not None,
+        "overlong_buffer is empty, so long responses have no penalty", "set overlong_buffer"),
+    ConditionalFields(
+        ("algorithm.importance_cap", "algorithm.importance_level"), lambda _, algorithm: algorithm.importance != "none",
+        "importance=none weights no tokens", "set importance to truncate or mask"),
+    ConditionalFields(
+        ("algorithm.kl.target", "algorithm.kl.horizon"), lambda _, kl: kl.kind == "adaptive",
+        "kind={section.kind} leaves the coefficient as it is", "set algorithm.kl.kind to adaptive"),
+    ConditionalFields(
+        ("critic.*",), _has_critic, _NO_CRITIC, "use estimator=gae"),
+    ConditionalFields(
+        ("critic.*",), lambda config, _: config.critic.backbone == "own",
+        "with critic.backbone=policy one model is trained with the settings of `policy`",
+        "set it there, or critic.backbone to own", besides=("critic.backbone",)),
+    ConditionalFields(
+        ("reference.*",), lambda config, _: derive(config).starts_reference,
+        "this run starts no reference worker (with policy.lora the policy's frozen base is the reference)"),
+    ConditionalFields(
+        ("reward.quarantine_limit",), lambda _, reward: reward.on_failure == "quarantine",
+        "with reward.on_failure=fail the first sample without a score ends the run", "set on_failure to quarantine"),
+    ConditionalFields(
+        ("reward.micro_batch_tokens",),
+        lambda config, _: any(isinstance(r, ModelReward | ProcessReward) for r in config.rewards.values()),
+        "none of `rewards` is a local model", "add one of type model or process"),
+    ConditionalFields(
+        ("rewards.*.aggregate",), lambda _, reward: reward.placement == "outcome",
+        "with placement=tokens each step has its own reward", "set placement to outcome"),
+    ConditionalFields(
+        ("rewards.*.answer",), lambda _, reward: not isinstance(reward, RegexReward) or reward.group is not None,
+        "group is empty, so a match is sufficient", "set group"),
+    ConditionalFields(
+        ("evaluation.split", "evaluation.column"), lambda _, evaluation: evaluation.prompts is not None,
+        "evaluation.prompts is empty, so the rows are those of prompts.held_out", "set evaluation.prompts"),
+    ConditionalFields(
+        ("evaluation.split",), lambda _, evaluation: not is_file_of_rows(evaluation.prompts),
+        "the rows come from a file"),
+    ConditionalFields(
+        ("evaluation.solved_at",),
+        lambda config, _: any(isinstance(r, FunctionReward | HTTPReward) for r in config.rewards.values()),
+        "none of `rewards` is a function or a service (verifiable rewards have their own `right`)", "add one"),
+    ConditionalFields(
+        ("early_stop.patience",),
+        lambda _, stop: stop.kl_above is not None or stop.reward_below_start is not None,
+        "no limit is set", "set kl_above or reward_below_start"),
+    ConditionalFields(
+        ("weights.in_flight",), lambda config, _: config.coordinator.max_staleness > 0,
+        "with coordinator.max_staleness=0 no response is in flight when new weights arrive", "raise max_staleness"),
+)
+_GENERATING = (
+    ConditionalFields(
+        ("generator.gpu_memory_utilization",),
+        lambda _, generator: generator.gpus > 0 and generator.kv_cache_mb is None,
+        "kv_cache_mb={section.cache_mb} sets the memory", "leave kv_cache_mb empty, on a GPU"),
+)
+
+CONDITIONAL_FIELDS: Mapping[type[StageConfig], tuple[ConditionalFields, ...]] = {
+    StageConfig: _EVERY_STAGE,
+    SFTConfig: _SUPERVISED + _SFT,
+    RewardModelConfig: _SUPERVISED,
+    ProcessRewardConfig: _SUPERVISED,
+    PreferencesStageConfig: _GENERATING + _PREFERENCES,
+    PPOConfig: _GENERATING + _PPO,
+}
+"""The rows of each stage and of those derived from it."""
+
+
+def without_effect(config: StageConfig, *, warns: bool = False) -> Iterator[str]:
+    """Sentences about the values of a configuration that differ from their default and have no effect.
+
+    Args:
+        warns: those that deserve a warning, instead of those that are refused.
+    """
+    rows = [row for stage, rows in CONDITIONAL_FIELDS.items() if isinstance(config, stage)
+            for row in rows if row.warns == warns]
+    found: dict[tuple[str, str], list[str]] = {}
+    for path, section, value in changed_fields(config):
+        for row in rows:
+            named = path not in row.besides and any(fnmatchcase(path, pattern) for pattern in row.fields)
+            if named and not row.act_if(config, section):
+                reason = row.reason.format(config=config, section=section)
+                found.setdefault((reason, row.fix), []).append(f"{path}={format_value(value)}")
+                break
+    for (reason, fix), values in found.items():
+        has, it = ("has", "it") if len(values) == 1 else ("have", "them")
+        yield f"{', '.join(values)} {has} no effect: {reason}; leave {it} out" + (f", or {fix}" if fix else "")
+
+
+def check_effects(config: StageConfig) -> None:
+    """Every value that differs from its default has an effect."""
+    if sentences := list(without_effect(config)):
+        raise ValueError("\n  ".join(sentences))
