@@ -231,7 +231,7 @@ class Rollout(SampleRows):
     keys: list[SampleKey] = per_sample()
     seeds: NDArray[np.int64] = per_row()
     finish_reasons: list[str] = per_row()
-    """"stop" (end-of-sequence or stop token), "length" or "abort"."""
+    """"stop" (a stop token or a stop string), "length" or "abort"."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,16 +13,36 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum res
 Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Softmax temperature; 0 is greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", min=0.01, max=1, help="Nucleus sampling; 1 keeps all tokens.")]
 TopK = Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k most likely tokens; 0 keeps all.")]
+MinP = Annotated[float, typer.Option("--min-p", min=0, max=1, help="Sample among tokens with at least this part of the "
+                                     "most likely one's probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(
+    "--repetition-penalty", help="Above 1, tokens that are in the prompt or the response become less likely.")]
+MinTokens = Annotated[int, typer.Option("--min-tokens", min=0, help="Minimum response length in tokens.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends a response; may be repeated.")]
+StopTokenId = Annotated[list[int] | None, typer.Option("--stop-token-id", help="A token that ends a response, besides "
+                                                       "the model's own; may be repeated.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed; the same seed gives the same responses.")]
 Column = Annotated[str, typer.Option("--column", help="Column of the file that holds the prompt.")]
 Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Use the tokenizer's chat template, if it has one.")]
 
 
-def sampling_of(max_tokens: int, temperature: float, top_p: float, top_k: int) -> "SamplingConfig":
-    """Sampling settings from the options."""
-    from rlhf_ray.config.generation import SamplingConfig
+def sampling_of(stop: list[str] | None, stop_token_id: list[int] | None, **options: Any) -> "SamplingConfig":
+    """Sampling settings from the options.
 
-    return SamplingConfig(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    Raises:
+        ConfigError: they cannot be sampled with.
+    """
+    from pydantic import ValidationError
+
+    from rlhf_ray.config.generation import SamplingConfig
+    from rlhf_ray.errors import ConfigError
+
+    try:
+        return SamplingConfig(stop=stop or [], stop_token_ids=stop_token_id or [], **options)
+    except ValidationError as error:
+        problems = [": ".join([*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")])
+                    for problem in error.errors()]
+        raise ConfigError(f"the options of sampling cannot be used: {'; '.join(problems)}") from None
 
 
 def prepare_engine() -> None:
@@ -54,6 +74,11 @@ def generate(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    min_tokens: MinTokens = 0,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Responses per prompt.")] = 1,
     seed: Seed = 0,
     chat: Chat = True,
@@ -65,9 +90,12 @@ def generate(
     prepare_engine()
     from rlhf_ray.stages.generate import GenerateOptions, run
 
+    sampling = sampling_of(
+        stop, stop_token_id, max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p,
+        top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty)
     run(GenerateOptions(
-        model=model, sampling=sampling_of(max_tokens, temperature, top_p, top_k), prompts=prompt or (), file=file,
-        column=column, n=n, seed=seed, chat=chat, output=output, reward=reward,
+        model=model, sampling=sampling, prompts=prompt or (), file=file, column=column, n=n, seed=seed, chat=chat,
+        output=output, reward=reward,
     ), sys.stdin)
 
 
@@ -85,6 +113,11 @@ def compare(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    min_tokens: MinTokens = 0,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Pairs of responses per prompt.")] = 1,
     seed: Seed = 0,
     tie: Annotated[float, typer.Option("--tie", min=0, help="Scores that differ by at most this are a tie.")] = 0.0,
@@ -96,7 +129,10 @@ def compare(
     prepare_engine()
     from rlhf_ray.stages.compare import CompareOptions, run
 
+    sampling = sampling_of(
+        stop, stop_token_id, max_tokens=max_tokens, min_tokens=min_tokens, temperature=temperature, top_p=top_p,
+        top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty)
     run(CompareOptions(
         first=a, second=b, prompts=prompts, scorer=scorer, output=output, column=column, limit=limit, n=n, seed=seed,
-        sampling=sampling_of(max_tokens, temperature, top_p, top_k), tie=tie, chat=chat,
+        sampling=sampling, tie=tie, chat=chat,
     ))

@@ -132,6 +132,31 @@ def check_overlong_buffer(config: PPOConfig) -> None:
                          f"generator.sampling.max_tokens={longest}; lower it to a part of that")
 
 
+def check_sampling(config: PPOConfig) -> None:
+    """Training samples from a distribution that learners can compute, and a held-out response may end."""
+    held_out = config.evaluation.sampling if config.evaluation else None
+    if held_out and held_out.min_tokens > held_out.max_tokens:
+        raise ValueError(f"evaluation.sampling.min_tokens={held_out.min_tokens} (from generator.sampling if it is not "
+                         f"set) is more than evaluation.sampling.max_tokens={held_out.max_tokens}; lower it")
+    s = config.generator.sampling
+    if s.temperature == 0:
+        raise ValueError("generator.sampling.temperature=0 is greedy and explores nothing; use a positive temperature "
+                         "for training")
+    names = ("top_p", "top_k", "min_p", "repetition_penalty", "min_tokens")
+    changed = [f"{name}={getattr(s, name):g}" for name in names
+               if getattr(s, name) != type(s).model_fields[name].default]
+    if changed:
+        raise ValueError(f"generator.sampling.{changed[0]} changes the distribution that tokens are sampled from, and "
+                         "the importance ratio would compare other ones; leave it out (evaluation.sampling may set it)")
+
+
+def check_pairs(config: PreferencesStageConfig) -> None:
+    """The two responses of a pair can differ."""
+    if config.generator.sampling.temperature == 0:
+        raise ValueError("generator.sampling.temperature=0 is greedy and samples the same response twice; use a "
+                         "positive temperature")
+
+
 def check_best_metric(config: PPOConfig) -> None:
     """The metric that selects the best step is measured."""
     metric = config.checkpoint.best_metric
@@ -141,7 +166,8 @@ def check_best_metric(config: PPOConfig) -> None:
                          "evaluation.prompts")
     if metric == "kl" and not derive(config).evaluates_the_policy_itself:
         raise ValueError("checkpoint.best_metric=kl, but KL is only measured if evaluation.sampling is the "
-                         "distribution under training (its temperature, top_p=1, top_k=0); change one of them")
+                         "distribution under training: temperature, top_p, top_k, min_p, repetition_penalty and "
+                         "min_tokens of generator.sampling; change one of them")
 
 
 def check_mini_batches(config: PPOConfig) -> None:
@@ -279,11 +305,11 @@ def check_schedules(config: PPOConfig) -> None:
 
 CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     StageConfig: (check_pools, check_effects),
-    PreferencesStageConfig: (check_all_prompts,),
+    PreferencesStageConfig: (check_all_prompts, check_pairs),
     PPOConfig: (
         check_backbone, check_reward_components, check_critic_start, check_groups, check_held_out,
-        check_overlong_buffer, check_best_metric, check_mini_batches, check_chunks, check_buffer, check_deadlines,
-        check_micro_batches, check_transport, check_phases, check_schedules,
+        check_overlong_buffer, check_sampling, check_best_metric, check_mini_batches, check_chunks, check_buffer,
+        check_deadlines, check_micro_batches, check_transport, check_phases, check_schedules,
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""

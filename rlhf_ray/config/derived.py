@@ -63,8 +63,7 @@ def derive(config: PPOConfig) -> Derived:
         longest_response=responses[longest], longest_response_field=longest,
         longest_sample=config.prompts.max_tokens + responses[longest],
         evaluation_prompts=_evaluation_prompts(config),
-        evaluates_the_policy_itself=held_out is None or (
-            held_out.temperature == training.temperature and held_out.top_p == 1 and not held_out.top_k),
+        evaluates_the_policy_itself=held_out is None or held_out.same_distribution(training),
         solved_at=_solved_at(config),
     )
 

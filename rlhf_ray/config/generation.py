@@ -1,6 +1,6 @@
 """Rollouts: sampling, the generation engine, and the transport of its weights."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,20 +13,59 @@ most of the node's memory."""
 PREFILL_ON_CPU, PREFILL_ON_GPU = 2048, 8192
 """Tokens of one vLLM pass (`max_num_batched_tokens`): the default of vLLM's engine arguments, which is small for a GPU,
 and that of its server on GPUs of 70 GB and more."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower positive temperatures to this (`_MAX_TEMP` in vllm/sampling_params.py)."""
 
 
 class SamplingConfig(Section):
-    """How responses are sampled. Log-probabilities refer to the distribution after temperature."""
+    """How responses are sampled, with vLLM's names and defaults that change nothing. Log-probabilities are those of the
+    distribution that tokens are sampled from."""
 
     max_tokens: int = Field(256, ge=1)
     """Longest response, in tokens."""
-    temperature: float = Field(1.0, ge=0)
-    """Softmax temperature; 0 is greedy (evaluation only). PPO's default is 1 (Ziegler et al. 2019 used 0.7)."""
+    min_tokens: int = Field(0, ge=0)
+    """Tokens before a response may end: until then its stop tokens have probability 0, and stop strings do not end
+    it."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Softmax temperature; 0 is greedy (not in training). PPO's default is 1 (Ziegler et al. 2019 used 0.7)."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling; 1 keeps the whole distribution. PPO needs 1 in `generator.sampling`, so that
-    log-probabilities are those of the policy."""
+    """Nucleus sampling (Holtzman et al. 2020): sample among the fewest tokens with this probability together; 1 keeps
+    all."""
     top_k: int = Field(0, ge=0)
-    """Sample among the k most likely tokens; 0 keeps all. PPO needs 0."""
+    """Sample among the k most likely tokens (Fan et al. 2018), and those as likely as the last of them; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample among the tokens with at least this part of the probability of the most likely one (Nguyen et al. 2024); 0
+    keeps all."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Divides positive logits, and multiplies negative ones, of tokens that are in the prompt or the response so far
+    (Keskar et al. 2019); 1 changes nothing. Not in training."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response as soon as one is complete in it, decoded without special tokens; the token that
+    completes it is part of the response."""
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Tokens that end a response, in addition to those of the tokenizer and the model."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower it")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(f"temperature={self.temperature:g} would become {LOWEST_TEMPERATURE} in vLLM; use 0 "
+                             f"(greedy), or at least {LOWEST_TEMPERATURE}")
+        if "" in self.stop:
+            raise ValueError(f"stop={self.stop} contains an empty text, which is complete before the first "
+                             "token; remove it")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids} contains a negative number; tokens are "
+                             "numbered from 0")
+        return self
+
+    def same_distribution(self, other: "SamplingConfig") -> bool:
+        """Whether tokens are sampled from the same distributions, given the same tokens before them."""
+        names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"]
+        if self.min_tokens:
+            names.append("stop_token_ids")  # which have no probability at first
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 class GenerationConfig(PlacementConfig):
@@ -75,19 +114,6 @@ class GenerationConfig(PlacementConfig):
         each."""
         usual = PREFILL_ON_GPU if self.gpus else PREFILL_ON_CPU
         return min(max(usual, self.max_sequences), self.max_sequences * context)
-
-    @model_validator(mode="after")
-    def _full_distribution(self) -> "GenerationConfig":
-        s = self.sampling
-        if s.top_p < 1 or s.top_k:
-            raise ValueError(
-                "sampling.top_p < 1 or top_k > 0 makes behaviour log-probabilities differ from the policy's, and the "
-                "PPO ratio wrong; set top_p=1 and top_k=0 (temperature may differ from 1)"
-            )
-        if s.temperature == 0:
-            raise ValueError("sampling.temperature=0 is greedy and explores nothing; use a positive temperature for "
-                             "training")
-        return self
 
     @model_validator(mode="after")
     def _parallel(self) -> "GenerationConfig":

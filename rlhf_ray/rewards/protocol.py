@@ -129,7 +129,7 @@ def rollout_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, samples:
 
 
 def finished(rollout: Rollout) -> np.ndarray:
-    """[S] bool: which samples ended with a stop token."""
+    """[S] bool: which samples ended with a stop token or a stop string."""
     return np.array([rollout.finish_reasons[rows[-1]] == "stop" for rows in rollout.sample_rows])
 
 

@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -87,7 +88,7 @@ class Generator:
         shapes = parameter_shapes(config, self._model.trust_remote_code)
         self._engine = build_engine(EngineSettings(
             self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or [], shapes,
-            self._transport,
+            partial(tokenizer.decode, skip_special_tokens=True), self._transport,
         ), self._in_flight)
         await self._engine.start()
         await self._generate_one_token(self._engine)
@@ -269,8 +270,9 @@ class Generator:
                 f"the prompt in row {key.row} has {len(prompt)} tokens; responses need 1 to {self._max_context - 1} "
                 f"(the context is {self._max_context}): lower prompts.max_tokens or raise the context"
             )
-        seed = sample_seed(run_seed, key)
-        return SampleRequest(prompt, sampling, min(sampling.max_tokens, available), seed, self._stop_tokens)
+        stop_tokens = sorted({*self._stop_tokens, *sampling.stop_token_ids})
+        return SampleRequest(prompt, sampling, min(sampling.max_tokens, available), sample_seed(run_seed, key),
+                             stop_tokens)
 
 
 def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] = "keep") -> SamplingEngine:

@@ -19,6 +19,7 @@ from rlhf_ray.observability.model_comparison import Comparison, Pair, comparison
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, read_prompt_inputs
+from rlhf_ray.stages.preflight import check_stop_tokens
 from rlhf_ray.stages.resolve_model import check_output, model_at
 from rlhf_ray.stages.scorers import check_labels, check_scorer, errors_name_option, scorer_of
 
@@ -64,7 +65,7 @@ def run(options: CompareOptions) -> Comparison:
     if numbers == options.output:
         raise ConfigError(f"--output {options.output} is the file of the numbers; name the page, e.g. "
                           f"{options.output.with_suffix('.html')}")
-    models = [_model(name, which) for name, which in ((options.first, "A"), (options.second, "B"))]
+    models = [_model(name, which, options.sampling) for name, which in ((options.first, "A"), (options.second, "B"))]
     questions = read_prompt_inputs(options.prompts, options.column, options.limit)
     check_labels(options.scorer, questions)
     check_scorer(options.scorer, models[0], "--scorer")
@@ -76,11 +77,12 @@ def run(options: CompareOptions) -> Comparison:
     return comparison
 
 
-def _model(name: str, argument: str) -> ModelConfig:
+def _model(name: str, argument: str, sampling: SamplingConfig) -> ModelConfig:
     model, notice = model_at(name, argument)
     if notice:
         print(notice, file=sys.stderr)
     check_family(model, argument, {Use.GENERATION})
+    check_stop_tokens(model, sampling, "--stop-token-id")
     return model
 
 
@@ -95,12 +97,11 @@ async def _compare(
         for question, a, b, x, y in zip(_repeated(questions, options.n), *answers, *scores, strict=True)
     ]
     outcomes = [[pair.outcome for pair in pairs[i : i + options.n]] for i in range(0, len(pairs), options.n)]
-    s = options.sampling
     return Comparison(
         names=(options.first, options.second), scorer=options.scorer, prompts=len(questions), pairs=pairs,
         rate=win_rate(outcomes), facts={
             "From": options.prompts, "Answers to a prompt": str(options.n), "Seed": str(options.seed),
-            "Sampling": f"temperature {s.temperature:g}, top-p {s.top_p:g}, top-k {s.top_k}, {s.max_tokens} tokens",
+            "Sampling": _sampling_text(options.sampling),
             "Tie": f"up to {options.tie:g} apart",
         })
 
@@ -141,6 +142,16 @@ async def _scored(name: str, model: ModelConfig, answers: list[RewardRequest]) -
             return [score for part in parts for score in (await scorer.score(part)).scores.tolist()]
         finally:
             await scorer.stop()
+
+
+def _sampling_text(sampling: SamplingConfig) -> str:
+    """Temperature, truncation and length, and whatever else was set."""
+    always = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, top-k {sampling.top_k}"
+    others = {"min-p": sampling.min_p, "repetition penalty": sampling.repetition_penalty - 1 and
+              sampling.repetition_penalty, "min tokens": sampling.min_tokens, "stop": sampling.stop,
+              "stop token ids": sampling.stop_token_ids}
+    given = [f"{name} {value}" for name, value in others.items() if value]
+    return ", ".join([always, *given, f"{sampling.max_tokens} tokens"])
 
 
 def _repeated(questions: Sequence[PromptInput], n: int) -> list[PromptInput]:

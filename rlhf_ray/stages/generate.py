@@ -25,6 +25,7 @@ from rlhf_ray.observability.tables import visible
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, prompt_inputs_of_lines, read_prompt_inputs
+from rlhf_ray.stages.preflight import check_stop_tokens
 from rlhf_ray.stages.resolve_model import check_output, model_at
 from rlhf_ray.stages.scorers import Scorer, check_scorer, scorer_of
 
@@ -99,6 +100,7 @@ class _GenerateSession:
         if notice:
             print(notice, file=sys.stderr)
         check_family(self._model, "MODEL", {Use.GENERATION})
+        check_stop_tokens(self._model, options.sampling, "--stop-token-id")
         if options.reward:
             check_scorer(options.reward, self._model, "--reward")
         self._scorer: Scorer | None = scorer_of(options.reward, self._model) if options.reward else None

@@ -14,6 +14,7 @@ from rlhf_ray.stages.preflight import (
     check_first_rows,
     check_fit,
     check_model,
+    check_stop_tokens,
 )
 from rlhf_ray.stages.reward_preflight import check_rewards
 
@@ -42,6 +43,9 @@ def preflight(config: PPOConfig) -> None:
         check_family(derived.critic_model, f"critic.init={config.critic.init}", {Use.SCALAR}, rows)
         check_adapters(config.critic, derived.critic_model, "critic", scalar=True)
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
+    check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
+    if config.evaluation:
+        check_stop_tokens(config.model, config.evaluation.sampling, "evaluation.sampling.stop_token_ids")
     check_fit(config)
     for section in (config.prompts, held_out) if held_out else (config.prompts,):
         check_first_rows(section, config.model)

@@ -22,7 +22,7 @@ from rlhf_ray.roles.data_readers import PromptReader
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
-from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model
+from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model, check_stop_tokens
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage
 
 
@@ -51,6 +51,7 @@ def preflight(config: PreferencesStageConfig) -> None:
     check_first_rows(config.prompts, config.model)
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
+    check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
 
 
 async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[str, Any]:

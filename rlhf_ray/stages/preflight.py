@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf_ray.checkpoint.state_files import load_state
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.data import DataSection, StepsConfig
+from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import StageConfig
@@ -159,6 +160,18 @@ def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int,
         raise ModelError(f"{fields[0]}={prompt_tokens} + {fields[1]}={response_tokens} = "
                          f"{prompt_tokens + response_tokens} tokens is over the context of {config.path!r}, {longest}; "
                          "lower one of them")
+
+
+def check_stop_tokens(config: ModelConfig, sampling: SamplingConfig | None, field: str) -> None:
+    """Refuse stop tokens that a local model does not have.
+
+    Raises:
+        ConfigError: naming the field, its value and the vocabulary.
+    """
+    size = local_configuration(config).get("vocab_size")
+    if sampling is not None and size is not None and max(sampling.stop_token_ids, default=0) >= size:
+        raise ConfigError(f"{field}={sampling.stop_token_ids}: {config.path!r} has no token "
+                          f"{max(sampling.stop_token_ids)}, only 0 to {size - 1}; remove it")
 
 
 MARGIN = 1.15

@@ -22,6 +22,7 @@ from rlhf_ray.internals.vllm import unfinished_tokens
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
+from rlhf_ray.roles.engines.stop_strings import ResponseWatch, watch_for
 from rlhf_ray.roles.engines.vllm_adapter import (
     completion_of,
     engine_arguments,
@@ -111,8 +112,7 @@ class AsynchronousEngine:
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See `SamplingEngine.sample`."""
-        outputs = await asyncio.gather(*(self._finish(r.prompt, sampling_parameters(r)) for r in requests))
-        return [completion_of(output) for output in outputs]
+        return await asyncio.gather(*(self._sample(request) for request in requests))
 
     async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
         """See `SamplingEngine.score`."""
@@ -269,7 +269,13 @@ class AsynchronousEngine:
             raise self._dead or WorkerError(f"{self._settings.name} was not started")
         return self._engine
 
-    async def _finish(self, prompt: list[int], parameters: Any) -> Any:
+    async def _sample(self, request: SampleRequest) -> Completion:
+        watch = watch_for(request, self._settings.decode)
+        completion = completion_of(await self._finish(request.prompt, sampling_parameters(request), watch))
+        return watch.cut(completion) if watch else completion
+
+    async def _finish(self, prompt: list[int], parameters: Any, watch: ResponseWatch | None = None) -> Any:
+        """The last output of a request, which is aborted where `watch` sees its end."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine, last, request_id = self._living(), None, str(next(self._numbers))
@@ -278,6 +284,8 @@ class AsynchronousEngine:
         try:
             async for output in engine.generate(prompt_of(prompt), parameters, request_id):
                 last = output
+                if watch and not output.finished and watch.ended(output.outputs[0].token_ids):
+                    await engine.abort(request_id)
         except EngineDeadError as error:
             self._dead = self._dead or WorkerBroken(f"{self._settings.name}: vLLM's engine process died; restart this "
                                                     "generator")

@@ -37,6 +37,7 @@ from rlhf_ray.internals.vllm import (
 )
 from rlhf_ray.records import TensorEntry, WorkerProfile
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
+from rlhf_ray.roles.engines.stop_strings import ResponseWatch, watch_for
 from rlhf_ray.roles.engines.vllm_adapter import (
     completion_of,
     engine_arguments,
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
     from rlhf_ray.weights.weight_loaders import Routes
 
 T = TypeVar("T")
-Request = tuple[list[int], Callable[[], Any]]
-"""A prompt, and a function that returns vLLM's sampling parameters."""
+Request = tuple[list[int], Callable[[], Any], ResponseWatch | None]
+"""A prompt, a function that returns vLLM's sampling parameters, and what looks for stop strings in the response."""
 
 
 class StagedBuckets:
@@ -115,6 +116,8 @@ class InProcessEngine:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._waiting: dict[str, RequestBatch] = {}
         """Batches by the id of each unfinished request."""
+        self._watches: dict[str, ResponseWatch] = {}
+        """By the id of each unfinished request with stop strings."""
         self._numbers = count()
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
@@ -130,11 +133,15 @@ class InProcessEngine:
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See `SamplingEngine.sample`."""
-        return await self._finish([(r.prompt, partial(sampling_parameters, r)) for r in requests], completion_of)
+        watches = [watch_for(request, self._settings.decode) for request in requests]
+        completions = await self._finish([(request.prompt, partial(sampling_parameters, request), watch)
+                                          for request, watch in zip(requests, watches, strict=True)], completion_of)
+        return [completion if watch is None else watch.cut(completion)
+                for completion, watch in zip(completions, watches, strict=True)]
 
     async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
         """See `SamplingEngine.score`."""
-        return await self._finish([(row, scoring_parameters) for row in rows], prompt_logprobs_of)
+        return await self._finish([(row, scoring_parameters, None) for row in rows], prompt_logprobs_of)
 
     def open_stage(self) -> DoubleBuffer | StagedBuckets:
         """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded into a second set of weights."""
@@ -153,7 +160,7 @@ class InProcessEngine:
 
     async def abort_samples(self) -> None:
         """See `partial_rollouts.AbortableEngine`."""
-        await self._on_thread(self._end_samples)
+        await self._on_thread(lambda: self._end_samples(self._waiting))
 
     def tokens_made(self) -> int:
         """See `SamplingEngine.tokens_made`."""
@@ -235,11 +242,15 @@ class InProcessEngine:
                                    f"{type(error).__name__}: {error}"))
             return
         for output in outputs:
-            self._hand_over(output)
+            if output.finished:
+                self._hand_over(output)
+            elif self._watches[output.request_id].ended(output.outputs[0].token_ids):
+                self._end_samples([output.request_id])
 
     def _hand_over(self, output: Any) -> None:
         """Pass the output of a finished request to its batch."""
         self._finished_tokens += len(output.outputs[0].token_ids)
+        self._watches.pop(output.request_id, None)
         waiting = self._waiting.pop(output.request_id, None)
         if waiting is not None:
             waiting.take(output)
@@ -257,20 +268,23 @@ class InProcessEngine:
 
     def _add(self, batch: RequestBatch, requests: list[Request]) -> None:
         try:
-            for request_id, (prompt, parameters) in zip(batch.results, requests, strict=True):
+            for request_id, (prompt, parameters, watch) in zip(batch.results, requests, strict=True):
                 self._engine.add_request(request_id, prompt_of(prompt), parameters())
                 self._waiting[request_id] = batch
+                if watch:
+                    self._watches[request_id] = watch
         except Exception as error:
             batch.fail(error)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
+            self._watches.pop(request_id, None)
         self._engine.abort_request(request_ids)
 
-    def _end_samples(self) -> None:
-        """Return the tokens so far to every waiting caller, and abort the requests. Scoring continues."""
-        for output in abort_samples(self._engine, self._waiting):
+    def _end_samples(self, request_ids: Iterable[str]) -> None:
+        """Return the tokens so far of those requests that sample to their callers, and abort them."""
+        for output in abort_samples(self._engine, request_ids):
             self._hand_over(output)
 
     def _apply(self, stage: DoubleBuffer | StagedBuckets, version: int) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +33,8 @@ class EngineSettings:
     """Model classes named in the model's config.json."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of every tensor of the model's checkpoint, by name."""
+    decode: Callable[[list[int]], str]
+    """The text of some tokens, as rewards see it."""
     transport: str = "object_store"
     """How new weights are sent; see `WeightsConfig`."""
 
@@ -47,6 +49,13 @@ class SampleRequest:
     seed: int
     stop_tokens: Sequence[int]
     """Tokens that end the response; the one sampled is part of the response."""
+    sampled: int = 0
+    """How many of the prompt's last tokens are the response's first, sampled by an earlier request."""
+
+    @property
+    def min_tokens(self) -> int:
+        """How many of this request's tokens cannot be stop tokens."""
+        return min(max(0, self.sampling.min_tokens - self.sampled), self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,17 @@ class Completion:
     versions: NDArray[np.int32]
     """Version of the weights that sampled each token."""
     finish_reason: str
-    """"stop", "length" or "abort"."""
+    """"stop" (a stop token or a stop string), "length" or "abort"."""
+
+    def first(self, count: int) -> Completion:
+        """Its first tokens."""
+        return replace(self, tokens=self.tokens[:count], logprobs=self.logprobs[:count],
+                       versions=self.versions[:count])
+
+    def followed_by(self, rest: Completion) -> Completion:
+        """With the tokens that were sampled after it."""
+        return Completion(np.concatenate([self.tokens, rest.tokens]), np.concatenate([self.logprobs, rest.logprobs]),
+                          np.concatenate([self.versions, rest.versions]), rest.finish_reason)
 
 
 class SamplingEngine(Protocol):

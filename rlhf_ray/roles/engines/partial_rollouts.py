@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
-import numpy as np
-
 from rlhf_ray.records import WeightOffer
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest, SamplingEngine
 
@@ -53,7 +51,8 @@ class PartialRolloutEngine:
             await self._weights_ready.wait()
             sampled = await self._engine.sample([continuation(requests[i], partial[i]) for i in unfinished])
             for i, completion in zip(unfinished, sampled, strict=True):
-                partial[i] = concatenated(partial[i], completion)
+                before = partial[i]
+                partial[i] = completion if before is None else before.followed_by(completion)
             unfinished = [i for i, completion in zip(unfinished, sampled, strict=True)
                           if completion.finish_reason == ABORTED]
         return [completion for completion in partial if completion is not None]
@@ -81,17 +80,9 @@ def continuation(request: SampleRequest, partial: Completion | None) -> SampleRe
     if partial is None or not count:
         return request
     return replace(request, prompt=[*request.prompt, *partial.tokens.tolist()], max_tokens=request.max_tokens - count,
-                   seed=resumed_seed(request.seed, count))
+                   seed=resumed_seed(request.seed, count), sampled=count)
 
 
 def resumed_seed(seed: int, count: int) -> int:
     """The seed of a response's continuation after `count` tokens, in [0, 2**63)."""
     return int.from_bytes(hashlib.blake2b(f"{seed}+{count}".encode(), digest_size=8).digest()) >> 1
-
-
-def concatenated(partial: Completion | None, rest: Completion) -> Completion:
-    """A partial response and its continuation as one."""
-    if partial is None:
-        return rest
-    return Completion(np.concatenate([partial.tokens, rest.tokens]), np.concatenate([partial.logprobs, rest.logprobs]),
-                      np.concatenate([partial.versions, rest.versions]), rest.finish_reason)

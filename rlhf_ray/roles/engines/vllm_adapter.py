@@ -152,21 +152,25 @@ def inspect_architectures(settings: EngineSettings) -> None:
 
 
 def sampling_parameters(request: SampleRequest) -> SamplingParams:
-    """Parameters that sample one response and return it with its log-probabilities, all at the end."""
+    """Parameters that sample one response and return it with its log-probabilities, all at the end; with stop strings,
+    the response so far after every token."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
     return SamplingParams(
         max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         seed=request.seed,
         stop_token_ids=list(request.stop_tokens),
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
     )
 
 

@@ -30,9 +30,12 @@ def asked(monkeypatch):
 def test_every_option_of_generate_is_handed_on(command_line, asked):
     assert command_line(
         "generate", "m", "--prompt", "one", "--prompt", "two", "--max-tokens=9", "--temperature=0.5", "--top-p=0.9",
-        "--top-k=3", "--n=2", "--seed=7", "--no-chat", "--reward=vader", "--output=o.jsonl").code == 0
+        "--top-k=3", "--min-p=0.1", "--repetition-penalty=1.2", "--min-tokens=4", "--stop=\n\n", "--stop=END",
+        "--stop-token-id=5", "--n=2", "--seed=7", "--no-chat", "--reward=vader", "--output=o.jsonl").code == 0
     (options,) = asked
-    assert options.sampling == SamplingConfig(max_tokens=9, temperature=0.5, top_p=0.9, top_k=3)
+    assert options.sampling == SamplingConfig(
+        max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.2, min_tokens=4,
+        stop=["\n\n", "END"], stop_token_ids=[5])
     assert (options.model, options.prompts, options.file, options.column) == ("m", ["one", "two"], None, "prompt")
     assert (options.n, options.seed, options.chat, options.reward) == (2, 7, False, "vader")
     assert options.output == Path("o.jsonl")
@@ -41,11 +44,17 @@ def test_every_option_of_generate_is_handed_on(command_line, asked):
 def test_every_option_of_compare_is_handed_on(command_line, asked):
     assert command_line(
         "compare", "a", "b", "--prompts=p.jsonl", "--scorer=vader", "--column=q", "--limit=5", "--n=3", "--tie=0.1",
-        "--seed=2", "--temperature=0", "--output=c.html").code == 0
+        "--seed=2", "--temperature=0", "--stop=END", "--output=c.html").code == 0
     (options,) = asked
     assert (options.first, options.second, options.prompts, options.scorer) == ("a", "b", "p.jsonl", "vader")
     assert (options.column, options.limit, options.n, options.tie, options.seed) == ("q", 5, 3, 0.1, 2)
-    assert options.sampling.temperature == 0 and options.output == Path("c.html") and options.chat
+    assert options.sampling == SamplingConfig(temperature=0, stop=["END"])
+    assert options.output == Path("c.html") and options.chat
+
+
+def test_sampling_that_cannot_be_is_refused_in_one_line(command_line, asked):
+    result = command_line("generate", "m", "--min-tokens=9", "--max-tokens=4")
+    assert result.code == 2 and "min_tokens=9 is more than max_tokens=4" in result.err and asked == []
 
 
 @pytest.mark.parametrize("arguments", [("compare", "a", "b", "--prompts=p"), ("compare", "a", "--scorer=vader"),

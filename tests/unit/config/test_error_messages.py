@@ -62,7 +62,7 @@ def test_one_wrong_value(write, override, line):
 
 
 @pytest.mark.parametrize(("cls", "override", "origin"), [
-    (PPOConfig, "--generator.sampling.top_p=0.9", "--generator.sampling.top_p"),
+    (PPOConfig, "--generator.sampling.min_tokens=300", "--generator.sampling.min_tokens"),
     (PPOConfig, "--prompts.mix=[{path: x}]", "--prompts.mix"),
     (PPOConfig, "--prompts.mix=", "--prompts.mix"),
     (PPOConfig, "--model.trust_remote_code=true", "--model.trust_remote_code"),

@@ -22,7 +22,7 @@ SHAPE = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, vo
 
 def settings(path="m", **generation):
     return EngineSettings(ModelConfig(path=str(path)), GenerationConfig(**generation), CONTEXT, 0, "generator/0",
-                          ["LlamaForCausalLM"], {})
+                          ["LlamaForCausalLM"], {}, str)
 
 
 def arguments(path="m", **generation):

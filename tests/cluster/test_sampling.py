@@ -1,0 +1,175 @@
+"""Every way to sample, on the real vLLM: the distribution against Hugging Face's logits, and where responses end."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine
+from tests.cluster.generators import EOS, KEYS, MANY, PROMPTS, VOCAB, load_model, make_generator
+from tests.models import make_tiny_llama
+
+STEM = {"max_tokens": 40}
+TWO_WORDS = 6
+"""A stop string of two words begins with this token of a response."""
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """The event loop that the generator lives in."""
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("model") / "m", VOCAB)
+
+
+@pytest.fixture(scope="module")
+def generator(loop, directory):
+    it = make_generator(directory)
+    loop.run_until_complete(it.start())
+    yield it
+    loop.run_until_complete(it.stop())
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return load_model(directory)
+
+
+def generated(loop, generator, keys=KEYS, **sampling):
+    return loop.run_until_complete(generator.generate(PROMPTS, keys, 1, SamplingConfig(**{**STEM, **sampling})))
+
+
+def response(rollout, i):
+    return rollout.row(i, "tokens")[rollout.row(i, "response_mask")].tolist()
+
+
+def text_of(tokens):
+    """As the tokenizer of these models decodes: words of the form w12, without special tokens."""
+    return " ".join(f"w{token}" for token in tokens if token > 1)
+
+
+@torch.no_grad()
+def sampling_logprobs(model, rollout, i, sampling, end_tokens):
+    """[L, V] log-probabilities that the response tokens of row i are sampled from, computed step by step."""
+    tokens, mask = torch.from_numpy(rollout.row(i, "tokens").astype(np.int64)), rollout.row(i, "response_mask")
+    start, rows = int(mask.argmax()), []
+    for place in range(start, len(tokens)):
+        logits = model(tokens[None, :place]).logits[0, -1]
+        seen = tokens[:place].unique()
+        penalty = sampling.repetition_penalty
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        if place - start < sampling.min_tokens:
+            logits[end_tokens] = -torch.inf
+        logits = logits / sampling.temperature
+        logits[logits.softmax(-1) < sampling.min_p * logits.softmax(-1).max()] = -torch.inf
+        if sampling.top_k:
+            logits[logits < logits.topk(sampling.top_k).values[-1]] = -torch.inf
+        ranked = logits.softmax(-1).sort(descending=True)
+        logits[ranked.indices[(ranked.values.cumsum(-1) - ranked.values) >= sampling.top_p]] = -torch.inf
+        rows.append(logits.log_softmax(-1))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("options", [
+    {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.4}, {"min_tokens": 12},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.9, "min_tokens": 4,
+     "stop_token_ids": [7, 300]},
+], ids=str)
+def test_tokens_come_from_the_distribution_that_is_asked_for(loop, generator, model, options):
+    rollout, sampling = generated(loop, generator, MANY[:16], **options), SamplingConfig(**STEM, **options)
+    for i in range(len(rollout)):
+        expected = sampling_logprobs(model, rollout, i, sampling, [EOS, *sampling.stop_token_ids])
+        own = expected.gather(1, torch.tensor(response(rollout, i))[:, None])[:, 0].numpy()
+        assert np.allclose(rollout.row(i, "logprobs")[rollout.row(i, "response_mask")], own, atol=1e-4)
+
+
+def test_stop_tokens_end_responses_and_none_before_min_tokens(loop, generator):
+    common = np.bincount(np.concatenate([response(generated(loop, generator), i) for i in range(len(KEYS))])).argmax()
+    rollout = generated(loop, generator, MANY, stop_token_ids=[int(common)], min_tokens=3)
+    ends = set()
+    for i in range(len(MANY)):
+        tokens = response(rollout, i)
+        assert not {EOS, common} & set(tokens[:-1]) and len(tokens) >= 3
+        assert rollout.finish_reasons[i] == ("stop" if tokens[-1] in (EOS, common) else "length")
+        ends |= {tokens[-1]} & {EOS, common}
+    assert common in ends
+
+
+def assert_ends_at_two_words(whole, rollout, i, words):
+    """Row i is that of `whole` up to the token that completes `words`, and finished."""
+    tokens = response(whole, i)
+    count = next(n for n in range(1, len(tokens) + 1) if words in text_of(tokens[:n]))
+    assert response(rollout, i) == tokens[:count] and rollout.finish_reasons[i] == "stop"
+    assert text_of(tokens[:count]).endswith(words) and count < len(tokens)
+    mask, full = rollout.row(i, "response_mask"), whole.row(i, "response_mask")
+    assert np.allclose(rollout.row(i, "logprobs")[mask], whole.row(i, "logprobs")[full][:count], atol=1e-5)
+    assert rollout.row(i, "versions")[mask].tolist() == [0] * count
+
+
+def longest(rollout):
+    return max(range(len(rollout)), key=lambda i: len(response(rollout, i)))
+
+
+def words_in(rollout, i):
+    """The end of a word and the word after it: no token's text contains it, nor begins with it."""
+    first, second = response(rollout, i)[TWO_WORDS : TWO_WORDS + 2]
+    return f"{str(first)[-1]} w{second}"
+
+
+def test_a_stop_string_over_two_tokens_ends_its_response_and_no_other(loop, generator):
+    whole = generated(loop, generator)
+    i = longest(whole)
+    rollout = generated(loop, generator, stop=[words_in(whole, i), "never"])
+    assert_ends_at_two_words(whole, rollout, i, words_in(whole, i))
+    others = [j for j in range(len(KEYS)) if words_in(whole, i) not in text_of(response(whole, j))]
+    assert len(others) > 6
+    assert all(response(rollout, j) == response(whole, j) for j in others)
+    assert [rollout.finish_reasons[j] for j in others] == [whole.finish_reasons[j] for j in others]
+
+
+class CutBefore:
+    """An engine whose first call returns so many tokens of each response, as if new weights had aborted it there."""
+
+    def __init__(self, engine, count):
+        self._engine, self._count = engine, count
+
+    async def sample(self, requests):
+        completions = await self._engine.sample(
+            [replace(r, max_tokens=r.max_tokens if r.sampled else self._count) for r in requests])
+        return [completion if request.sampled else replace(completion, finish_reason="abort")
+                for request, completion in zip(requests, completions, strict=True)]
+
+
+def test_a_stop_string_is_found_across_the_cut_of_a_continued_response(loop, generator):
+    greedy = {"temperature": 0, "max_tokens": 12}  # a continuation has another seed
+    whole, kept = generated(loop, generator, **greedy), generator._engine
+    i = longest(whole)
+    words = words_in(whole, i)
+    count = next(n for n in range(1, 13) if words in text_of(response(whole, i)[:n]))
+    generator._engine = PartialRolloutEngine(CutBefore(kept, count - 1))
+    try:
+        rollout = generated(loop, generator, [KEYS[i]], stop=[words], **greedy)
+    finally:
+        generator._engine = kept
+    assert response(rollout, 0) == response(whole, i)[:count] and rollout.finish_reasons == ["stop"]
+
+
+@pytest.mark.slow
+def test_the_async_engine_ends_responses_at_the_same_tokens(loop, generator, directory):
+    whole = generated(loop, generator)
+    i = longest(whole)
+    other = make_generator(directory, engine="async")
+    loop.run_until_complete(other.start())
+    try:
+        rollout = generated(loop, other, stop=[words_in(whole, i)])
+    finally:
+        loop.run_until_complete(other.stop())
+    assert_ends_at_two_words(whole, rollout, i, words_in(whole, i))
