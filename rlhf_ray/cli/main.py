@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from rlhf_ray.cli.check_model import check_model
 from rlhf_ray.cli.data_inspect import app as data
 from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.examples import example, quickstart
@@ -65,6 +66,7 @@ for stage in (sft, reward_model, process_reward, preferences, ppo):
 app.command(rich_help_panel=CLUSTER, context_settings=STAGE_ARGUMENTS)(submit)
 for about_jobs in (jobs, logs, stop):
     app.command(rich_help_panel=CLUSTER)(about_jobs)
+app.command(rich_help_panel=MODELS)(check_model)
 app.command(rich_help_panel=MODELS)(generate)
 app.command(rich_help_panel=MODELS)(compare)
 app.command(rich_help_panel=MODELS)(serve_reward)

@@ -119,6 +119,15 @@ def runs_packed(shape: PretrainedConfig) -> bool:
             and all(limit >= shape.max_position_embeddings for limit, *_ in _limits(values)))
 
 
+def refusals(model: ModelConfig) -> dict[Use, str]:
+    """The uses for which `check_family` rejects a model, and why.
+
+    Raises:
+        ModelError: the configuration cannot be read.
+    """
+    return _refused(_configuration(model))
+
+
 def _supporting(uses: Collection[Use]) -> list[str]:
     return sorted(name for name, family in FAMILIES.items() if family.supported.issuperset(uses))
 

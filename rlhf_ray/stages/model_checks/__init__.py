@@ -1,0 +1,1 @@
+"""The parts of `rlhf-ray check-model`; `stages.check_model` runs them."""
