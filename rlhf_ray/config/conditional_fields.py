@@ -94,8 +94,9 @@ _SUPERVISED = (
         ("training.eval_every",), lambda config, _: config.data.held_out > 0,
         "with data.held_out=0 there are no rows to evaluate on", "set data.held_out"),
     ConditionalFields(
-        ("cluster.max_restarts",), _never,
-        "this stage has no generator, scorer or assembler; a lost learner counts for cluster.max_learner_restarts"),
+        ("cluster.heartbeat_timeout_s", "cluster.max_restarts", "cluster.max_learner_restarts"), _never,
+        "a learner that is lost ends this stage, to be resumed (run.auto_resume), and one that hangs does after "
+        "cluster.call_timeout_s"),
 )
 _SFT = (
     ConditionalFields(
@@ -119,6 +120,9 @@ _PREFERENCES = (
          "logging.samples_per_step", "logging.profile_step"), _never, _NO_METRICS),
     ConditionalFields(("logging.judge",), _never, "this stage ranks by pairs.judge"),
     ConditionalFields(("cluster.max_learner_restarts",), _never, _NO_LEARNERS),
+    ConditionalFields(
+        ("cluster.heartbeat_timeout_s", "cluster.max_restarts"), _never,
+        "a worker that is lost ends this stage, and one that hangs does after cluster.call_timeout_s"),
     ConditionalFields(("prompts.shuffle",), _never, "every prompt is sampled once, and pairs are written in its order"),
     ConditionalFields(("prompts.mix.*.weight",), _never, "every prompt of each data set is sampled once"),
     ConditionalFields(("generator.sleep_level",), _never, _NO_LEARNERS + " to free a GPU for"),
@@ -137,9 +141,8 @@ _PPO = (
         ("algorithm.value_coef",), lambda config, _: derive(config).shares_backbone,
         "policy and critic are not one model, so their losses are not added", "set critic.backbone to policy"),
     ConditionalFields(
-        ("algorithm.gamma",), lambda _, algorithm: not algorithm.compares_groups,
-        "estimator={section.estimator} compares whole responses and discounts nothing",
-        "use gae, reinforce or reinforce_pp"),
+        ("algorithm.gamma",), lambda _, algorithm: algorithm.estimator not in ("rloo", "grpo", "dr_grpo"),
+        "estimator={section.estimator} compares whole responses and discounts nothing", "use another estimator"),
     ConditionalFields(
         ("algorithm.overlong_penalty",), lambda _, algorithm: algorithm.overlong_buffer is not None,
         "overlong_buffer is empty, so long responses have no penalty", "set overlong_buffer"),

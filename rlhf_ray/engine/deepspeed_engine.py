@@ -61,7 +61,7 @@ class TrainEngine:
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
-        optimizer, settings = _adamw(module, config), _deepspeed_config(config, stage)
+        optimizer, settings = adamw(module, config), deepspeed_config(config, stage)
         if stage == 3:
             shard_parameters(module, settings)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings,
@@ -257,7 +257,7 @@ def _require_weights(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
+def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only. On CPUs the fused kernel is several times as fast as the default."""
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.optimizer.weight_decay},
@@ -278,7 +278,8 @@ def _useful_stage(config: LearnerConfig, world: int) -> int:
     return 0 if alone else config.zero_stage
 
 
-def _deepspeed_config(config: LearnerConfig, stage: int) -> dict[str, Any]:
+def deepspeed_config(config: LearnerConfig, stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration at a ZeRO stage."""
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": SHARDED_BUCKET}

@@ -1,0 +1,544 @@
+"""What shows that each field of each stage acts: the rows of `test_options`.
+
+A row names fields by their paths (* stands for any part; NAME for a key of the user's, N for an item of a list), and
+the stages, all by default. It is one of
+
+    Differs(paths, (a, b), observe)    what `observe` computes from the configuration differs between both values
+    Refused(paths, value, words)       the value is refused with these words, which name the reason
+    Warned(paths, value, words)        the same with a warning
+    Shown(paths, test)                 the test that shows it, by its id: for what takes a real run or a server
+    OneValue(paths)                    there is only one value
+
+`observe` must not echo the configuration: a plan's figure, an engine's argument, a computed number. To add a field, add
+its path to a row of the same kind, or a row; `given` holds other fields that it needs, by their paths.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, transport_of
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.run_state import kl_controller
+from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.engine.deepspeed_engine import adamw, deepspeed_config, learning_rate
+from rlhf_ray.planning.model_lookup import shape_of
+from rlhf_ray.planning.node_spec import parse_nodes
+from rlhf_ray.planning.plan import make_plan
+from rlhf_ray.records import Experience, SampleKey
+from rlhf_ray.roles.engines.interface import EngineSettings, SampleRequest
+from rlhf_ray.roles.engines.vllm_adapter import (
+    engine_arguments,
+    engine_kind,
+    generator_environment,
+    sampling_parameters,
+)
+from rlhf_ray.roles.ppo_update import training_batch
+
+Observe = Callable[[Any, Any], Any]
+"""(configuration, section that holds the field) -> what differs."""
+
+
+@dataclass(frozen=True)
+class Row:
+    fields: tuple[str, ...]
+    stages: tuple[str, ...] = field(default=(), kw_only=True)
+    """Empty for all stages that have the fields."""
+    given: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Differs(Row):
+    values: tuple[Any, Any]
+    observe: Observe
+
+
+@dataclass(frozen=True)
+class Refused(Row):
+    value: Any
+    words: str
+
+
+@dataclass(frozen=True)
+class Warned(Row):
+    value: Any
+    words: str
+
+
+@dataclass(frozen=True)
+class Shown(Row):
+    test: str
+
+
+@dataclass(frozen=True)
+class OneValue(Row):
+    """A literal of one value, kept for others to come."""
+
+
+SUPERVISED = ("sft", "reward-model", "process-reward")
+LEARNERS = ("learner", "policy", "critic")
+ROLES = (*LEARNERS, "generator", "reference", "reward", "assembler")
+
+
+def of_roles(name: str, roles: tuple[str, ...] = LEARNERS) -> tuple[str, ...]:
+    return tuple(f"{role}.{name}" for role in roles)
+
+
+# Observables
+
+
+def plan(config: Any, _: Any) -> str:
+    """Memory, placement, disk, time and findings on a node of two GPUs."""
+    made = make_plan(config, parse_nodes("1x2xH100"), shape_of)
+    return repr((made.memory, made.placement, made.loads, made.geometry, made.disk, made.step_time, made.findings))
+
+
+def rates(_: Any, optimizer: Any) -> list[float]:
+    return [learning_rate(optimizer, step, 10) for step in range(10)]
+
+
+def optimizer_arguments(config: Any, optimizer: Any) -> Any:
+    learner = config.policy if isinstance(config, PPOConfig) else config.learner
+    built = adamw(torch.nn.Linear(2, 2), learner.model_copy(update={"optimizer": optimizer}))
+    return [{name: group[name] for name in ("betas", "eps", "weight_decay", "lr")} for group in built.param_groups]
+
+
+def deepspeed(_: Any, learner: Any) -> Any:
+    return deepspeed_config(learner, learner.zero_stage)
+
+
+def clipping(config: Any, optimizer: Any) -> Any:
+    learner = config.policy if isinstance(config, PPOConfig) else config.learner
+    return deepspeed_config(learner.model_copy(update={"optimizer": optimizer}), 1)["gradient_clipping"]
+
+
+def vllm_arguments(config: Any, generation: Any) -> Any:
+    settings = EngineSettings(config.model, config.generator, 64, config.run.seed, "generator/0", ["LlamaForCausalLM"],
+                              {}, str)
+    return repr(engine_arguments(settings))
+
+
+def sampled(_: Any, sampling: Any) -> Any:
+    return repr(sampling_parameters(SampleRequest([1], sampling, sampling.max_tokens, 0, [])))
+
+
+def order(config: Any, prompts: Any) -> Any:
+    return PromptCursor([8], config.run.seed, prompts.shuffle).next(8)
+
+
+def moved(kl: Any) -> float:
+    """The coefficient after a batch of 100 samples with a KL of 5 nats."""
+    controller = kl_controller(kl)
+    controller.update(5.0, 100)
+    return controller.value
+
+
+def whitened(_: Any, algorithm: Any) -> list[float]:
+    """Advantages of a batch of one row."""
+    column, keys = np.zeros(4, np.float32), [SampleKey(0, 0, 0)]
+    row = Experience(
+        offsets=np.array([0, 4]), tokens=np.zeros(4, np.int32), response_mask=np.ones(4, bool),
+        behaviour_logprobs=column, old_logprobs=column, reference_logprobs=column, values=column,
+        advantages=np.arange(4, dtype=np.float32), returns=column, keys=keys)
+    return list(training_batch([row], whiten=algorithm.whiten_advantages).advantages)
+
+
+# Rows
+
+GPU = {"pools.default.gpus": 2, "pools.default.cpus": 16}
+CPUS = {"pools.default.cpus": 16}
+EVALUATION = {"evaluation.prompts": "e.jsonl"}
+LOSS_OPTIONS = "tests/unit/roles/test_loss_options.py::"
+ASSEMBLER = "tests/unit/roles/test_assembler.py::"
+PROMPTS = "tests/unit/data/test_prompts.py::"
+READERS = "tests/unit/data/test_row_readers.py::"
+HTTP = "tests/unit/rewards/http/test_source.py::"
+SERVING = "tests/unit/serving/"
+ROWS: list[Row] = [
+    # The run
+    Shown(("run.dir",), "tests/unit/stages/test_owned_stage.py::test_a_stage_owns_its_directory_to_its_end"),
+    Refused(("run.steps",), 7, "this stage makes no updates", stages=("preferences",)),
+    Shown(("run.steps",), "tests/unit/stages/test_resume_preflight.py::test_fewer_steps_than_were_made_are_refused",
+          stages=(*SUPERVISED, "ppo")),
+    Differs(("run.seed",), (0, 1), lambda config, _: PromptCursor([8], config.run.seed, True).next(8)),
+    Shown(("run.upload",),
+          "tests/unit/stages/test_uploading.py::test_an_interrupted_run_is_copied_with_its_last_checkpoint"),
+    Refused(("run.auto_resume",), True, "saves no checkpoints", stages=("preferences",)),
+    Shown(("run.auto_resume",), "tests/cluster/test_killed_driver.py::test_a_killed_run_is_started_again_by_its_parent",
+          stages=(*SUPERVISED, "ppo")),
+    # The cluster
+    Shown(("cluster.address", "cluster.allow_open"),
+          "tests/cluster/test_open_cluster.py::test_an_open_cluster_is_refused_unless_that_is_asked_for"),
+    Warned(("cluster.object_store_mb", "cluster.metrics_port"), 2048, "has its own", given={"cluster.address": "auto"}),
+    Warned(("cluster.dashboard",), False, "has its own", given={"cluster.address": "auto"}),
+    Differs(("cluster.object_store_mb",), (512, 1024), lambda c, _: buffer_capacity_mb(c.buffer, c.cluster),
+            stages=("ppo",)),
+    Shown(("cluster.metrics_port", "cluster.dashboard"), "tests/cluster/outside.py::interrupted"),
+    Shown(("cluster.start_timeout_s",), "tests/cluster/test_pools.py::"
+          "test_what_is_only_busy_is_waited_for_and_told_of_and_nothing_is_kept_when_time_is_over"),
+    Shown(("cluster.nodes_may_join",),
+          "tests/cluster/test_pools.py::test_a_node_that_joins_is_waited_for_where_that_may_happen"),
+    Shown(("cluster.call_timeout_s",),
+          "tests/unit/cluster/test_calls.py::test_a_call_past_its_deadline_names_worker_method_and_setting"),
+    Shown(("cluster.heartbeat_timeout_s",),
+
+          "tests/unit/cluster/test_heartbeat.py::"
+          "test_one_whose_count_stands_still_for_a_lease_is_given_up_and_the_other_is_not",
+          stages=("ppo",)),
+    Shown(("cluster.disk_timeout_s",),
+          "tests/unit/stages/test_hung_stage.py::test_it_ends_by_itself_wherever_the_disk_hangs"),
+    Shown(("cluster.max_restarts",), "tests/unit/coordinator/test_health_monitor.py::"
+          "test_a_worker_that_never_completes_a_call_ends_the_run_after_so_many_restarts", stages=("ppo",)),
+    Refused(("cluster.heartbeat_timeout_s", "cluster.max_restarts", "cluster.max_learner_restarts"), 9,
+            "a learner that is lost ends this stage", stages=SUPERVISED),
+    Refused(("cluster.heartbeat_timeout_s", "cluster.max_restarts"), 9, "a worker that is lost ends this stage",
+            stages=("preferences",)),
+    Refused(("cluster.max_learner_restarts",), 9, "no learners", stages=("preferences",)),
+    Shown(("cluster.max_learner_restarts",),
+
+          "tests/cluster/test_lost_learners.py::"
+          "test_learners_that_are_lost_again_and_again_end_the_run", stages=("ppo",)),
+    # Pools and placements
+    Differs(("pools.NAME.bundles",), (1, 2), plan),
+    Differs(("pools.NAME.gpus",), (1, 2), lambda _, pool: pool.bundle),
+    Differs(("pools.NAME.cpus",), (4, 8), lambda _, pool: pool.bundle),
+    Differs(("pools.NAME.resources",), ({}, {"rack": 1.0}), plan),
+    Differs(("pools.NAME.labels",), ({}, {"zone": "a"}), plan),
+    Refused(("pools.NAME.strategy",), "SPREAD", "places several bundles, and this pool has one"),
+    Shown(("pools.NAME.strategy",),
+          "tests/unit/planning/test_bundle_packing.py::test_a_strategy_bounds_what_the_nodes_hold"),
+    Refused(of_roles("pool", ROLES), "elsewhere", "is not one of the pools"),
+    Refused(of_roles("cpus", ROLES), 9, "more than a bundle"),
+    Refused(of_roles("gpus", ROLES), 1, "more than a bundle"),
+    Differs(of_roles("workers", ROLES), (1, 2), plan, given=CPUS),
+    Differs(("generator.threads",), (1, 2), lambda config, _: generator_environment(config.generator)),
+    Shown(of_roles("threads", (*LEARNERS, "reference", "reward", "assembler")),
+          "tests/unit/cluster/test_workers.py::test_the_environment_limits_threads_and_the_roles_own_settings_win"),
+    # Logging
+    Shown(("logging.tensorboard",),
+          "tests/unit/observability/test_sinks.py::"
+          "test_tensorboard_reads_what_was_written_and_skips_what_is_not_finite",
+          stages=(*SUPERVISED, "ppo")),
+    Shown(("logging.ray_metrics",),
+          "tests/unit/observability/test_sinks.py::test_gauges_appear_on_rays_prometheus_endpoint",
+          stages=(*SUPERVISED, "ppo")),
+    Shown(("logging.wandb_project",),
+          "tests/unit/observability/test_trackers.py::test_wandb_records_offline_without_a_login",
+          stages=(*SUPERVISED, "ppo")),
+    Shown(("logging.mlflow_experiment",), "tests/unit/observability/test_trackers.py::"
+          "test_mlflow_keeps_numbers_and_configuration_in_the_runs_directory_without_a_server",
+          stages=(*SUPERVISED, "ppo")),
+    Shown(("logging.task_events",),
+          "tests/unit/coordinator/test_step_profile.py::"
+          "test_the_clusters_own_record_of_calls_is_kept_where_there_is_one"),
+    Shown(("logging.samples_per_step",),
+          ASSEMBLER + "test_kept_texts_show_prompt_response_and_numbers", stages=("ppo",)),
+    Shown(("logging.profile_step",),
+          "tests/unit/coordinator/test_step_profile.py::test_the_named_step_is_profiled_and_no_other",
+          stages=("ppo",)),
+    Shown(("logging.judge",), ASSEMBLER + "test_a_judge_hears_every_response", stages=("ppo",)),
+    Refused(("logging.samples_per_step",), 1, "generates no samples", stages=SUPERVISED),
+    Refused(("logging.profile_step",), 1, "only PPO profiles steps", stages=SUPERVISED),
+    Refused(("logging.judge",), "vader", "no responses to judge", stages=SUPERVISED),
+    Refused(("logging.tensorboard", "logging.ray_metrics"), False, "writes no metrics", stages=("preferences",)),
+    Refused(("logging.wandb_project", "logging.mlflow_experiment"), "x", "writes no metrics", stages=("preferences",)),
+    Refused(("logging.samples_per_step", "logging.profile_step"), 1, "writes no metrics", stages=("preferences",)),
+    Refused(("logging.judge",), "vader", "ranks by pairs.judge", stages=("preferences",)),
+    # Models
+    Shown(("model.path", "rewards.NAME.path"), "tests/unit/stages/test_preflight.py::test_a_model_must_be_there"),
+    Shown(("model.revision", "model.trust_remote_code", "rewards.NAME.revision", "rewards.NAME.trust_remote_code"),
+          "tests/unit/models/test_loading.py::test_foreign_code_needs_a_pinned_revision"),
+    Shown(("model.tokenizer", "rewards.NAME.tokenizer"),
+          "tests/unit/models/test_loading.py::test_a_tokenizer_comes_from_where_the_configuration_says"),
+    Differs(("model.dtype", "rewards.NAME.dtype"), ("float32", "bfloat16"), plan),
+    Shown(("model.architecture.*",), "tests/unit/models/test_loading.py::test_a_new_model_has_the_shape_asked_for"),
+    Shown(("model.architecture.family",),
+          "tests/unit/models/test_loading.py::test_a_new_model_of_another_family_is_saved_and_loaded_as_one"),
+    # Data
+    Shown(("*.path", "*.mix.N.path"),
+          "tests/unit/stages/test_preflight.py::test_a_missing_file_is_named_with_where_was_looked"),
+    Shown(("*.subset", "*.split", "*.mix.N.subset", "*.mix.N.split"),
+          "tests/unit/data/test_rows.py::test_a_hub_data_set_is_read_up_to_the_limit"),
+    Refused(("data.split", "data.subset", "prompts.split", "prompts.subset"), "other", "the rows come from files"),
+    Shown(("data.limit", "prompts.limit", "*.mix.N.limit", "evaluation.limit"),
+          PROMPTS + "test_limit_and_column_are_obeyed"),
+    Shown(("data.system", "prompts.system"),
+          "tests/unit/data/test_conversations.py::test_a_system_message_is_put_before_chats_that_have_none"),
+    Shown(("data.as_chat", "prompts.as_chat"),
+          "tests/unit/data/test_conversations.py::test_texts_become_chats_when_asked"),
+    Shown(("data.mix.N.weight", "prompts.mix.N.weight"),
+          "tests/unit/data/test_prompt_cursor.py::test_sources_are_visited_by_weight_each_in_epochs_of_its_own",
+          stages=(*SUPERVISED, "ppo")),
+    Refused(("prompts.mix.N.weight",), 2.0, "every prompt of each data set is sampled once", stages=("preferences",)),
+    Shown(("data.mix.N.*", "prompts.mix.N.column"),
+          "tests/unit/data/test_mix.py::test_parts_take_what_they_do_not_say_from_the_section"),
+    Shown(("prompts.column", "evaluation.column"), PROMPTS + "test_limit_and_column_are_obeyed"),
+    Shown(("data.text",), "tests/unit/data/test_demonstrations.py::test_plain_texts_carry_loss_everywhere_and_end"),
+    Shown(("data.prompt", "data.response"), "tests/unit/data/test_demonstrations.py::test_prompt_tokens_carry_no_loss",
+          stages=("sft",)),
+    Shown(("data.messages",), "tests/unit/data/test_conversations.py::"
+          "test_the_assistants_turns_carry_loss_with_their_ends_and_nothing_else_does"),
+    Refused(("data.response",), "answer", "data.prompt is empty", stages=("sft",)),
+    Refused(("data.as_chat",), True, "data.prompt is empty", stages=("sft",)),
+    Refused(("data.system",), "Be brief.", "whole texts", stages=("sft",)),
+    Refused(("data.text",), "body", "other formats", stages=("sft",), given={"data.prompt": "q"}),
+    Shown(("data.prompt", "data.chosen", "data.rejected"),
+          "tests/unit/data/test_preferences.py::test_sides_hold_prompt_response_and_end_with_loss_on_the_response",
+          stages=("reward-model",)),
+    Shown(("data.margin",),
+          "tests/cluster/test_reward_model_run.py::test_the_held_out_loss_is_beyond_each_pairs_margin"),
+    Shown(("data.prompt", "data.steps", "data.labels"),
+
+          "tests/unit/data/test_stepwise_supervision.py::"
+          "test_a_row_is_prompt_and_steps_with_placeholders_and_separators_between",
+          stages=("process-reward",)),
+    Differs(("data.max_tokens",), (32, 64), plan),
+    Differs(("prompts.max_tokens",), (32, 64), plan, stages=("ppo",)),
+    Shown(("prompts.max_tokens",), PROMPTS + "test_longer_prompts_are_left_out_counted_and_named_never_cut"),
+    Shown(("data.held_out", "prompts.held_out"),
+          "tests/unit/data/test_preferences.py::test_whole_groups_are_held_out_near_the_share_whatever_the_order"),
+    Refused(("prompts.held_out",), 0.1, "this stage has none", stages=("preferences",)),
+    Differs(("prompts.shuffle",), (True, False), order, stages=("ppo",)),
+    Refused(("prompts.shuffle",), False, "every prompt is sampled once", stages=("preferences",)),
+    Shown(("steps.placeholder", "steps.separator"),
+
+          "tests/unit/data/test_stepwise_supervision.py::"
+          "test_a_row_is_prompt_and_steps_with_placeholders_and_separators_between"),
+    Shown(("steps.good", "steps.bad"),
+          "tests/unit/data/test_stepwise_supervision.py::test_hard_labels_are_token_ids_however_they_are_spelt"),
+    # Supervised training
+    Differs(("training.batch_size",), (64, 2), plan),
+    Shown(("training.batch_size",),
+          "tests/unit/roles/test_supervised.py::test_every_row_comes_once_an_epoch_and_batches_reach_into_the_next"),
+    Refused(("training.eval_every",), 5, "no rows to evaluate on", given={"data.held_out": 0.0}),
+    Shown(("training.eval_every",), "tests/slow/test_steps_learn.py::test_hard_labels_are_learned"),
+    Shown(("training.loss",), "tests/unit/algorithms/test_supervised_losses.py::TestPairwiseLoss::test_by_hand"),
+    # Learners
+    Differs(of_roles("zero_stage"), (1, 3), plan, given={**CPUS, **dict.fromkeys(of_roles("workers"), 2)}),
+    Refused(of_roles("zero_stage"), 2, "nothing to divide on one rank"),
+    Differs(of_roles("offload_optimizer"), (False, True), deepspeed,
+            given={**GPU, **dict.fromkeys(of_roles("gpus"), 0.4)}),
+    Differs(of_roles("autocast"), ("float32", "bfloat16"), deepspeed),
+    Differs(of_roles("gradient_checkpointing"), (False, True), plan),
+    Differs(of_roles("micro_batch_tokens", (*LEARNERS, "reference", "reward")), (2048, 8192), plan),
+    Differs(of_roles("optimizer.learning_rate"), (1e-4, 1e-5), rates),
+    Differs(of_roles("optimizer.warmup_steps"), (0, 3), rates),
+    Differs(of_roles("optimizer.decay"), ("constant", "cosine"), rates),
+    Differs(of_roles("optimizer.min_ratio"), (0.0, 0.5), rates,
+            given=dict.fromkeys(of_roles("optimizer.decay"), "linear")),
+    Refused(of_roles("optimizer.min_ratio"), 0.5, "the learning rate does not fall"),
+    Differs(of_roles("optimizer.betas"), ([0.9, 0.95], [0.8, 0.9]), optimizer_arguments),
+    Differs(of_roles("optimizer.eps"), (1e-8, 1e-5), optimizer_arguments),
+    Differs(of_roles("optimizer.weight_decay"), (0.0, 0.1), optimizer_arguments),
+    Differs(of_roles("optimizer.grad_clip"), (1.0, 0.5), clipping),
+    Shown(of_roles("optimizer.max_consecutive_skipped_updates"),
+          "tests/unit/engine/test_deepspeed_engine.py::test_several_updates_in_a_row_that_apply_nothing_are_too_many"),
+    Differs(of_roles("lora.rank"), (4, 8), plan),
+    Shown(of_roles("lora.targets"), "tests/unit/models/test_lora.py::test_targets_are_the_ends_of_names"),
+    Shown(of_roles("lora.alpha"), "tests/unit/models/test_lora.py::test_a_merged_weight_by_hand"),
+    Shown(of_roles("lora.dropout"), "tests/unit/engine/test_deepspeed_engine.py::"
+          "test_layers_are_told_when_they_are_trained_whatever_they_were_told_before"),
+    Differs(("policy.offload_between_phases", "critic.offload_between_phases"), (False, True), plan,
+            given={**GPU, "policy.gpus": 0.4, "critic.gpus": 0.4}),
+    Differs(("policy.ema_decay",), (None, 0.99), plan),
+    Shown(("policy.ema_decay",),
+          "tests/cluster/learners/test_policy_options.py::test_the_average_over_three_updates_is_the_one_by_hand"),
+    # Checkpoints
+    Differs(("checkpoint.keep",), (1, 2), plan),
+    Shown(("checkpoint.every",),
+          "tests/unit/coordinator/test_loop.py::test_without_a_pace_saving_and_evaluating_happen_at_the_end"),
+    Shown(("checkpoint.best_metric", "checkpoint.best_mode"),
+          "tests/unit/coordinator/test_best_checkpoint.py::test_better_is_better_and_nothing_else"),
+    Refused(("checkpoint.best_mode",), "min", "best_mode=min without best_metric"),
+    # Generators
+    Differs(("generator.engine",), ("in_process", "async"), lambda config, _: engine_kind(config.generator)),
+    Differs(("generator.max_sequences",), (8, 16), vllm_arguments),
+    Differs(("generator.kv_cache_mb",), (32, 64), vllm_arguments),
+    Differs(("generator.gpu_memory_utilization",), (0.5, 0.6), vllm_arguments, given={**GPU, "generator.gpus": 1}),
+    Refused(("generator.gpu_memory_utilization",), 0.5, "kv_cache_mb=64 sets the memory"),
+    Differs(("generator.tensor_parallel",), (1, 2), vllm_arguments, given={"generator.engine": "async"}),
+    Differs(("generator.pipeline_parallel",), (1, 2), vllm_arguments,
+            given={**GPU, "generator.gpus": 2, "generator.tensor_parallel": 1}),
+    Differs(("generator.sleep_level",), (0, 1), vllm_arguments, given={**GPU, "generator.gpus": 1}, stages=("ppo",)),
+    Refused(("generator.sleep_level",), 1, "no learners", given={**GPU, "generator.gpus": 1}, stages=("preferences",)),
+    Differs(("generator.chunk",), (16, 64), lambda c, _: concurrency_of(c.coordinator, c.generator), stages=("ppo",),
+            given={"generator.max_sequences": 8}),
+    Shown(("generator.chunk",), "tests/unit/coordinator/test_pipeline.py::test_chunks_add_up_to_whole_batches"),
+    Shown(("generator.sampling.max_tokens",),
+          "tests/unit/roles/test_generator.py::test_each_key_gets_its_prompt_its_seed_and_the_room_that_is_left"),
+    Shown(("generator.sampling.temperature",),
+          "tests/cluster/test_generator.py::test_logprobs_are_those_after_temperature"),
+    Differs(("generator.sampling.top_p", "generator.sampling.min_p"), (0.5, 0.9), sampled, stages=("preferences",)),
+    Differs(("generator.sampling.top_k", "generator.sampling.min_tokens"), (2, 3), sampled, stages=("preferences",)),
+    Differs(("generator.sampling.repetition_penalty",), (1.0, 1.5), sampled, stages=("preferences",)),
+    Refused(("generator.sampling.top_p", "generator.sampling.min_p"), 0.5, "changes the distribution", stages=("ppo",)),
+    Refused(("generator.sampling.top_k", "generator.sampling.repetition_penalty", "generator.sampling.min_tokens"), 2,
+            "changes the distribution", stages=("ppo",)),
+    Shown(("generator.sampling.stop", "evaluation.sampling.stop"),
+          "tests/unit/roles/test_stop_strings.py::test_a_response_ends_with_the_token_that_completes_a_string"),
+    Shown(("generator.sampling.stop_token_ids", "evaluation.sampling.stop_token_ids"),
+          "tests/cluster/test_sampling.py::test_stop_tokens_end_responses_and_none_before_min_tokens"),
+    Differs(("evaluation.sampling.top_p", "evaluation.sampling.min_p", "evaluation.sampling.temperature"), (0.5, 0.9),
+            sampled, given=EVALUATION),
+    Differs(("evaluation.sampling.top_k", "evaluation.sampling.max_tokens", "evaluation.sampling.min_tokens"), (2, 3),
+            sampled, given=EVALUATION),
+    Differs(("evaluation.sampling.repetition_penalty",), (1.0, 1.5), sampled, given=EVALUATION),
+    # Preferences
+    OneValue(("pairs.judge",)),
+    Shown(("pairs.min_margin",), "tests/unit/roles/test_texts.py::test_pairs_too_close_are_left_out_in_place"),
+    Refused(("pairs.output",), "../pairs.jsonl", "pairs.output"),
+    # Rewards
+    Shown(("rewards.NAME.type",), "tests/unit/config/test_rewards.py::test_the_type_chooses_the_section"),
+    Shown(("rewards.NAME.weight",), "tests/unit/rewards/test_sources.py::test_the_sum_is_weighted"),
+    Shown(("rewards.NAME.placement", "rewards.NAME.aggregate"),
+          "tests/unit/rewards/test_process_reward_model.py::test_an_outcome_is_one_number_on_the_whole_response"),
+    Shown(("rewards.NAME.value",),
+          "tests/unit/rewards/test_process_reward_model.py::test_centred_values_cost_where_a_step_is_bad"),
+    Refused(("rewards.NAME.aggregate",), "mean", "each step has its own reward",
+            given={"rewards.NAME": {"type": "process", "path": "r"}}),
+    Shown(("rewards.NAME.urls",), HTTP + "test_servers_share_the_work_by_what_is_under_way"),
+    Shown(("rewards.NAME.send",), HTTP + "test_tokens_are_sent_where_asked_for"),
+    Shown(("rewards.NAME.columns",), HTTP + "test_named_columns_go_along_and_no_others"),
+    Shown(("rewards.NAME.batch_size",), HTTP + "test_texts_are_sent_in_batches_and_put_together_in_order"),
+    Shown(("rewards.NAME.timeout_s",), "tests/unit/rewards/http/test_faults.py::test_tries_end_when_the_time_does"),
+    Shown(("rewards.NAME.request_timeout_s", "rewards.NAME.retries"),
+          "tests/unit/rewards/http/test_faults.py::test_a_fault_that_passes_is_waited_out_and_counted"),
+    Shown(("rewards.NAME.token_file", "rewards.NAME.token_variable"),
+          "tests/unit/rewards/http/test_security.py::TestToken::test_it_is_carried_by_every_request"),
+    Shown(("rewards.NAME.allow_hosts",),
+          "tests/unit/rewards/http/test_security.py::TestURLs::test_plain_http_to_a_host_on_the_list"),
+    Shown(("rewards.NAME.ca_file",),
+          "tests/unit/rewards/http/test_security.py::TestCertificates::test_a_trusted_one_for_the_name"),
+    Shown(("rewards.NAME.function",), "tests/unit/rewards/test_function_source.py::test_what_a_function_may_look_like"),
+    Shown(("rewards.NAME.right", "rewards.NAME.wrong"),
+          "tests/unit/rewards/test_rules.py::test_scores_and_failures_of_a_chunk"),
+    Shown(("rewards.NAME.answer",),
+          "tests/unit/rewards/test_rules.py::test_a_row_without_an_answer_is_an_error_not_a_wrong_response"),
+    Refused(("rewards.NAME.answer",), "solution", "a match is sufficient",
+            given={"rewards.NAME": {"type": "regex", "pattern": "a"}}),
+    Shown(("rewards.NAME.after",), "tests/unit/rewards/test_rules.py::test_the_first_number_after_a_marker"),
+    Shown(("rewards.NAME.ignore",), "tests/unit/rewards/test_rules.py::test_exact_matches"),
+    Shown(("rewards.NAME.tolerance",),
+          "tests/unit/rewards/test_rules.py::test_tolerance_is_an_absolute_difference_both_ways"),
+    Shown(("rewards.NAME.pattern", "rewards.NAME.match"),
+          "tests/unit/rewards/test_regex_and_json_schema.py::test_a_match_somewhere_or_of_the_whole"),
+    Shown(("rewards.NAME.group",), "tests/unit/rewards/test_regex_and_json_schema.py::test_a_group_must_be_the_answer"),
+    Shown(("rewards.NAME.accepts",),
+          "tests/unit/rewards/test_regex_and_json_schema.py::test_responses_must_be_json_that_the_schema_accepts"),
+    Shown(("reward.on_failure",),
+          "tests/unit/coordinator/test_quarantine.py::test_without_a_quarantine_the_error_ends_the_run"),
+    Shown(("reward.quarantine_limit",),
+          "tests/unit/coordinator/test_quarantine.py::test_too_many_end_the_run_and_the_first_reasons_are_told"),
+    Refused(("reward.quarantine_limit",), 0.5, "the first sample without a score ends the run"),
+    Refused(("reward.micro_batch_tokens",), 16384, "none of `rewards` is a local model",
+            given={"rewards.NAME": {"type": "number"}}),
+    # Roles that are not started
+    Refused(("reference.workers",), 2, "starts no reference", given={"policy.lora.rank": 4}),
+    Refused(("critic.workers",), 2, "uses no critic", given={"algorithm.estimator": "reinforce"}),
+    Refused(("critic.workers",), 2, "one model is trained", given={"critic.backbone": "policy"}),
+    Differs(("critic.backbone",), ("own", "policy"), plan),
+    Differs(("critic.init",), ("policy", "reward"), lambda config, _: derive(config).critic_model.path),
+    # Pretraining text
+    Shown(("ptx.column",), "tests/unit/data/test_pretraining.py::test_the_column_is_the_configured_one"),
+    Shown(("ptx.limit",), "tests/unit/data/test_rows.py::test_limit_takes_the_first_rows_and_reads_no_further"),
+    Shown(("ptx.max_tokens",), "tests/unit/data/test_pretraining.py::test_rows_are_cut_where_they_are_too_long"),
+    Shown(("ptx.batch_size",),
+          "tests/cluster/learners/test_policy_options.py::test_the_text_s_gradient_is_added_to_the_policy_s"),
+    Shown(("ptx.coef",),
+          "tests/cluster/learners/test_policy_options.py::test_a_coefficient_of_zero_measures_and_changes_nothing"),
+    # The algorithm
+    Shown(("algorithm.estimator",), ASSEMBLER + "test_the_estimator_is_the_configured_one"),
+    Shown(("algorithm.gamma", "algorithm.lam"), ASSEMBLER + "test_advantages_and_returns_by_hand"),
+    Refused(("algorithm.gamma",), 0.5, "discounts nothing",
+            given={"algorithm.estimator": "grpo", "coordinator.samples_per_prompt": 4}),
+    Refused(("algorithm.lam", "algorithm.lam_alpha", "algorithm.lam_critic"), 0.5, "has no λ",
+            given={"algorithm.estimator": "reinforce"}),
+    Refused(("algorithm.lam",), 0.5, "lam_alpha=0.05 takes its place", given={"algorithm.lam_alpha": 0.05}),
+    Shown(("algorithm.lam_alpha",), ASSEMBLER + "test_lambda_may_follow_the_length"),
+    Shown(("algorithm.lam_critic",), ASSEMBLER + "test_the_critic_may_learn_with_a_lambda_of_its_own"),
+    Differs(("algorithm.epochs", "algorithm.mini_batches"), (2, 4), plan),
+    Shown(("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.ratio",
+           "algorithm.importance", "algorithm.importance_cap", "algorithm.importance_level", "algorithm.value_clip",
+           "algorithm.value_coef", "algorithm.entropy_coef",
+           "algorithm.aggregate", "algorithm.kl.placement", "algorithm.kl.estimator"),
+          LOSS_OPTIONS + "test_an_option_changes_the_loss_as_it_is_worked_out_by_hand"),
+    Differs(("algorithm.old_logprobs",), ("policy", "generator"), lambda config, _: derive(config).old_logprobs),
+    Refused(("algorithm.importance_cap",), 3.0, "importance=none"),
+    Refused(("algorithm.importance_level",), "sequence", "importance=none"),
+    Refused(("algorithm.value_clip",), 0.5, "uses no critic", given={"algorithm.estimator": "reinforce"}),
+    Refused(("algorithm.value_coef",), 0.5, "not one model"),
+    Differs(("algorithm.whiten_advantages",), (True, False), whitened),
+    Shown(("algorithm.reward_normalisation",),
+          ASSEMBLER + "test_scores_are_normalised_first_then_penalised_then_clipped"),
+    Shown(("algorithm.reward_clip",), ASSEMBLER + "test_the_score_is_clipped_and_the_penalty_is_not"),
+    Shown(("algorithm.missing_eos_penalty",), ASSEMBLER + "test_a_response_that_did_not_end_pays"),
+    Shown(("algorithm.overlong_buffer", "algorithm.overlong_penalty"),
+          ASSEMBLER + "test_a_response_near_the_limit_pays_for_its_length"),
+    Refused(("algorithm.overlong_penalty",), 2.0, "overlong_buffer is empty"),
+    Shown(("algorithm.critic_warmup_steps",),
+          "tests/unit/coordinator/test_loop.py::test_the_policy_rests_while_the_critic_warms_up"),
+    Refused(("algorithm.critic_warmup_steps",), 2, "uses no critic", given={"algorithm.estimator": "reinforce"}),
+    Differs(("algorithm.kl.coef",), (0.1, 0.2), lambda config, _: kl_controller(config.algorithm.kl).value),
+    Differs(("algorithm.kl.kind",), ("fixed", "adaptive"), lambda _, kl: moved(kl)),
+    Differs(("algorithm.kl.target",), (3.0, 6.0), lambda _, kl: moved(kl), given={"algorithm.kl.kind": "adaptive"}),
+    Differs(("algorithm.kl.horizon",), (1000, 2000), lambda _, kl: moved(kl), given={"algorithm.kl.kind": "adaptive"}),
+    Refused(("algorithm.kl.target", "algorithm.kl.horizon"), 3000, "leaves the coefficient as it is"),
+    # The loop
+    Differs(("coordinator.prompts_per_step",), (64, 128), plan),
+    Differs(("coordinator.samples_per_prompt", "coordinator.max_staleness"), (1, 2), plan),
+    Differs(("coordinator.concurrency",), (32, 64), lambda c, _: concurrency_of(c.coordinator, c.generator)),
+    Shown(("buffer.capacity_mb",),
+          "tests/unit/replay/test_buffer.py::"
+          "test_reserve_is_refused_while_bytes_are_full_but_reserved_work_may_still_commit"),
+    Refused(("buffer.capacity_mb",), 1, "may not hold one batch", given={"prompts.max_tokens": 900}),
+    Refused(("buffer.capacity_samples",), 1, "cannot hold"),
+    Shown(("buffer.lease_timeout_s",),
+          "tests/unit/coordinator/test_pipeline.py::test_a_batch_that_nobody_acknowledged_in_time_is_lent_again"),
+    Differs(("weights.transport",), ("object_store", "auto"), lambda config, _: transport_of(config),
+            given={**GPU, "generator.gpus": 1, "policy.gpus": 1}),
+    Shown(("weights.bucket_mb",), "tests/unit/coordinator/test_weight_sync.py::"
+          "test_buckets_are_planned_once_with_the_configured_size_and_what_goes_together"),
+    Shown(("weights.in_flight",),
+          "tests/cluster/test_generator.py::test_responses_that_new_weights_abort_are_continued_with_what_they_had"),
+    Refused(("weights.in_flight",), "abort", "no response is in flight"),
+    Shown(("weights.logprob_gap_alarm",),
+          "tests/unit/coordinator/test_loop.py::test_generators_and_learner_that_disagree_raise_an_alarm"),
+    # Evaluation
+    Shown(("evaluation.prompts", "evaluation.split"), "tests/unit/config/test_derived.py::"
+          "test_prompts_of_an_evaluation_are_read_as_those_of_training_but_for_what_is_given"),
+    Refused(("evaluation.split", "evaluation.column"), "x", "evaluation.prompts is empty",
+            given={"prompts.held_out": 0.1}),
+    Shown(("evaluation.every",), "tests/unit/coordinator/test_loop.py::test_a_run_in_order"),
+    Shown(("evaluation.seed",),
+          "tests/unit/coordinator/test_evaluation.py::test_every_held_out_prompt_is_asked_once_with_the_same_seed"),
+    Shown(("evaluation.samples_per_prompt",), "tests/unit/coordinator/test_evaluation.py::"
+          "test_several_samples_of_a_prompt_have_seeds_of_their_own_and_texts_of_different_prompts"),
+    Shown(("evaluation.solved_at",),
+          "tests/unit/coordinator/test_evaluation.py::test_which_components_count_as_solved_and_from_where"),
+    Refused(("evaluation.solved_at",), 0.5, "is a function or a service", given=EVALUATION),
+    Shown(("early_stop.kl_above",),
+          "tests/unit/coordinator/test_early_stop.py::test_kl_must_be_over_its_limit_for_as_many_steps_in_a_row"),
+    Shown(("early_stop.reward_below_start", "early_stop.patience"),
+          "tests/unit/coordinator/test_early_stop.py::test_reward_is_measured_from_the_runs_first_steps"),
+    Refused(("early_stop.patience",), 2, "no limit is set"),
+    # serve-reward
+    Shown(("host", "token"), SERVING + "test_settings.py::test_an_address_that_others_reach_needs_a_token"),
+    Shown(("port",),
+          SERVING + "test_settings.py::test_a_port_in_use_and_a_certificate_that_is_none_are_told_before_loading"),
+    Shown(("tls_cert", "tls_key"),
+          SERVING + "test_settings.py::test_a_port_in_use_and_a_certificate_that_is_none_are_told_before_loading"),
+    Shown(("max_batch_tokens",),
+          SERVING + "test_batcher.py::test_no_pass_is_over_the_budget_and_the_first_come_is_first_served"),
+    Shown(("linger_ms",), SERVING + "test_batcher.py::test_the_linger_is_bounded_and_a_full_batch_does_not_linger"),
+    Shown(("max_queue",), SERVING + "test_batcher.py::test_a_full_queue_refuses_and_says_for_how_long"),
+    Shown(("max_request_mb",),
+          SERVING + "test_app.py::TestGate::test_a_body_over_the_limit_is_413_and_read_no_further"),
+    # generate and compare
+    Shown(("*",),
+          "tests/unit/cli/test_generate_commands.py::test_every_option_of_generate_is_handed_on", stages=("generate",)),
+    Shown(("*",),
+          "tests/unit/cli/test_generate_commands.py::test_every_option_of_compare_is_handed_on", stages=("compare",)),
+]
