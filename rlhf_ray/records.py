@@ -274,8 +274,8 @@ class Scores:
     """All scores of one rollout, from which the assembler makes experience."""
 
     rewards: RewardScores
-    reference: TokenScores
-    """Log-probabilities under the frozen reference."""
+    reference: TokenScores | None
+    """Log-probabilities under the frozen reference; None where nothing needs it."""
     policy: TokenScores
     """Log-probabilities under the policy before the update ("old" log-probabilities)."""
     values: TokenScores | None
@@ -302,7 +302,8 @@ class Batch(SampleRows):
     response_mask: NDArray[np.bool_] = per_token()
     behaviour_logprobs: NDArray[np.float32] = per_token()
     old_logprobs: NDArray[np.float32] = per_token()
-    reference_logprobs: NDArray[np.float32] = per_token()
+    reference_logprobs: NDArray[np.float32] | None = per_token()
+    """None without a reference."""
     values: NDArray[np.float32] | None = per_token()
     """Critic's values when the experience was assembled; None without a critic."""
     advantages: NDArray[np.float32] = per_token()
@@ -322,8 +323,9 @@ class ExperienceSummary:
     """The small numbers about one experience that the coordinator keeps and logs. Arrays are per sample, [S]."""
 
     scores: NDArray[np.float32]
-    kl: NDArray[np.float32]
-    """Sum over response tokens of old minus reference log-probability: the k1 estimate of the sequence KL, in nats."""
+    kl: NDArray[np.float32] | None
+    """Sum over response tokens of old minus reference log-probability: the k1 estimate of the sequence KL, in nats;
+    None without a reference."""
     response_lengths: NDArray[np.int32]
     finished: NDArray[np.bool_]
     """True if the finish reason is "stop"."""
@@ -335,8 +337,8 @@ class ExperienceSummary:
     behaviour_gap: float
     """Mean absolute difference of behaviour and old log-probabilities over response tokens."""
     samples: list[dict[str, Any]]
-    """Some as text, for the samples/ folder: prompt, response, score and its components (reward/NAME), kl, gold
-    (when configured)."""
+    """Some as text, for the samples/ folder: prompt, response, score and its components (reward/NAME), kl (with a
+    reference), gold (when configured)."""
     gold: NDArray[np.float32] | None
     """[S] gold scores, when configured."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -354,10 +356,10 @@ class EvaluationPart:
     scores: NDArray[np.float32]
     gold: NDArray[np.float32] | None
     """Gold scores, when configured."""
-    kl: NDArray[np.float32]
-    """Sum over response tokens of policy minus reference log-probability, in nats."""
-    reference_logprobs: NDArray[np.float32]
-    """Sum over response tokens of the reference's log-probabilities."""
+    kl: NDArray[np.float32] | None
+    """Sum over response tokens of policy minus reference log-probability, in nats; None without a reference."""
+    reference_logprobs: NDArray[np.float32] | None
+    """Sum over response tokens of the reference's log-probabilities; None without a reference."""
     lengths: NDArray[np.int64]
     finished: NDArray[np.bool_]
     digests: NDArray[np.int64]

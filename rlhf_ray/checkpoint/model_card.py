@@ -39,6 +39,8 @@ class ModelCardInfo:
     """Final numbers by name."""
     rewards: str | None = None
     """Description of the reward, for PPO."""
+    other_models: Mapping[str, str] = field(default_factory=dict)
+    """Other models that took part in the training, by their part."""
     weights: str | None = None
     """Description of the weights, if they are not simply the trained ones."""
     license: str | None = None
@@ -73,12 +75,13 @@ def adapter_card(info: ModelCardInfo, name: str) -> ModelCard:
 
 def _text(info: ModelCardInfo, name: str, loading: str) -> str:
     reward = f"\n- Rewarded for: {info.rewards}" if info.rewards else ""
+    others = "".join(f"\n- {part}: {model}" for part, model in info.other_models.items())
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
     return f"""# {name}
 
 Trained by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {info.clock().date().isoformat()}.
 
-- Base model: `{info.base_model}`{reward}
+- Base model: `{info.base_model}`{reward}{others}
 - Trained on: {info.trained_on}{weights}
 
 ## Loading

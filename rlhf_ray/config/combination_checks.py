@@ -17,8 +17,9 @@ from rlhf_ray.config.rewards import ModelReward, ProcessReward
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
 from rlhf_ray.errors import ConfigError
 
-BYTES_PER_TOKEN, BYTES_PER_VALUE = 25, 4
-"""Bytes of a token in `records.Experience`: id, mask and five numbers; with a critic one number more."""
+BYTES_PER_TOKEN, BYTES_PER_VALUE = 21, 4
+"""Bytes of a token in `records.Experience`: id, mask and four numbers; one number more with a reference, and one with a
+critic."""
 MIB = 2**20
 
 
@@ -204,7 +205,7 @@ def check_buffer(config: PPOConfig) -> None:
             f"buffer.capacity_samples={buffer.capacity_samples} cannot hold (max_staleness + 1) x {samples} = {needed} "
             "samples, so the loop would wait for ever; raise it or leave it empty")
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
-    per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if config.algorithm.has_critic else 0)
+    per_token = BYTES_PER_TOKEN + BYTES_PER_VALUE * (config.algorithm.has_critic + derive(config).uses_reference)
     batch_mb, capacity_mb = -(-samples * longest * per_token // MIB), buffer_capacity_mb(buffer, config.cluster)
     if capacity_mb is not None and capacity_mb < batch_mb:
         name = "buffer.capacity_mb" if buffer.capacity_mb else "half of cluster.object_store_mb"
@@ -233,7 +234,7 @@ def check_micro_batches(config: PPOConfig) -> None:
     for role in (*learners, *scorers):
         budget, response = getattr(config, role).micro_batch_tokens, derived.longest_response
         field = derived.longest_response_field
-        if role in learners and (role != "policy" or derived.starts_reference):  # these process no held-out responses
+        if role in learners and not (role == "policy" and derived.policy_is_reference):  # processes none held out
             response, field = config.generator.sampling.max_tokens, "generator.sampling.max_tokens"
         longest = config.prompts.max_tokens + response
         if budget < longest:

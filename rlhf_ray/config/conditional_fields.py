@@ -159,8 +159,11 @@ _PPO = (
         "with critic.backbone=policy one model is trained with the settings of `policy`",
         "set it there, or critic.backbone to own", besides=("critic.backbone",)),
     ConditionalFields(
+        ("reference.*",), lambda config, _: derive(config).uses_reference,
+        "with algorithm.kl.coef=0 nothing needs a reference", "set reference.path to measure the KL from it"),
+    ConditionalFields(
         ("reference.*",), lambda config, _: derive(config).starts_reference,
-        "this run starts no reference worker (with policy.lora the policy's frozen base is the reference)"),
+        "with policy.lora the policy's frozen base is the reference", "name another model with reference.path"),
     ConditionalFields(
         ("reward.quarantine_limit",), lambda _, reward: reward.on_failure == "quarantine",
         "with reward.on_failure=fail the first sample without a score ends the run", "set on_failure to quarantine"),

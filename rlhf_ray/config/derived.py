@@ -9,16 +9,26 @@ from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, VerifiableReward
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig
-from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.config.stages import CriticConfig, PPOConfig, ReferenceConfig, StageConfig
 from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
+
+REFERENCE_METRICS = ("kl", "perplexity")
+"""Metrics of an evaluation that are computed from the reference's log-probabilities."""
+NO_REFERENCE = "not used (algorithm.kl.coef=0)"
+"""Stands for the reference of a run without one."""
 
 
 @dataclass(frozen=True)
 class Derived:
     """What follows from the configuration of a PPO run."""
 
+    uses_reference: bool
+    """Whether anything needs log-probabilities of the reference: a positive coefficient, a limit or choice by metrics
+    of it, or the configuration names it."""
     starts_reference: bool
-    """Whether the reference has its own workers; a policy with adapters contains it as its frozen base."""
+    """Whether the reference has its own workers; a policy with adapters contains its own start as its frozen base."""
+    reference_model: ModelConfig
+    """The frozen model from which the KL is measured."""
     starts_critic: bool
     """Whether the critic is a separate model, and so a role."""
     shares_backbone: bool
@@ -44,10 +54,16 @@ class Derived:
     """Minimum score at which a component of the rewards counts as solved, by name; pass@k is reported for these
     only."""
 
+    @property
+    def policy_is_reference(self) -> bool:
+        """Whether the reference is the frozen base of the policy's adapters."""
+        return self.uses_reference and not self.starts_reference
+
 
 def derive(config: PPOConfig) -> Derived:
     """What follows from the configuration of a PPO run, which need not have passed its checks."""
     own_critic, training = config.critic.backbone == "own", config.generator.sampling
+    uses_reference = _uses_reference(config)
     held_out = config.evaluation.sampling if config.evaluation else None
     reward_models = [reward for reward in config.rewards.values() if isinstance(reward, ModelReward)]
     responses = {"generator.sampling.max_tokens": training.max_tokens}
@@ -55,10 +71,13 @@ def derive(config: PPOConfig) -> Derived:
         responses["evaluation.sampling.max_tokens"] = held_out.max_tokens
     longest = max(responses, key=responses.__getitem__)
     return Derived(
-        starts_reference=config.policy.lora is None,
+        uses_reference=uses_reference,
+        starts_reference=uses_reference and (config.policy.lora is None or config.reference.path is not None),
+        reference_model=_other_model(config, config.reference) or config.model,
         starts_critic=config.algorithm.has_critic and own_critic,
         shares_backbone=config.algorithm.has_critic and not own_critic,
-        critic_model=reward_models[0] if config.critic.init == "reward" and reward_models else config.model,
+        critic_model=_other_model(config, config.critic) or (
+            reward_models[0] if config.critic.init == "reward" and reward_models else config.model),
         old_logprobs="update" if update_gives_old_logprobs(config) else config.algorithm.old_logprobs,
         longest_response=responses[longest], longest_response_field=longest,
         longest_sample=config.prompts.max_tokens + responses[longest],
@@ -66,6 +85,28 @@ def derive(config: PPOConfig) -> Derived:
         evaluates_the_policy_itself=held_out is None or held_out.same_distribution(training),
         solved_at=_solved_at(config),
     )
+
+
+def reference_in_words(config: PPOConfig) -> str:
+    """The reference of a run, for people."""
+    derived = derive(config)
+    if not derived.uses_reference:
+        return "none: algorithm.kl.coef=0, and nothing else needs one"
+    base = "the frozen base of the policy's adapters, " if derived.policy_is_reference else ""
+    return f"{base}{derived.reference_model.path}"
+
+
+def _uses_reference(config: PPOConfig) -> bool:
+    # The adaptive coefficient is positive.
+    return (config.algorithm.kl.coef > 0 or config.reference.path is not None
+            or config.early_stop.kl_above is not None or config.checkpoint.best_metric in REFERENCE_METRICS)
+
+
+def _other_model(config: PPOConfig, section: CriticConfig | ReferenceConfig) -> ModelConfig | None:
+    """The model that a section names, in the policy's precision; None if it names none. It runs no code of its own."""
+    if section.path is None:
+        return None
+    return ModelConfig(path=section.path, revision=section.revision, dtype=config.model.dtype)
 
 
 def update_gives_old_logprobs(config: PPOConfig) -> bool:
@@ -83,7 +124,7 @@ def update_gives_old_logprobs(config: PPOConfig) -> bool:
 
 def placements_of(config: StageConfig) -> dict[str, PlacementConfig]:
     """Placements of the roles that a stage starts, by section: of PPO the critic only if it is a separate model, the
-    reference only if it is not the policy's frozen base."""
+    reference only if it is needed and not the policy's frozen base."""
     sections = {name: getattr(config, name) for name in type(config).model_fields}
     if isinstance(config, PPOConfig):
         derived = derive(config)
@@ -99,8 +140,8 @@ def model_paths(config: StageConfig, role: str) -> list[str]:
     paths = [model.path] if isinstance(model, ModelConfig) else []
     if isinstance(config, PPOConfig) and role == "reward":
         paths += [reward.path for reward in config.rewards.values() if isinstance(reward, ModelReward)]
-    if isinstance(config, PPOConfig) and role == "critic":
-        paths.append(derive(config).critic_model.path)
+    if isinstance(config, PPOConfig) and role in ("critic", "reference"):
+        paths.append(getattr(derive(config), f"{role}_model").path)
     return paths
 
 
@@ -158,10 +199,12 @@ def _solved_at(config: PPOConfig) -> dict[str, float]:
 
 def geometry_of(config: PPOConfig) -> dict[str, int | str]:
     """What a resumed run must have in common with the run that saved."""
-    critic = config.critic.backbone if config.algorithm.has_critic else "none"
+    critic, derived = config.critic.backbone if config.algorithm.has_critic else "none", derive(config)
     return {
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
         "critic.backbone": critic,
+        "critic.path": config.critic.path or "empty",
+        "reference.path": (config.reference.path or "empty") if derived.uses_reference else NO_REFERENCE,
     }

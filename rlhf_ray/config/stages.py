@@ -3,9 +3,9 @@
 What follows from several sections is in `derived`, what they must have in common in `combination_checks`.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from rlhf_ray.config.algorithm import AlgorithmConfig, PtxConfig
@@ -157,6 +157,12 @@ class PreferencesStageConfig(StageConfig):
     """How pairs are ranked."""
 
 
+def check_revision(path: str | None, revision: str | None) -> None:
+    """Refuse a revision of no model."""
+    if revision and not path:
+        raise ValueError(f"revision={revision!r} without path, the model on the Hub that it is a revision of; set path")
+
+
 class CriticConfig(PPOLearnerConfig):
     """The critic under training."""
 
@@ -167,6 +173,19 @@ class CriticConfig(PPOLearnerConfig):
     init: Literal["policy", "reward"] = "policy"
     """Start from the policy's weights with a new head, or from the reward model (the only one of `rewards`) with its
     head. With the latter, values leak the reward while λ < 1; the default avoids that."""
+    path: str | None = None
+    """Another model to start from: directory in Hugging Face format, or a Hub name. A sequence classifier with one
+    label keeps its head; other models get a new one."""
+    revision: str | None = None
+    """Hub revision of `path` (branch, tag or commit)."""
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if self.path and self.init == "reward":
+            raise ValueError(f"path={self.path!r} and init=reward both name the model that the critic starts from; "
+                             "leave path empty, or set init to policy")
+        check_revision(self.path, self.revision)
+        return self
 
 
 class ScorerConfig(PlacementConfig):
@@ -174,6 +193,21 @@ class ScorerConfig(PlacementConfig):
 
     micro_batch_tokens: int = Field(8192, ge=8)
     """Maximum number of tokens in one forward pass."""
+
+
+class ReferenceConfig(ScorerConfig):
+    """The frozen model from which the KL is measured."""
+
+    path: str | None = None
+    """Directory in Hugging Face format, or Hub name; if empty, the model that the policy starts from. It needs the
+    policy's tokenizer. A model that is named here is loaded also with `algorithm.kl.coef: 0`, to measure the KL."""
+    revision: str | None = None
+    """Hub revision of `path` (branch, tag or commit)."""
+
+    @model_validator(mode="after")
+    def _revision_of_path(self) -> Self:
+        check_revision(self.path, self.revision)
+        return self
 
 
 class RewardScorerConfig(ScorerConfig):
@@ -191,15 +225,17 @@ class PPOConfig(StageConfig):
     """`rlhf-ray ppo`: proximal policy optimisation for rewards, with a reference KL."""
 
     model: ModelConfig
-    """Policy to start from, and the frozen reference."""
+    """Policy to start from; also the frozen reference, unless `reference.path` names another."""
     rewards: dict[str, RewardConfig] = Field(min_length=1)
     """Named reward components, whose weighted sum is the score."""
     prompts: PromptsConfig
     """Prompts that rollouts start from."""
     generator: GenerationConfig = Field(default_factory=GenerationConfig)
     """vLLM rollout workers."""
-    reference: ScorerConfig = Field(default_factory=ScorerConfig)
-    """Frozen reference model; not started with `policy.lora`, whose frozen base is the reference."""
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    """Frozen reference model. Not started with `policy.lora`, whose frozen base is the reference unless `path` names
+    another, nor if nothing needs it: with `algorithm.kl.coef: 0`, without `early_stop.kl_above`, without `path`, and
+    if `checkpoint.best_metric` is neither kl nor perplexity."""
     reward: RewardScorerConfig = Field(default_factory=RewardScorerConfig)
     """Workers that compute the rewards."""
     assembler: PlacementConfig = Field(default_factory=lambda: PlacementConfig(cpus=0.05))

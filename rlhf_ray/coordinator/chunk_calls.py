@@ -33,7 +33,7 @@ class Scored:
     rollouts: list[Any]
     """References."""
     reference: Any
-    """Reference to the log-probabilities of all rows."""
+    """Reference to the log-probabilities of all rows; None where nothing needs them."""
     reward: Any
     """Reference to a list with the rewards of each rollout."""
 
@@ -115,7 +115,9 @@ class ChunkCalls:
 
     async def _call_reference(self, rollouts: Sequence[Any]) -> Any:
         """Reference to the reference model's log-probabilities: from its own workers, or from all ranks of the policy's
-        frozen base."""
+        frozen base; None if nothing needs them."""
+        if not self._derived.uses_reference:
+            return None
         if self._reference is not None:
             return (await self._reference.call("logprobs", *rollouts, phase="reference")).ref
         await self._learners_free.wait()

@@ -15,17 +15,18 @@ class EarlyStop:
     step: int = 0
     """The last step."""
     kl: list[float] = field(default_factory=list)
-    """Mean sequence KL of the last `patience` steps, in nats."""
+    """Mean sequence KL of the last `patience` steps, in nats; empty without a reference."""
     reward: list[float] = field(default_factory=list)
     """Mean reward of the last `patience` steps."""
     start: list[float] = field(default_factory=list)
     """Mean reward of the run's first `patience` steps."""
 
-    def observe(self, step: int, kl: float, reward: float) -> None:
-        """Add the metrics of a finished step."""
+    def observe(self, step: int, kl: float | None, reward: float) -> None:
+        """Add the metrics of a finished step; `kl` is None without a reference."""
         patience = self.config.patience
         self.step = step
-        self.kl, self.reward = [*self.kl, kl][-patience:], [*self.reward, reward][-patience:]
+        self.kl = [] if kl is None else [*self.kl, kl][-patience:]
+        self.reward = [*self.reward, reward][-patience:]
         if step <= patience:  # by the step number, since patience may have been raised meanwhile
             self.start.append(reward)
 

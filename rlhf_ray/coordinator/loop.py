@@ -181,13 +181,13 @@ class Coordinator:
         row = step_metrics(outcome, depth, self.roles.clock, self.roles.workers())
         if self.pipeline.quarantine:
             row["reward/quarantined"] = float(self.pipeline.quarantine.samples)
-        self.state.early_stop.observe(self.state.step, row["kl/sequence"], row["reward/mean"])
+        self.state.early_stop.observe(self.state.step, row.get("kl/sequence"), row["reward/mean"])
         texts = [text for summary in outcome.summaries for text in summary.samples]
         self._row = self.files.records.submit(self._write, self.state.step, row,
                                               texts[: self.config.logging.samples_per_step])
-        gold = {"gold": row["reward/gold"]} if "reward/gold" in row else {}
-        self.progress.update(self.state.step, reward=row["reward/mean"], **gold, kl=row["kl/sequence"],
-                             samples_per_second=row["throughput/samples_per_second"])
+        shown = {"reward": "reward/mean", "gold": "reward/gold", "kl": "kl/sequence",
+                 "samples_per_second": "throughput/samples_per_second"}
+        self.progress.update(self.state.step, **{label: row[name] for label, name in shown.items() if name in row})
         if row["staleness/max"] == 0 and row["rollout/logprob_gap"] > self.config.weights.logprob_gap_alarm:
             self.progress.warn(
                 f"generators and learner of the same version differ by {row['rollout/logprob_gap']:.3f} nats a token "

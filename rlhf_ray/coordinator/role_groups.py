@@ -15,7 +15,7 @@ class RoleGroups:
 
     generators: WorkerGroup
     reference: WorkerGroup | None
-    """None where the policy's own frozen base is the reference."""
+    """None where the policy's own frozen base is the reference, and where nothing needs one."""
     reward: WorkerGroup
     assembler: WorkerGroup
     policy: WorkerGroup

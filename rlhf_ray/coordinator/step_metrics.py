@@ -18,6 +18,12 @@ CRITIC_PHASES = ("values", "critic_update")
 """Phases of runs with a critic of its own only."""
 
 
+def mean_kl(summaries: Sequence[ExperienceSummary]) -> float | None:
+    """Mean sequence KL of a batch in nats; None without a reference."""
+    each = [s.kl for s in summaries if s.kl is not None]
+    return float(np.concatenate(each).mean()) if each else None
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """The results of one step."""
@@ -72,7 +78,9 @@ def step_metrics(
             metrics[f"{name}/skipped_steps"] = float(stats.skipped)
     if "policy/logprob_gap" in metrics:  # measured in the update if no separate pass did
         metrics["rollout/logprob_gap"] = metrics.pop("policy/logprob_gap")
-    phases = [p for p in PHASES if "critic_learner" in workers or p not in CRITIC_PHASES]
+    absent = () if "critic_learner" in workers else CRITIC_PHASES
+    absent = absent if mean_kl(outcome.summaries) is not None else (*absent, "reference")
+    phases = [p for p in PHASES if p not in absent]
     busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in phases}})
     metrics.update({f"time/{p}": seconds - busy[f"wait/phase:{p}"] for p in phases})
     shares = waiting_shares(clock.work(outcome.began, outcome.ended), outcome.began, outcome.ended, workers)
@@ -83,10 +91,11 @@ def step_metrics(
 def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version: int) -> dict[str, float]:
     scores = np.concatenate([s.scores for s in summaries])
     staleness = np.array([trained_version - s.min_version for s in summaries])
+    kl = mean_kl(summaries)
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
-        "kl/sequence": float(np.concatenate([s.kl for s in summaries]).mean()),
+        **({} if kl is None else {"kl/sequence": kl}),
         "response/length": float(np.concatenate([s.response_lengths for s in summaries]).mean()),
         "response/finished": float(np.concatenate([s.finished for s in summaries]).mean()),
         "rollout/logprob_gap": float(np.mean([s.behaviour_gap for s in summaries])),

@@ -11,6 +11,7 @@ from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
+from rlhf_ray.coordinator.step_metrics import mean_kl
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_state import Lease
@@ -89,7 +90,8 @@ class Learning:
         state.step += 1
         if learned.applied:
             self._ledger.consumed(lease.keys, state.step)
-            state.kl.update(float(np.concatenate([s.kl for s in summaries]).mean()), lease.samples)
+            if (kl := mean_kl(summaries)) is not None:
+                state.kl.update(kl, lease.samples)
             state.observe_scores(np.concatenate([s.scores for s in summaries]))
         else:
             self._ledger.not_applied(lease.keys, state.step, "no loss and gradient of the update was finite")

@@ -173,13 +173,23 @@ def check_scalar_head(config: ModelConfig, field: str = "") -> None:
         ModelError: names the field, and says what the model is or why its configuration cannot be read.
     """
     named = f"{field}.path={config.path!r}" if field else repr(config.path)
-    try:
-        heads, labels = _heads_and_labels(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no model could be loaded from {named}: {first_line(error)}") from error
-    if not any("SequenceClassification" in name for name in heads) or labels != 1:
+    heads, labels = _heads_and_labels(config, named)
+    if not _is_scalar(heads, labels):
         raise ModelError(f"{named} is not a reward model: it has architectures {heads} with {labels} labels, and "
                          "a sequence classifier with one label is needed. Train one with `rlhf-ray reward-model`.")
+
+
+def has_scalar_head(config: ModelConfig) -> bool:
+    """Whether a model is a sequence classifier with one label, from its configuration alone.
+
+    Raises:
+        ModelError: the configuration cannot be read.
+    """
+    return _is_scalar(*_heads_and_labels(config, repr(config.path)))
+
+
+def _is_scalar(architectures: list[str], labels: int) -> bool:
+    return any("SequenceClassification" in name for name in architectures) and labels == 1
 
 
 def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool = False) -> dict[str, tuple[int, ...]]:
@@ -216,17 +226,20 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
 
 
-def _heads_and_labels(config: ModelConfig) -> tuple[list[str], int]:
-    """Architectures and number of labels in a model's configuration.
+def _heads_and_labels(config: ModelConfig, named: str) -> tuple[list[str], int]:
+    """Architectures and number of labels in a model's configuration; `named` is the model in messages.
 
     A local file of a known `model_type` is read directly: its own class would import all of transformers' model code.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values = local_configuration(config)
-    if values.get("model_type") in CONFIG_MAPPING:
-        return values.get("architectures") or [], values.get("num_labels") or len(values.get("id2label") or "01")
-    shape = pretrained_config(config)
+    try:
+        values = local_configuration(config)
+        if values.get("model_type") in CONFIG_MAPPING:
+            return values.get("architectures") or [], values.get("num_labels") or len(values.get("id2label") or "01")
+        shape = pretrained_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no model could be loaded from {named}: {first_line(error)}") from error
     return shape.architectures or [], shape.num_labels
 
 

@@ -48,6 +48,8 @@ def status_page(path: Path) -> RenderableType:
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)
     parts: list[RenderableType] = [Text(_headline(run, live, rows, summary)), Text(_pace(steps, live))]
+    if "reference" in live:
+        parts.append(Text(f"reference: {live['reference']}"))
     if lost := in_one_line(read_faults(run.faults)):
         parts.append(Text(f"lost workers: {lost} (faults.jsonl)"))
     if shares:

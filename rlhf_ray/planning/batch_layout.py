@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from rlhf_ray.config.derived import concurrency_of, derive
+from rlhf_ray.config.derived import concurrency_of, derive, reference_in_words
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import (
     PPOConfig,
@@ -40,6 +40,7 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
     }
     if derive(config).starts_critic:
         found["critic"] = micro_batches(config.critic, samples // a.mini_batches, longest)
+    found["reference"] = reference_in_words(config)
     chunk = config.generator.chunk
     found["generators"] = (f"{config.generator.workers} x up to {config.generator.max_sequences} sequences at a time, "
                            f"in chunks of {chunk}; up to {concurrency_of(c, config.generator)} samples in flight")

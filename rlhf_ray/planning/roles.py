@@ -67,10 +67,10 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     samples = concurrency_of(config.coordinator, config.generator) if batched else config.generator.chunk
     roles = [_generator(config.generator, shape, named, longest, bucket, through_memory)]
     if derived.starts_reference:
-        reference = config.reference
+        reference, frozen = config.reference, shapes(derived.reference_model, "reference")
         tokens = min(reference.micro_batch_tokens, samples * longest)
-        roles.append(Role("reference", reference, (shape,), named,
-                          lambda _: scorer_memory(reference.gpus, shape, tokens, longest, answers)))
+        roles.append(Role("reference", reference, (frozen,), derived.reference_model.path,
+                          lambda _: scorer_memory(reference.gpus, frozen, tokens, longest, answers)))
     roles.append(_reward(config.rewards, config.reward, shapes, longest, samples))
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]

@@ -46,13 +46,14 @@ class Assembler:
 
     def assemble(
         self, terms: RewardTerms, keep_texts: int, policy_ranks: int, rollout: Rollout, rewards: RewardScores,
-        reference: TokenScores, *parts: TokenScores,
+        reference: TokenScores | None, *parts: TokenScores,
     ) -> tuple[Experience, ExperienceSummary]:
         """One rollout's experience and its summary.
 
         Args:
             terms: numbers of the run so far that enter the rewards.
             keep_texts: number of samples to return as text.
+            reference: None where nothing needs it: no KL is then measured or penalised.
             policy_ranks: how many of `parts` are the policy ranks' log-probabilities; the rest are critic values. Each
                 rank's part holds its contiguous share of the rows. If 0, the generator's log-probabilities are the old
                 ones.
@@ -71,8 +72,8 @@ class Assembler:
 
         Args:
             keep_texts: for each rollout.
-            records: the rollouts, a list of each one's rewards, the reference's log-probabilities and the ranks' parts;
-                the latter hold the concatenated rows of all rollouts.
+            records: the rollouts, a list of each one's rewards, the reference's log-probabilities (or None) and the
+                ranks' parts; the latter hold the concatenated rows of all rollouts.
 
         Returns:
             each rollout's experience, followed by a list of the summaries.
@@ -80,9 +81,10 @@ class Assembler:
         count = len(keep_texts)
         rollouts, (rewards, reference, *parts) = records[:count], records[count:]
         policy, values = parts[:policy_ranks], parts[policy_ranks:]
-        columns = [split_scores(TokenScores.concat(part), rollouts) for part in ([reference], policy, values) if part]
+        columns = [split_scores(TokenScores.concat(part), rollouts) for part in (policy, values) if part]
+        references = [None] * count if reference is None else split_scores(reference, rollouts)
         joined_ranks = min(policy_ranks, 1)
-        assembled = [self.assemble(terms, keep_texts[i], joined_ranks, rollouts[i], rewards[i],
+        assembled = [self.assemble(terms, keep_texts[i], joined_ranks, rollouts[i], rewards[i], references[i],
                                    *(scores[i] for scores in columns)) for i in range(count)]
         return (*(experience for experience, _ in assembled), [summary for _, summary in assembled])
 
@@ -99,7 +101,7 @@ class Assembler:
         return load_records(Path(path), Experience)
 
     def measure(
-        self, keep_texts: int, rollout: Rollout, each_rewards: Sequence[RewardScores], reference: TokenScores
+        self, keep_texts: int, rollout: Rollout, each_rewards: Sequence[RewardScores], reference: TokenScores | None
     ) -> EvaluationPart:
         """One chunk's part of an evaluation; the policy's log-probabilities are the generator's own.
 
@@ -109,11 +111,15 @@ class Assembler:
         (rewards,) = each_rewards
         mask, starts = rollout.response_mask, rollout.sample_starts
         prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout.keys))
+
+        def sums(column: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(np.where(mask, column, 0), starts)
+
         return EvaluationPart(
             rows=np.array([key.row for key in rollout.keys]), scores=rewards.scores, components=rewards.components,
             gold=self._gold(responses),
-            kl=np.add.reduceat(np.where(mask, rollout.logprobs - reference.values, 0), starts),
-            reference_logprobs=np.add.reduceat(np.where(mask, reference.values, 0), starts),
+            kl=None if reference is None else sums(rollout.logprobs - reference.values),
+            reference_logprobs=None if reference is None else sums(reference.values),
             lengths=np.add.reduceat(mask.astype(np.int64), starts), finished=finished(rollout),
             digests=np.array([stable_hash(text) for text in responses]),
             bigrams=np.concatenate([bigram_codes(rollout.row(i, "tokens")[rollout.row(i, "response_mask")])
@@ -143,11 +149,13 @@ class Assembler:
             return column
 
         steps = None if rewards.token_rewards is None else grid(rewards.token_rewards)
-        kl = approx_kl(grid(scores.policy.values), grid(scores.reference.values), a.kl.estimator)
+        penalties = torch.zeros(responses.rows, responses.longest)
+        if scores.reference is not None and not a.kl_in_loss:
+            penalties = -terms.kl_coef * approx_kl(
+                grid(scores.policy.values), grid(scores.reference.values), a.kl.estimator)
         advantages, returns = estimate(a.estimator, ScoredResponses(
             scores=self._sample_scores(rollout, _rest(rewards.scores, steps), terms, lengths),
-            penalties=torch.zeros_like(kl) if a.kl_in_loss else -terms.kl_coef * kl,
-            mask=grid(mask), groups=prompt_groups(rollout.keys),
+            penalties=penalties, mask=grid(mask), groups=prompt_groups(rollout.keys),
             values=None if values is None else grid(values.values), gamma=a.gamma,
             lam=a.lam if a.lam_alpha is None else length_adaptive_lambda(lengths, a.lam_alpha), critic_lam=a.lam_critic,
             step_rewards=None if steps is None else self._clipped(steps / terms.score_deviation),
@@ -156,7 +164,8 @@ class Assembler:
             offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=mask,
             samples=rollout.samples, row_weights=rollout.row_weights,
             behaviour_logprobs=rollout.logprobs, old_logprobs=scores.policy.values,
-            reference_logprobs=scores.reference.values, values=None if values is None else values.values,
+            reference_logprobs=None if scores.reference is None else scores.reference.values,
+            values=None if values is None else values.values,
             advantages=flat(advantages), returns=flat(returns), keys=rollout.keys,
         )
 
@@ -178,18 +187,20 @@ class Assembler:
 
     def _summary(self, rollout: Rollout, scores: Scores, experience: Experience, keep_texts: int) -> ExperienceSummary:
         mask, starts, count = rollout.response_mask, rollout.sample_starts, len(rollout.keys)
-        kl = np.add.reduceat(np.where(mask, experience.old_logprobs - experience.reference_logprobs, 0), starts)
+        reference, kl = experience.reference_logprobs, None
+        if reference is not None:
+            kl = np.add.reduceat(np.where(mask, experience.old_logprobs - reference, 0), starts).astype(np.float32)
         prompts, responses = rollout_texts(self._tokenizer, rollout, count if self.logging.judge else keep_texts)
         gold = self._gold(responses)
         texts = [
             {"prompt": prompts[i], "response": responses[i], "score": float(scores.rewards.scores[i]),
-             "kl": float(kl[i]), "gold": None if gold is None else float(gold[i]),
+             "kl": None if kl is None else float(kl[i]), "gold": None if gold is None else float(gold[i]),
              **{f"reward/{name}": float(part[i]) for name, part in scores.rewards.components.items()}}
             for i in range(min(keep_texts, count))
         ]
         return ExperienceSummary(
             scores=scores.rewards.scores, components=scores.rewards.components,
-            failures=scores.rewards.failures, kl=kl.astype(np.float32),
+            failures=scores.rewards.failures, kl=kl,
             response_lengths=np.add.reduceat(mask.astype(np.int32), starts), finished=finished(rollout),
             min_version=int(rollout.versions[mask].min()), nbytes=experience.nbytes, tokens=len(rollout.tokens),
             behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),

@@ -6,7 +6,7 @@ from rlhf_ray.algorithms.losses import value_loss, value_stats
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
-from rlhf_ray.models.loading import load_scalar_model
+from rlhf_ray.models.loading import has_scalar_head, load_scalar_model
 from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
@@ -26,9 +26,11 @@ class CriticLearner(Learner):
         self.algorithm = algorithm
 
     def build(self) -> PackedScalarModel:
-        """A scalar model: a new head on the policy's weights, or the reward model with its own head."""
-        return PackedScalarModel(load_scalar_model(
-            self.model_config, new_head=self.config.init == "policy", mapped=self.mapped))
+        """A scalar model: the reward model or the value model that `critic` names, with its own head, or the weights
+        of a language model with a new one."""
+        named = self.config.path is not None
+        new_head = not has_scalar_head(self.model_config) if named else self.config.init == "policy"
+        return PackedScalarModel(load_scalar_model(self.model_config, new_head=new_head, mapped=self.mapped))
 
     def values(self, *rollouts: Rollout) -> TokenScores:
         """Values of the states before the response tokens, for this rank's contiguous share of all rows."""

@@ -26,17 +26,19 @@ def summarise(parts: list[EvaluationPart], on_policy: bool = True) -> dict[str, 
     The KL is included only if responses were sampled from the policy's own distribution (`on_policy`): it is the mean
     of log policy - log reference over samples of the policy. Over samples of another distribution (greedy, truncated,
     at another temperature) that mean does not estimate the KL. Perplexity is under the reference: exp of minus the mean
-    log-probability per response token. `distinct` is the fraction of different responses, `distinct_bigrams` that of
-    different pairs of adjacent tokens among all pairs. `reward/NAME` is a component of the reward before its weight.
+    log-probability per response token. Both need a reference. `distinct` is the fraction of different responses,
+    `distinct_bigrams` that of different pairs of adjacent tokens among all pairs. `reward/NAME` is a component of the
+    reward before its weight.
     """
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])
 
     lengths, digests, bigrams = joined("lengths"), joined("digests"), joined("bigrams")
+    referenced = parts[0].reference_logprobs is not None
     metrics = {
         "reward": float(joined("scores").mean()),
-        **({"kl": float(joined("kl").mean())} if on_policy else {}),
-        "perplexity": float(np.exp(-joined("reference_logprobs").sum() / lengths.sum())),
+        **({"kl": float(joined("kl").mean())} if on_policy and referenced else {}),
+        **({"perplexity": float(np.exp(-joined("reference_logprobs").sum() / lengths.sum()))} if referenced else {}),
         "length": float(lengths.mean()),
         "finished": float(joined("finished").mean()),
         "distinct": len(np.unique(digests)) / len(digests),

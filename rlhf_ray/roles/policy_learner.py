@@ -122,10 +122,11 @@ class PolicyLearner(Learner):
         )
         if self.old_logprobs != "policy" and self._weights_unchanged:
             stats["logprob_gap"] = masked_mean((new.detach() - micro.grid("behaviour_logprobs")).abs(), micro.mask)
-        if a.kl_in_loss:
+        if a.kl_in_loss and micro.record.reference_logprobs is not None:
             kl = approx_kl(new, micro.grid("reference_logprobs"), a.kl.estimator)
             stats["kl_penalty"] = masked_mean(kl.detach(), micro.mask)
-            loss = loss + self.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate, micro.row_weights)
+            if self.kl_coef:  # otherwise it is only measured, and an infinite one must not become NaN in the loss
+                loss = loss + self.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate, micro.row_weights)
         if entropy is not None:
             grid = micro.lay_out(entropy)
             stats["entropy"] = entropy_bonus(grid.detach(), micro.mask)

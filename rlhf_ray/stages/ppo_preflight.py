@@ -1,6 +1,7 @@
 """What is checked of a PPO run before anything is started."""
 
 from rlhf_ray.config.derived import derive
+from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.failpoints import armed
 from rlhf_ray.models.model_families import POLICY, Use, check_family
@@ -14,6 +15,7 @@ from rlhf_ray.stages.preflight import (
     check_first_rows,
     check_fit,
     check_model,
+    check_same_tokens,
     check_stop_tokens,
 )
 from rlhf_ray.stages.reward_preflight import check_rewards
@@ -39,8 +41,14 @@ def preflight(config: PPOConfig) -> None:
     check_family(config.model, "model", POLICY, rows)
     check_rewards(config)
     check_adapters(config.policy, config.model, "policy", scalar=False)
+    if config.reference.path:
+        _check_other_model(config, derived.reference_model, "reference")
+        check_family(derived.reference_model, "reference", {Use.LANGUAGE}, rows)
     if derived.starts_critic:
-        check_family(derived.critic_model, f"critic.init={config.critic.init}", {Use.SCALAR}, rows)
+        if config.critic.path:
+            _check_other_model(config, derived.critic_model, "critic")
+        source = "critic" if config.critic.path else f"critic.init={config.critic.init}"
+        check_family(derived.critic_model, source, {Use.SCALAR}, rows)
         check_adapters(config.critic, derived.critic_model, "critic", scalar=True)
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
@@ -49,3 +57,14 @@ def preflight(config: PPOConfig) -> None:
     check_fit(config)
     for section in (config.prompts, held_out) if held_out else (config.prompts,):
         check_first_rows(section, config.model)
+
+
+def _check_other_model(config: PPOConfig, model: ModelConfig, section: str) -> None:
+    """Refuse a model that cannot read the policy's rows: it does not exist, has another tokenizer or fewer embeddings,
+    or a shorter context."""
+    derived = derive(config)
+    check_model(model, section)
+    check_same_tokens(config.model, model, ("model", f"{section}.path"),
+                      f"Leave {section}.path empty, or name a model with the policy's tokenizer.")
+    check_context(model, config.prompts.max_tokens, derived.longest_response,
+                  ("prompts.max_tokens", derived.longest_response_field))

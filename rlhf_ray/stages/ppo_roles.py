@@ -45,7 +45,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
         ),
         reference=runtime.spawn(
             "reference_scorer", ReferenceScorer, config.reference,
-            lambda _: {"model": config.model, "micro_batch_tokens": config.reference.micro_batch_tokens,
+            lambda _: {"model": derived.reference_model, "micro_batch_tokens": config.reference.micro_batch_tokens,
                        "temperature": temperature, "longest": _longest_row(config, "reference")},
         ) if derived.starts_reference else None,
         reward=runtime.spawn(

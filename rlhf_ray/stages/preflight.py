@@ -91,17 +91,20 @@ def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
         check_vocabulary(load_tokenizer(config), size, config.path)
 
 
-def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str]) -> None:
+def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str],
+                      remedy: str = "Train the reward model on the policy's tokenizer.") -> None:
     """Refuse two models whose token ids mean different texts, and a second model with fewer embeddings than the first,
     since the first can sample any id that it has.
+
+    Args:
+        remedy: for different tokenizers.
 
     Raises:
         ModelError: naming both fields.
     """
     if tokenizer_digest(load_tokenizer(first)) != tokenizer_digest(load_tokenizer(second)):
         raise ModelError(f"{fields[0]} ({first.path!r}) and {fields[1]} ({second.path!r}) have different tokenizers: "
-                         "the same token ids would mean different texts. Train the reward model on the policy's "
-                         "tokenizer.")
+                         f"the same token ids would mean different texts. {remedy}")
     known, drawn = (local_configuration(model).get("vocab_size") for model in (second, first))
     if known is not None and drawn is not None and known < drawn:
         raise ModelError(f"{fields[1]} ({second.path!r}) has {known} embeddings and {fields[0]} ({first.path!r}) has "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.worker_group import WorkerGroup
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import derive, reference_in_words
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.coordinator.loop import Coordinator
@@ -46,9 +46,12 @@ async def export_policy(
 def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo:
     config = coordinator.config
     text = f", and text in {Path(config.ptx.path).name}" if config.ptx else ""
+    derived, others = derive(config), {"Reference, from which the KL is measured": reference_in_words(config)}
+    if derived.starts_critic:
+        others["Critic, started from"] = derived.critic_model.path
     return ModelCardInfo(
         stage="ppo", step=coordinator.state.step, base_model=config.model.path,
         trained_on=f"prompts in {config.prompts.title}{text}",
         rewards=rewards_in_words({name: reward.model_dump() for name, reward in config.rewards.items()}),
-        metrics=evaluations.last(),
+        other_models=others, metrics=evaluations.last(),
     )

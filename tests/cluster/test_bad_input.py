@@ -85,6 +85,15 @@ def test_a_critic_from_a_reward_model_of_another_vocabulary(refused, tmp_path):
     assert "different tokenizers" in message and str(other) in message
 
 
+@pytest.mark.parametrize("section", ["reference", "critic"])
+def test_a_reference_or_critic_that_cannot_read_the_policy_s_tokens(refused, tmp_path, section):
+    other = make_tiny_llama(tmp_path / "other", 48, hidden=32, heads=1)
+    message = refused(f"--{section}.path={other}")
+    assert f"{section}.path ('{other}') have different tokenizers" in message and f"Leave {section}.path" in message
+    message = refused(f"--{section}.path={tmp_path}/nowhere")
+    assert f"{section}.path='{tmp_path}/nowhere': no such directory" in message
+
+
 def test_a_tokenizer_with_ids_that_the_model_lacks(refused, files, tmp_path):
     wide = make_tiny_llama(tmp_path / "wide", 80, hidden=32, heads=1)
     message = refused(model={"path": str(files.policy), "tokenizer": str(wide)})

@@ -72,6 +72,12 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--critic.backbone=policy", "--algorithm.critic_warmup_steps=3"], ["critic_warmup_steps=3", "to 0"]),
         ("ppo", ["--critic.backbone=policy", "--algorithm.estimator=reinforce"],
          ["critic.backbone=policy", "estimator=reinforce uses no critic"]),
+        ("ppo", ["--critic.backbone=policy", "--critic.path=c"], ["critic.path=c", "or critic.backbone to own"]),
+        ("ppo", ["--algorithm.estimator=reinforce", "--critic.path=c"], ["critic.path=c", "uses no critic"]),
+        ("ppo", ["--critic.init=reward", "--critic.path=c"], ["path='c' and init=reward", "leave path empty"]),
+        ("ppo", ["--reference.revision=main"], ["revision='main' without path", "set path"]),
+        ("ppo", ["--algorithm.kl.coef=0", "--reference.threads=2"], ["reference.threads=2", "set reference.path"]),
+        ("ppo", ["--policy.lora={}", "--reference.threads=2"], ["reference.threads=2", "frozen base"]),
         ("ppo", ["--rewards.main.weight=0"], ["the weight of each of main is 0"]),
         ("ppo", ["--prompts.held_out=0.1"], ["prompts.held_out=0.1", "add one, e.g. evaluation.every=10"]),
         ("ppo", ["--prompts.held_out=0.1", "--evaluation.prompts=e.jsonl"], ["'e.jsonl'; leave that empty"]),
@@ -114,14 +120,15 @@ def test_a_policy_with_adapters_needs_no_room_for_a_reference(write):
     assert "reference" in placements_of(load(STAGES["ppo"], write("ppo"), ["--critic.lora={}"]))
 
 
+@pytest.mark.parametrize("reference", [True, False])
 @pytest.mark.parametrize("critic", [True, False])
-def test_the_bytes_of_a_batch_are_those_of_its_experience(critic):
+def test_the_bytes_of_a_batch_are_those_of_its_experience(critic, reference):
     """What `check_buffer` reckons with, beside a real record."""
     tokens, zeros = 12, np.zeros(12, np.float32)
     experience = Experience(
         offsets=np.array([0, tokens]), tokens=np.zeros(tokens, np.int32), response_mask=np.zeros(tokens, bool),
-        behaviour_logprobs=zeros, old_logprobs=zeros, reference_logprobs=zeros, values=zeros if critic else None,
-        advantages=zeros, returns=zeros, keys=[SampleKey(0, 0, 0)])
-    per_token = BYTES_PER_TOKEN + (BYTES_PER_VALUE if critic else 0)
+        behaviour_logprobs=zeros, old_logprobs=zeros, reference_logprobs=zeros if reference else None,
+        values=zeros if critic else None, advantages=zeros, returns=zeros, keys=[SampleKey(0, 0, 0)])
+    per_token = BYTES_PER_TOKEN + BYTES_PER_VALUE * (critic + reference)
     per_row = sum(column.nbytes for column in (experience.offsets, experience.samples, experience.row_weights))
     assert experience.nbytes - per_row == tokens * per_token

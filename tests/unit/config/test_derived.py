@@ -2,9 +2,18 @@
 
 import pytest
 
-from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, placements_of
+from rlhf_ray.config.derived import (
+    buffer_capacity_mb,
+    concurrency_of,
+    derive,
+    geometry_of,
+    model_paths,
+    placements_of,
+    reference_in_words,
+)
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.load import STAGES, load, resolve, save
+from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
@@ -21,6 +30,44 @@ def test_a_critic_on_the_policy_s_backbone_is_no_role_of_its_own(write):
     assert own.starts_critic and not own.shares_backbone and "critic" in placements_of(config)
     without = derive(load(STAGES["ppo"], write("ppo"), ["--algorithm.estimator=reinforce"]))
     assert not without.shares_backbone and not without.starts_critic
+
+
+FREE = "--algorithm.kl.coef=0"
+
+
+@pytest.mark.parametrize(("changes", "where"), [
+    ([], "workers"), ([FREE], "nowhere"), (["--policy.lora={}"], "policy"), ([FREE, "--policy.lora={}"], "nowhere"),
+    ([FREE, "--algorithm.kl.placement=loss"], "nowhere"), ([FREE, "--early_stop.kl_above=9"], "workers"),
+    ([FREE, "--reference.path=other"], "workers"), (["--policy.lora={}", "--reference.path=other"], "workers"),
+    ([FREE, "--prompts.held_out=0.1", "--evaluation={}", "--checkpoint.best_metric=perplexity"], "workers"),
+    ([FREE, "--prompts.held_out=0.1", "--evaluation={}", "--checkpoint.best_metric=reward"], "nowhere"),
+], ids=str)
+def test_a_reference_where_something_needs_it(write, changes, where):
+    config = load(STAGES["ppo"], write("ppo"), changes)
+    derived = derive(config)
+    assert derived.uses_reference == (where != "nowhere") and derived.policy_is_reference == (where == "policy")
+    assert derived.starts_reference == ("reference" in placements_of(config)) == (where == "workers")
+    assert derived.reference_model.path == ("other" if "--reference.path=other" in changes else config.model.path)
+    assert ("none" in reference_in_words(config)) == (where == "nowhere")
+
+
+def test_models_that_are_named_are_loaded_in_the_policy_s_precision(write):
+    config = load(STAGES["ppo"], write("ppo"), [
+        "--model.dtype=bfloat16", "--reference.path=r", "--reference.revision=v1", "--critic.path=c"])
+    derived = derive(config)
+    assert derived.reference_model == ModelConfig(path="r", revision="v1", dtype="bfloat16")
+    assert derived.critic_model == ModelConfig(path="c", dtype="bfloat16")
+    assert model_paths(config, "reference") == [config.model.path, "r"]
+    assert model_paths(config, "critic") == [config.model.path, "c"]
+
+
+def test_a_run_is_resumed_with_the_reference_it_had(write):
+    def geometry(*changes):
+        return geometry_of(load(STAGES["ppo"], write("ppo"), [*changes]))
+
+    kinds = [geometry(), geometry(FREE), geometry("--reference.path=r"), geometry("--critic.path=c")]
+    assert all(a != b for i, a in enumerate(kinds) for b in kinds[:i])
+    assert geometry(FREE, "--reference.path=r") == kinds[2]
 
 
 ONE_STEP = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.kl.placement=loss"]

@@ -40,6 +40,7 @@ def test_it_says_who_works_on_what_and_how_the_run_ended(run, tmp_path):
 
     live = asyncio.run(work())
     assert (live["step"], live["steps"], live["max_staleness"]) == (0, 3, 0) and "ended" not in live
+    assert live["reference"] == run.coordinator.config.model.path
     ((line),) = live["under_way"]
     assert (line["worker"], line["phase"], line["calls"]) == ("generator/1", "generate", 2)
     assert line["seconds"] == 3.0

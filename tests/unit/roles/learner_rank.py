@@ -131,7 +131,11 @@ def critic(files: Any, address: str, folder: Path) -> dict[str, Any]:
     fresh = make(CriticLearner, address, {
         **arguments, "config": arguments["config"].model_copy(update={"init": "policy"}),
         "model": ModelConfig(path=str(files.tied))})
-    return {**result, "fresh": weights(fresh)}
+    named = {name: weights(make(CriticLearner, address, {
+        **arguments, "config": arguments["config"].model_copy(update={"init": "policy", "path": str(path)}),
+        "model": ModelConfig(path=str(path))}))
+        for name, path in (("kept", files.reward), ("fresh_of_path", files.tied))}
+    return {**result, "fresh": weights(fresh), **named}
 
 
 def actor_critic(files: Any, address: str, folder: Path) -> dict[str, Any]:

@@ -41,13 +41,14 @@ def two_rows() -> Rollout:
 def assemble(two_rows, policy_model):
     """assemble(keep_texts, judge, **changes of the algorithm) -> (experience, summary)."""
 
-    def run(keep_texts=0, judge=None, ranks=1, terms=RewardTerms(COEF), steps=None, **changes):  # noqa: B008
+    def run(keep_texts=0, judge=None, ranks=1, terms=RewardTerms(COEF), steps=None, referenced=True,  # noqa: B008
+            **changes):
         algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **changes)
         assembler = Assembler(algorithm, LoggingConfig(judge=judge), policy_model, LONGEST)
         assembler.start()
         whole = [TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, VALUES)]
         parts = {0: whole[1:], 1: whole, 2: [part.select([i]) for part in whole for i in (0, 1)]}[ranks]
-        reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
+        reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE)) if referenced else None
         rewards = RewardScores(column(SCORES), token_rewards=None if steps is None else column(steps))
         return assembler.assemble(terms, keep_texts, ranks, two_rows, rewards, reference, *parts)
 
@@ -266,6 +267,25 @@ def test_a_judge_hears_every_response(assemble, monkeypatch):
     assert heard == ["w3 w4", "w7 w8 w9 w7"]
     assert summary.gold.tolist() == [0.25, -0.5]
     assert [row["gold"] for row in summary.samples] == [0.25]
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_without_a_reference_experience_is_as_with_one_and_no_coefficient_and_no_kl_is_told(assemble, placement):
+    changes = {"keep_texts": 1, "terms": RewardTerms(0.0), "kl": {"coef": 0.0, "placement": placement}}
+    (one, told), (other, without) = assemble(**changes), assemble(**changes, referenced=False)
+    for name in ("advantages", "returns", "old_logprobs", "behaviour_logprobs", "values"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert one.reference_logprobs is not None and told.kl is not None and told.samples[0]["kl"] is not None
+    assert other.reference_logprobs is None and without.kl is None and without.samples[0]["kl"] is None
+
+
+def test_an_evaluation_without_a_reference_has_neither_kl_nor_perplexity(two_rows, policy_model):
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
+    assembler.start()
+    part = assembler.measure(0, two_rows, [RewardScores(column(SCORES))], None)
+    metrics, _ = assembler.sum_up(True, {}, part)
+    assert part.kl is None and part.reference_logprobs is None
+    assert not {"kl", "perplexity"} & set(metrics) and metrics["reward"] == pytest.approx(np.mean(SCORES))
 
 
 def test_an_evaluation_part_by_hand(two_rows, policy_model):

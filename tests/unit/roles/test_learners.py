@@ -132,6 +132,12 @@ def test_a_critic_of_the_policy_is_its_backbone_with_a_new_head(results, files):
     assert fresh["score.weight"].shape == (1, 64) and 0 < np.abs(fresh["score.weight"]).max() < 1
 
 
+def test_a_critic_of_a_named_model_has_its_head_or_a_new_one(results):
+    fresh, kept = results.critic["fresh_of_path"], results.critic["kept"]
+    assert all(np.array_equal(fresh[name], weight) for name, weight in results.critic["fresh"].items())
+    assert all(np.array_equal(kept[name], weight) for name, weight in results.critic["before"].items())
+
+
 def test_a_policy_that_goes_on_from_its_checkpoint_makes_the_same_update(results):
     went_on, resumed = results.policy["ends"]
     assert all(np.array_equal(went_on[name], resumed[name]) for name in went_on)

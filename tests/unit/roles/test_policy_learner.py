@@ -1,6 +1,6 @@
 """The policy's loss on a few tokens by hand; the model's log-probabilities are given, all else is the learner's own."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,6 +62,15 @@ def test_the_penalty_in_the_loss(loss_of, estimator, kl, slope):
     assert loss == pytest.approx(0.3 * sum(kl) / 3, abs=1e-6)
     assert stats["kl_penalty"] == pytest.approx(sum(kl) / 3, abs=1e-6)
     assert gradient == pytest.approx([0.3 * s / 3 for s in slope], abs=1e-6)
+
+
+def test_without_a_coefficient_the_penalty_is_measured_and_without_a_reference_it_is_not(loss_of):
+    part = batch([1.0, -2.0, 0.5], old=[-1.1, -2.2, -0.4], reference=[-1.5, 900.0, -0.5])
+    kl = {"placement": "loss", "estimator": "k3"}
+    loss, stats, gradient = loss_of(part, 0.0, kl=kl)
+    alone, told, gradient_alone = loss_of(replace(part, reference_logprobs=None), 0.0, kl=kl)
+    assert (loss, gradient) == (alone, gradient_alone) and any(gradient), "an infinite penalty leaves no trace"
+    assert not np.isfinite(stats.pop("kl_penalty")) and told == stats
 
 
 def test_the_penalty_is_averaged_as_the_loss_is(loss_of):
