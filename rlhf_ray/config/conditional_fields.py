@@ -160,9 +160,10 @@ _PPO = (
         "set it there, or critic.backbone to own", besides=("critic.backbone",)),
     ConditionalFields(
         ("reference.*",), lambda config, _: derive(config).uses_reference,
-        "with algorithm.kl.coef=0 nothing needs a reference", "set reference.path to measure the KL from it"),
+        "with algorithm.kl.coef=0 nothing needs a reference", "set reference.path to measure the KL from it",
+        warns=True),
     ConditionalFields(
-        ("reference.*",), lambda config, _: derive(config).starts_reference,
+        ("reference.*",), lambda config, _: not derive(config).policy_is_reference,
         "with policy.lora the policy's frozen base is the reference", "name another model with reference.path"),
     ConditionalFields(
         ("reward.quarantine_limit",), lambda _, reward: reward.on_failure == "quarantine",

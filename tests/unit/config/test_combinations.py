@@ -76,7 +76,6 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--algorithm.estimator=reinforce", "--critic.path=c"], ["critic.path=c", "uses no critic"]),
         ("ppo", ["--critic.init=reward", "--critic.path=c"], ["path='c' and init=reward", "leave path empty"]),
         ("ppo", ["--reference.revision=main"], ["revision='main' without path", "set path"]),
-        ("ppo", ["--algorithm.kl.coef=0", "--reference.threads=2"], ["reference.threads=2", "set reference.path"]),
         ("ppo", ["--policy.lora={}", "--reference.threads=2"], ["reference.threads=2", "frozen base"]),
         ("ppo", ["--rewards.main.weight=0"], ["the weight of each of main is 0"]),
         ("ppo", ["--prompts.held_out=0.1"], ["prompts.held_out=0.1", "add one, e.g. evaluation.every=10"]),

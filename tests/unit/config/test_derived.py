@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.derived import (
     buffer_capacity_mb,
     concurrency_of,
@@ -59,6 +60,13 @@ def test_models_that_are_named_are_loaded_in_the_policy_s_precision(write):
     assert derived.critic_model == ModelConfig(path="c", dtype="bfloat16")
     assert model_paths(config, "reference") == [config.model.path, "r"]
     assert model_paths(config, "critic") == [config.model.path, "c"]
+
+
+def test_the_placement_of_a_reference_that_nothing_needs_is_a_warning(write):
+    config = load(STAGES["ppo"], write("ppo"), [FREE, "--reference.threads=2"])
+    (sentence,) = without_effect(config, warns=True)
+    assert "reference.threads=2 has no effect: with algorithm.kl.coef=0" in sentence
+    assert not list(without_effect(load(STAGES["ppo"], write("ppo"), [FREE, "--reference.path=r"]), warns=True))
 
 
 def test_a_run_is_resumed_with_the_reference_it_had(write):
