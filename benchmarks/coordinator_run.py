@@ -11,12 +11,15 @@ import resource
 import socket
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.coordinator_groups import HostedGroup, LocalGroup, StubGroup
 from benchmarks.coordinator_stubs import CHUNK, StubRoles
@@ -61,6 +64,8 @@ class Mark:
     """Of the event loop's clock."""
     cpu_seconds: float
     """Of all threads."""
+    thread_seconds: Mapping[str, float]
+    """CPU time of the event loop's thread, of the thread that writes the ledger, and of Ray's threads."""
     rss_bytes: int
     received_bytes: int
     """Fetched by calls."""
@@ -78,13 +83,24 @@ class MarkingWriter(MetricsWriter):
 
     def mark(self, samples: int) -> None:
         """Note what the process has used so far."""
-        used = Mark(samples, self._clock(), time.process_time(), resident_bytes(), traffic.received, carried_bytes())
+        used = Mark(samples, self._clock(), time.process_time(), thread_seconds(), resident_bytes(), traffic.received,
+                    carried_bytes())
         self.marks.append(used)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """As `MetricsWriter.write`."""
         super().write(step, values)
         self.mark(step * self._batch)
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds of this process by kind of thread; see `Mark`."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    kinds = {"MainThread": "event_loop", "records": "ledger"}
+    seconds = dict.fromkeys((*kinds.values(), "ray"), 0.0)
+    for thread in psutil.Process().threads():
+        seconds[kinds.get(names.get(thread.id, ""), "ray")] += thread.user_time + thread.system_time
+    return seconds
 
 
 def resident_bytes() -> int:

@@ -51,7 +51,7 @@ def figures(found: Mapping[str, Any], repeats: int, more: dict[str, Any]) -> dic
         "coordinator_ms_per_sample": figure(
             [of_samples(part, "cpu_seconds", 1e3) for part in parts], "lower", 0.3,
             "CPU time of the coordinator's process, all threads", unit="ms",
-            value=of_samples(found["marks"], "cpu_seconds", 1e3)),
+            value=of_samples(found["marks"], "cpu_seconds", 1e3), more=by_thread(found["marks"])),
         "coordinator_bytes_per_sample": figure(
             [of_samples(part, "carried_bytes") for part in parts], "lower", 1000,
             "what the coordinator's connections carry, both ways", unit="bytes",
@@ -113,6 +113,13 @@ def of_samples(marks: Sequence[Mapping[str, float]], what: str, unit: float = 1.
     """What was used from the first mark to the last, for each sample trained between them."""
     first, last = marks[0], marks[-1]
     return unit * (last[what] - first[what]) / (last["samples"] - first["samples"])
+
+
+def by_thread(marks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """CPU milliseconds a sample by kind of thread; see `coordinator_run.Mark`."""
+    first, last = marks[0], marks[-1]
+    return {f"{kind}_ms": 1e3 * (seconds - first["thread_seconds"][kind]) / (last["samples"] - first["samples"])
+            for kind, seconds in last["thread_seconds"].items()}
 
 
 def memory_growth(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:

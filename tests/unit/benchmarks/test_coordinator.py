@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import coordinator_run
 from benchmarks.coordinator_groups import LocalGroup
-from benchmarks.coordinator_scale import cut, efficiency, memory_growth, of_samples, windows
+from benchmarks.coordinator_scale import by_thread, cut, efficiency, memory_growth, of_samples, windows
 from benchmarks.coordinator_stubs import CHUNK
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.coordinator.weight_sync import WeightSync
@@ -139,6 +139,12 @@ def test_efficiency_is_the_share_of_time_at_work_while_there_is_work():
     assert windows(found, 1) == [(0.0, 5.0)]
     assert efficiency(found) == pytest.approx((4 + 2) / 10)
     assert efficiency(found, windows(found, 5)[0]) == pytest.approx(1 / 2)
+
+
+def test_the_threads_of_a_run_account_for_its_cpu_time(few):
+    spent = by_thread(few["marks"])
+    assert spent["event_loop_ms"] > spent["ledger_ms"] > 0
+    assert sum(spent.values()) == pytest.approx(of_samples(few["marks"], "cpu_seconds", 1e3), rel=0.1)
 
 
 def test_memory_that_grows_with_the_samples_is_told_from_memory_that_fills_once():
