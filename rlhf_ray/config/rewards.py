@@ -15,12 +15,18 @@ Aggregate = Literal["min", "prod", "mean", "last"]
 
 
 class ModelReward(ModelConfig):
-    """A reward model: any sequence classifier with one label."""
+    """A reward model: any sequence classifier, such as one of sentiment."""
 
     type: Literal["model"]
     """A local reward model."""
     weight: float = 1.0
     """Factor of this component in the sum; negative for a penalty."""
+    label: int | str | None = None
+    """Label whose score is the reward, by name (of `id2label` in its config.json) or number; needed for a classifier
+    with several."""
+    value: Literal["logit", "probability"] = "logit"
+    """The label's logit, or its probability: by softmax over the labels, or by the logistic function for a single label
+    and for labels that do not exclude each other (`problem_type: multi_label_classification`)."""
 
 
 class ProcessReward(ModelConfig):

@@ -1,4 +1,4 @@
-"""One-label sequence classifiers of any architecture as scorers: on packed rows if tested, on padded rows otherwise.
+"""Sequence classifiers of any architecture as scorers: on packed rows if tested, on padded rows otherwise.
 
 Decoders score a row at its last token, whatever that token is; encoders use their own head. Families that were not
 tested on packed rows (see `families.runs_packed`) run on rows padded to the longest of a micro-batch, with
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.models.loading import load_scalar_model, pretrained_config
+from rlhf_ray.models.loading import check_scalar_head, label_names, load_scalar_model, pretrained_config
 from rlhf_ray.models.model_families import runs_packed
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
@@ -37,21 +37,31 @@ class EncodedRow:
 
 
 class Classifier:
-    """A frozen one-label classifier on this process's device."""
+    """A frozen classifier on this process's device, of which one label is the score."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, label: int | str | None = None, probability: bool = False) -> None:
         """
+        Args:
+            label: name or number of one of several labels.
+            probability: score by the label's probability rather than its logit.
+
         Raises:
-            ModelError: the model cannot be loaded, or is not a classifier with one label.
+            ModelError: the model cannot be loaded, or is not a classifier with this label.
         """
+        self._label, self._probability = check_scalar_head(config, label=label), probability
+        labels = len(label_names(config))
         shape = pretrained_config(config)
         self._packs = runs_packed(shape)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_scalar_model(config, new_head=False, packed=self._packs)
+        model = load_scalar_model(config, new_head=False, packed=self._packs, labels=labels)
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._packed = PackedScalarModel(self._model)
-        self.reads_pairs = not hasattr(self._model, "score")
-        """Whether the model is an encoder, which reads prompt and response as a pair of texts."""
+        self.encodes = not hasattr(self._model, "score")
+        """Whether the model is an encoder, which has tokens of its own at the ends of a text."""
+        self.reads_pairs = self.encodes and labels == 1
+        """Whether the model is an encoder with one label, which reads prompt and response as a pair of texts."""
+        self.reads_texts = self.encodes and labels > 1
+        """Whether it is an encoder with several labels, which reads prompt and response as one text."""
         self.longest = _context(self._model)
         """Maximum number of tokens of a row; None if the model does not set one."""
         self.vocabulary = int(shape.get_text_config().vocab_size)
@@ -84,26 +94,34 @@ class Classifier:
         scores = np.zeros(len(rows), dtype=np.float32)
         for numbers in plan:
             part = [rows[i] for i in numbers]
-            scores[numbers] = (self._score_packed(part) if self._packs else self._score_padded(part)).cpu().numpy()
+            logits = self._packed_logits(part) if self._packs else self._padded_logits(part)
+            scores[numbers] = self._chosen(logits.reshape(len(part), -1)).cpu().numpy()
         return scores
 
-    def _score_packed(self, rows: Sequence[EncodedRow]) -> Tensor:
+    def _chosen(self, logits: Tensor) -> Tensor:
+        """[N] scores of the label, from the logits of all labels `[N, labels]`."""
+        if not self._probability:
+            return logits[:, self._label]
+        exclusive = logits.shape[1] > 1 and self._model.config.problem_type != "multi_label_classification"
+        return (logits.softmax(-1) if exclusive else logits.sigmoid())[:, self._label]
+
+    def _packed_logits(self, rows: Sequence[EncodedRow]) -> Tensor:
         tokens = torch.as_tensor(np.concatenate([row.ids for row in rows]).astype(np.int64), device=self._device)
         packing = Packing.of(np.array([len(row.ids) for row in rows]), self._device)
         return last_token_scores(self._packed(tokens, packing), packing)
 
-    def _score_padded(self, rows: Sequence[EncodedRow]) -> Tensor:
+    def _padded_logits(self, rows: Sequence[EncodedRow]) -> Tensor:
         packing = Packing.of(np.array([len(row.ids) for row in rows]), self._device)
         inputs = {"input_ids": self._grid(packing, [row.ids for row in rows], self._model.config.pad_token_id or 0)}
         inputs["attention_mask"] = self._grid(packing, [np.ones_like(row.ids) for row in rows], 0)
         if any(row.types is not None for row in rows):  # rows of token ids without types are one text
             types = [np.zeros_like(row.ids) if row.types is None else row.types for row in rows]
             inputs["token_type_ids"] = self._grid(packing, types, 0)
-        if self.reads_pairs:
-            return self._model(**inputs).logits[:, 0].float()
+        if self.encodes:
+            return self._model(**inputs).logits.float()
         hidden = self._model.base_model(**inputs, use_cache=False).last_hidden_state
         last = hidden[torch.arange(packing.rows, device=self._device), packing.lengths - 1]
-        return self._model.score(last)[:, 0].float()
+        return self._model.score(last).float()
 
     def _grid(self, packing: Packing, columns: Sequence[NDArray[np.int32]], fill: int) -> Tensor:
         flat = torch.as_tensor(np.concatenate(columns).astype(np.int64), device=self._device)

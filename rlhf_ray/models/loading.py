@@ -80,8 +80,11 @@ def config_from_hub(model: ModelConfig) -> dict[str, Any] | None:
         return None
 
 
-def load_tokenizer(config: ModelConfig | NewModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig | NewModelConfig, ends: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a model: its own, or the one that the configuration names.
+
+    Args:
+        ends: require an end-of-sequence token. Those of encoders, which generate nothing, have none.
 
     Raises:
         ModelError: the tokenizer cannot be loaded, or has no end-of-sequence token.
@@ -91,7 +94,7 @@ def load_tokenizer(config: ModelConfig | NewModelConfig) -> PreTrainedTokenizerB
         tokenizer = _tokenizer_class(Path(source)).from_pretrained(source, **_tokenizer_trust(config))
     except Exception as error:  # a damaged tokenizer.json raises the library's own kinds, or a plain Exception
         raise ModelError(f"no tokenizer could be loaded from {source!r}: {first_line(error)}") from error
-    if tokenizer.eos_token_id is None:
+    if ends and tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer at {source!r} has no end-of-sequence token; responses could never end. "
                          "Set `eos_token` in its tokenizer_config.json.")
     return tokenizer
@@ -137,7 +140,7 @@ def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -
 
 
 def load_scalar_model(
-    config: ModelConfig, new_head: bool, packed: bool = True, mapped: bool = False
+    config: ModelConfig, new_head: bool, packed: bool = True, mapped: bool = False, labels: int = 1
 ) -> PreTrainedModel:
     """A backbone with a scalar head per token: a reward model or a critic.
 
@@ -145,6 +148,7 @@ def load_scalar_model(
         new_head: initialise the head with small zero-centred random weights instead of requiring one in the files.
         packed: use attention over packed rows; otherwise transformers' own, over padded rows.
         mapped: see `_mapped`; does not affect a new head.
+        labels: outputs of the head in the files, if it has several.
 
     Raises:
         ModelError: the model cannot be loaded, or has no one-label head although `new_head` is False.
@@ -152,10 +156,10 @@ def load_scalar_model(
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    if not new_head:
+    if not new_head and labels == 1:
         check_scalar_head(config)
     load = _mapped if mapped else _load
-    model = load(AutoModelForSequenceClassification, config, packed=packed, num_labels=1)
+    model = load(AutoModelForSequenceClassification, config, packed=packed, num_labels=labels)
     if new_head:
         model.score.to(getattr(torch, config.dtype))
         # Ouyang et al. 2022 and Huang et al. 2024 start scalar heads with std 1/sqrt(hidden + 1).
@@ -163,20 +167,41 @@ def load_scalar_model(
     return model
 
 
-def check_scalar_head(config: ModelConfig, field: str = "") -> None:
-    """Reject a model that is not a sequence classifier with one label, from its configuration alone.
+def check_scalar_head(config: ModelConfig, field: str = "", label: int | str | None = None) -> int:
+    """Reject a model that is not a sequence classifier with this label, from its configuration alone.
 
     Args:
         field: the section of the configuration that names the model, for the message.
+        label: name or number of one of several labels; None for the only one.
+
+    Returns:
+        the number of the label.
 
     Raises:
         ModelError: names the field, and says what the model is or why its configuration cannot be read.
     """
     named = f"{field}.path={config.path!r}" if field else repr(config.path)
-    heads, labels = _heads_and_labels(config, named)
-    if not _is_scalar(heads, labels):
-        raise ModelError(f"{named} is not a reward model: it has architectures {heads} with {labels} labels, and "
-                         "a sequence classifier with one label is needed. Train one with `rlhf-ray reward-model`.")
+    heads, names = _heads_and_labels(config, named)
+    if not _is_classifier(heads):
+        raise ModelError(f"{named} is not a reward model: it has architectures {heads}, and a sequence classifier is "
+                         "needed. Train one with `rlhf-ray reward-model`.")
+    shown = ", ".join(f"{i} {name!r}" for i, name in enumerate(names))
+    if label is None and len(names) > 1:
+        raise ModelError(f"{named} has {len(names)} labels ({shown}), and a reward is one number: set "
+                         f"{field or 'rewards.NAME'}.label to one of them, or use a classifier with one label")
+    if label is None:
+        return 0
+    if label in names:
+        return names.index(str(label))
+    if str(label).isdecimal() and int(label) < len(names):
+        return int(label)
+    raise ModelError(f"{field or 'rewards.NAME'}.label={label!r} is not a label of {config.path!r}, which has {shown}; "
+                     "set it to one of these names or numbers")
+
+
+def label_names(config: ModelConfig) -> list[str]:
+    """Names of a classifier's labels, from its configuration."""
+    return _heads_and_labels(config, repr(config.path))[1]
 
 
 def has_scalar_head(config: ModelConfig) -> bool:
@@ -185,11 +210,12 @@ def has_scalar_head(config: ModelConfig) -> bool:
     Raises:
         ModelError: the configuration cannot be read.
     """
-    return _is_scalar(*_heads_and_labels(config, repr(config.path)))
+    heads, names = _heads_and_labels(config, repr(config.path))
+    return _is_classifier(heads) and len(names) == 1
 
 
-def _is_scalar(architectures: list[str], labels: int) -> bool:
-    return any("SequenceClassification" in name for name in architectures) and labels == 1
+def _is_classifier(architectures: list[str]) -> bool:
+    return any("SequenceClassification" in name for name in architectures)
 
 
 def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool = False) -> dict[str, tuple[int, ...]]:
@@ -226,8 +252,8 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
 
 
-def _heads_and_labels(config: ModelConfig, named: str) -> tuple[list[str], int]:
-    """Architectures and number of labels in a model's configuration; `named` is the model in messages.
+def _heads_and_labels(config: ModelConfig, named: str) -> tuple[list[str], list[str]]:
+    """Architectures and names of the labels in a model's configuration; `named` is the model in messages.
 
     A local file of a known `model_type` is read directly: its own class would import all of transformers' model code.
     """
@@ -236,11 +262,13 @@ def _heads_and_labels(config: ModelConfig, named: str) -> tuple[list[str], int]:
     try:
         values = local_configuration(config)
         if values.get("model_type") in CONFIG_MAPPING:
-            return values.get("architectures") or [], values.get("num_labels") or len(values.get("id2label") or "01")
+            names = {int(number): str(name) for number, name in (values.get("id2label") or {}).items()}
+            return values.get("architectures") or [], [names.get(i, f"LABEL_{i}") for i in range(
+                values.get("num_labels") or len(names) or 2)]
         shape = pretrained_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no model could be loaded from {named}: {first_line(error)}") from error
-    return shape.architectures or [], shape.num_labels
+    return shape.architectures or [], [str(shape.id2label.get(i)) for i in range(shape.num_labels)]
 
 
 def new_config(config: NewModelConfig) -> PretrainedConfig:

@@ -107,7 +107,8 @@ class PackedScalarModel(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
-        """[T] float32 head outputs, one per token, each from the row up to and including that token."""
+        """[T] float32 head outputs, one per token, each from the row up to and including that token; `[T, labels]` from
+        a head with several."""
         hidden = hidden_states(self.model, tokens, packing)
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float()
 

@@ -19,7 +19,7 @@ from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, sample_names
-from rlhf_ray.rewards.request_encoding import encode_request
+from rlhf_ray.rewards.request_encoding import encode_request, encode_text
 
 if TYPE_CHECKING:
     from rlhf_ray.models.classifier import Classifier, EncodedRow
@@ -96,16 +96,17 @@ class LocalSource(ABC, Generic[Config]):
 
 
 class ModelSource(LocalSource[ModelReward]):
-    """Scores prompt and response by a one-label sequence classifier."""
+    """Scores prompt and response by one label of a sequence classifier."""
 
     KIND = "reward model"
 
     def _load(self) -> Mapping[str, float]:
         from rlhf_ray.models.classifier import Classifier
 
-        self._model: Classifier = Classifier(self._config)
-        self._tokenizer = load_tokenizer(self._config)
-        self._same_ids = (not self._model.reads_pairs
+        self._model: Classifier = Classifier(
+            self._config, self._config.label, probability=self._config.value == "probability")
+        self._tokenizer = load_tokenizer(self._config, ends=False)
+        self._same_ids = (not self._model.encodes
                           and tokenizer_digest(self._tokenizer) == tokenizer_digest(load_tokenizer(self._policy)))
         return self._model.compare(self._who, self._rows, self._budget)
 
@@ -124,4 +125,6 @@ class ModelSource(LocalSource[ModelReward]):
         # A policy may have more embeddings than its tokenizer has tokens, and sample their ids. They have no text.
         if self._same_ids and request.tokens.max() < self._model.vocabulary:
             return EncodedRow(request.tokens)
+        if self._model.reads_texts:
+            return encode_text(request, self._tokenizer)
         return encode_request(request, self._tokenizer, pair=self._model.reads_pairs)

@@ -41,6 +41,13 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
     return EncodedRow(_ids(ids))
 
 
+def encode_text(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> EncodedRow:
+    """Prompt and response as one text, as an encoder that classifies texts reads it."""
+    from rlhf_ray.models.classifier import EncodedRow
+
+    return EncodedRow(_ids(tokenizer(request.prompt + request.response, verbose=False)["input_ids"]))
+
+
 def _conversation(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> str:
     messages: list[dict[str, Any]] = [*(request.messages or ()), {"role": "assistant", "content": request.response}]
     try:

@@ -76,8 +76,11 @@ def check_data_file(path: str, field: str) -> None:
         raise DataError(f"{field}={path!r} is empty; it needs at least one row")
 
 
-def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
+def check_model(config: ModelConfig | NewModelConfig, field: str, ends: bool = True) -> None:
     """Refuse a model that does not exist, or that lacks ids of its tokenizer.
+
+    Args:
+        ends: see `load_tokenizer`.
 
     Raises:
         ModelError: naming the field and the path.
@@ -88,7 +91,7 @@ def check_model(config: ModelConfig | NewModelConfig, field: str) -> None:
     check_model_directory(config, field)
     size = local_configuration(config).get("vocab_size")
     if size is not None:
-        check_vocabulary(load_tokenizer(config), size, config.path)
+        check_vocabulary(load_tokenizer(config, ends), size, config.path)
 
 
 def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str],

@@ -42,8 +42,19 @@ def check_rewards(config: PPOConfig) -> None:
         _check_answers(config, name, reward)
     derived = derive(config)
     if derived.starts_critic and config.critic.init == "reward":
+        _refuse_labelled_critic(config)
         check_same_tokens(config.model, derived.critic_model,
                           ("model", "rewards, from which critic.init=reward starts"))
+
+
+def _refuse_labelled_critic(config: PPOConfig) -> None:
+    """A critic has one output, and cannot start from a head with several labels."""
+    for name, reward in config.rewards.items():
+        if isinstance(reward, ModelReward) and (reward.label is not None or reward.value == "probability"):
+            field = "label" if reward.label is not None else "value"
+            raise ConfigError(f"critic.init=reward starts the critic's value head from rewards.{name}, whose reward is "
+                              f"not the head's only output (rewards.{name}.{field}={getattr(reward, field)!r}); set "
+                              "critic.init=policy")
 
 
 def _check_source(config: PPOConfig, name: str, reward: RewardConfig) -> None:
@@ -65,9 +76,9 @@ def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> No
     """A model with another tokenizer reads texts, whose length it counts itself; the length for one with our tokenizer
     is checked here."""
     field = f"rewards.{name}"
-    check_model(reward, field)
-    check_scalar_head(reward, field)
-    if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward)):
+    check_model(reward, field, ends=False)
+    check_scalar_head(reward, field, reward.label)
+    if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward, ends=False)):
         check_context(reward, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                       ("prompts.max_tokens", "generator.sampling.max_tokens"))
 

@@ -97,7 +97,7 @@ async def _check(component: str, reward: RewardConfig, model: ModelConfig) -> No
     match reward:
         case ModelReward():
             check_model_directory(reward, f"rewards.{component}")
-            check_scalar_head(reward, f"rewards.{component}")
+            check_scalar_head(reward, f"rewards.{component}", reward.label)
         case ProcessReward():
             check_model_directory(reward, f"rewards.{component}")
             check_family(reward, f"rewards.{component}", {Use.LANGUAGE})
@@ -122,6 +122,7 @@ def errors_name_option(name: str, option: str) -> Iterator[None]:
             raise
         text = re.sub(rf" \({SECTIONS}\)", "", str(error))
         text = re.sub(rf"(?<![\w/'\"]){SECTIONS}(\.(urls|function|path))?", option, text)
+        text = text.replace(f"{option}.label", "`label` in a .yaml file with a `rewards` section")
         raise type(error)(text if option in text else f"{option} {name}: {text}") from None
 
 

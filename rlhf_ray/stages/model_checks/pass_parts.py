@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.loading import load_causal_lm, load_scalar_model, pretrained_config
+from rlhf_ray.models.loading import label_names, load_causal_lm, load_scalar_model, pretrained_config
 from rlhf_ray.models.lora import BASE, A, Adapters, B
 from rlhf_ray.models.model_families import Use
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
@@ -71,11 +71,13 @@ def check_scalar_head(model: ModelConfig, tokens: int) -> list[Outcome]:
         return [_compared(name, found, PackedScalarModel(load_scalar_model(model, new_head=True)), tokens)]
     from rlhf_ray.models.classifier import Classifier
 
-    measured = Classifier(model).compare("the reward model", tokens, tokens)
+    names = label_names(model)
+    own = "its own" if len(names) == 1 else f"its own, of {len(names)} labels ({', '.join(names)})"
+    measured = Classifier(model, None if len(names) == 1 else 0).compare("the reward model", tokens, tokens)
     if not measured:
-        return [Outcome(name, "works", "its own; runs on padded rows, with transformers' own forward pass")]
+        return [Outcome(name, "works", f"{own}; runs on padded rows, with transformers' own forward pass")]
     difference = measured["probe_difference"]
-    return [Outcome(name, "works", f"its own; scores differ by at most {difference:.2g}", "",
+    return [Outcome(name, "works", f"{own}; scores differ by at most {difference:.2g}", "",
                     {"difference": difference})]
 
 

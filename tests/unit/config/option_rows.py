@@ -397,6 +397,8 @@ ROWS: list[Row] = [
           "tests/unit/rewards/test_process_reward_model.py::test_an_outcome_is_one_number_on_the_whole_response"),
     Shown(("rewards.NAME.value",),
           "tests/unit/rewards/test_process_reward_model.py::test_centred_values_cost_where_a_step_is_bad"),
+    Shown(("rewards.NAME.label", "rewards.NAME.value"),
+          "tests/unit/rewards/test_local_model.py::test_a_label_of_a_sentiment_classifier_is_a_reward"),
     Refused(("rewards.NAME.aggregate",), "mean", "each step has its own reward",
             given={"rewards.NAME": {"type": "process", "path": "r"}}),
     Shown(("rewards.NAME.urls",), HTTP + "test_servers_share_the_work_by_what_is_under_way"),

@@ -13,6 +13,8 @@ from rlhf_ray.errors import ModelError
 from rlhf_ray.models.attention import NAME
 from rlhf_ray.models.loading import (
     check_model_directory,
+    check_scalar_head,
+    label_names,
     load_causal_lm,
     load_scalar_model,
     load_tokenizer,
@@ -132,8 +134,28 @@ def classifier(directory, labels):
 
 
 def test_a_classifier_with_two_labels_is_no_reward_model(copy):
-    with pytest.raises(ModelError, match="with 2 labels, and a sequence classifier with one label is needed"):
+    said = r"has 2 labels \(0 'LABEL_0', 1 'LABEL_1'\), and a reward is one number: set rewards\.NAME\.label to one"
+    with pytest.raises(ModelError, match=said):
         load_scalar_model(config(classifier(copy, 2)), new_head=False)
+
+
+NAMES = {0: "negative", 1: "neutral", 2: "1"}
+
+
+@pytest.mark.parametrize(("label", "number"), [("neutral", 1), (1, 1), ("0", 0), ("1", 2)])
+def test_a_label_is_named_or_counted(label, number, copy):
+    from transformers import LlamaForSequenceClassification
+
+    LlamaForSequenceClassification.from_pretrained(copy, num_labels=3, id2label=NAMES).save_pretrained(copy)
+    assert label_names(config(copy)) == list(NAMES.values())
+    assert check_scalar_head(config(copy), "rewards.tone", label) == number
+
+
+@pytest.mark.parametrize("label", ["positive", 3, -1])
+def test_a_label_that_the_classifier_does_not_have_is_refused_with_those_it_has(label, copy):
+    said = rf"^rewards\.tone\.label={label!r} is not a label of '.*copy', which has 0 'LABEL_0', 1 'LABEL_1'; set it"
+    with pytest.raises(ModelError, match=said):
+        check_scalar_head(config(classifier(copy, 2)), "rewards.tone", label)
 
 
 def test_a_reward_model_keeps_its_head(copy):

@@ -54,9 +54,9 @@ def encoder(tmp_path_factory, other):
     return directory
 
 
-def scores(directory, policy, requests, budget=64):
+def scores(directory, policy, requests, budget=64, **options):
     async def live():
-        source = ModelSource("quality", ModelReward(type="model", path=str(directory)), policy, budget)
+        source = ModelSource("quality", ModelReward(type="model", path=str(directory), **options), policy, budget)
         await source.start()
         return (await source.score(requests)).scores
 
@@ -116,6 +116,62 @@ def test_a_template_that_refuses_is_told_with_the_sample(other, ask, tmp_path):
     said = r"refuses the conversation of epoch 0 row 4 sample 0, of roles \['assistant', 'assistant'\]: roles must"
     with pytest.raises(RewardError, match=said):
         encode_request(request, tokenizer, pair=False)
+
+
+@pytest.fixture(scope="module")
+def sentiment(tmp_path_factory):
+    """An encoder with three labels, and a tokenizer that puts tokens of its own around a text and has no end."""
+    directory = tmp_path_factory.mktemp("m") / "sentiment"
+    torch.manual_seed(0)
+    transformers.BertForSequenceClassification(transformers.BertConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.3, id2label={0: "NEGATIVE", 1: "NEUTRAL", 2: "POSITIVE"},
+        label2id={"NEGATIVE": 0, "NEUTRAL": 1, "POSITIVE": 2})).save_pretrained(directory)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "food", "was", "good", "bad", "not"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(directory)
+    return directory
+
+
+FOOD = (" good", " bad", " not good")
+
+
+@pytest.mark.parametrize(("label", "number"), [("POSITIVE", 2), (0, 0)])
+def test_a_label_of_a_sentiment_classifier_is_a_reward(label, number, policy, sentiment, ask):
+    """It reads prompt and response as the one text that they are, with the tokens around it."""
+    requests = [ask(text, i, prompt="the food was") for i, text in enumerate(FOOD)]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(sentiment).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(sentiment)
+    assert tokenizer.eos_token is None and tokenizer("the food").input_ids == [2, 5, 6, 3]
+    with torch.no_grad():
+        logits = torch.cat([model(**tokenizer(f"the food was{text}", return_tensors="pt")).logits for text in FOOD])
+    assert logits.std(0).min() > 0.01
+    assert scores(sentiment, policy, requests, label=label) == pytest.approx(logits[:, number].numpy(), abs=1e-5)
+    probabilities = scores(sentiment, policy, requests, label=label, value="probability")
+    assert probabilities == pytest.approx(logits.softmax(-1)[:, number].numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("problem", [None, "multi_label_classification"])
+def test_a_label_of_a_decoder_is_a_reward_on_packed_rows_too(problem, policy, own, ask, tmp_path):
+    directory = shutil.copytree(own, tmp_path / "labels")
+    torch.manual_seed(2)
+    transformers.LlamaForSequenceClassification.from_pretrained(
+        directory, num_labels=3, ignore_mismatched_sizes=True, problem_type=problem).save_pretrained(directory)
+    ids = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    requests = [ask("words", i, tokens=np.array(row, dtype=np.int32)) for i, row in enumerate(ids)]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    with torch.no_grad():
+        logits = torch.cat([model(torch.tensor(row)[None]).logits for row in ids])
+    assert scores(directory, policy, requests, label=1) == pytest.approx(logits[:, 1].numpy(), abs=1e-5)
+    expected = logits.sigmoid() if problem else logits.softmax(-1)
+    probabilities = scores(directory, policy, requests, label=1, value="probability")
+    assert probabilities == pytest.approx(expected[:, 1].numpy(), abs=1e-5)
+
+
+def test_the_probability_of_a_single_label_is_logistic(policy, own, ask):
+    requests = [ask("words", 0, tokens=np.array([5, 6, 7], dtype=np.int32))]
+    logit = torch.tensor(plainly(own, [[5, 6, 7]]))
+    assert scores(own, policy, requests, value="probability") == pytest.approx(logit.sigmoid().numpy(), abs=1e-5)
 
 
 def test_an_encoder_reads_a_pair(policy, encoder, ask):

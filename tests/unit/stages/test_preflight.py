@@ -358,6 +358,14 @@ def test_a_critic_starts_from_a_reward_model_of_the_policy_s_tokens_alone(ppo_co
         ppo.preflight(ppo_config(rewards=rewards, critic={"init": "reward"}))
 
 
+@pytest.mark.parametrize("choice", [{"label": 0}, {"value": "probability"}])
+def test_a_critic_starts_from_no_head_whose_reward_is_not_its_only_output(choice, ppo_config, tmp_path):
+    reward = make_tiny_reward_model(tmp_path / "reward", vocab=40, positions=64)
+    config = ppo_config(rewards={"main": {"type": "model", "path": str(reward), **choice}}, critic={"init": "reward"})
+    with pytest.raises(ConfigError, match=rf"critic\.init=reward .*\(rewards\.main\.{next(iter(choice))}=.*set"):
+        ppo.preflight(config)
+
+
 def test_a_switch_that_lets_vllm_unpickle_is_refused(ppo_config, monkeypatch):
     from rlhf_ray.config.generation import GenerationConfig
     from rlhf_ray.roles.engines.vllm_adapter import generator_environment
