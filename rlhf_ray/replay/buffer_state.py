@@ -7,7 +7,7 @@ by the methods that change them, since they are read for every chunk while thous
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -190,14 +190,6 @@ class BufferState:
         """Ready entries in admission order."""
         return [self.ready[order] for order in sorted(self.ready)]
 
-    def restore(self, entries: Iterable[Entry]) -> None:
-        """Put saved entries back into their places. Raises BufferError when a place or a key is taken."""
-        for entry in entries:
-            self._check_free(entry.order)
-            self.check(entry)
-            self.hold(entry)
-            self._next_order = max(self._next_order, entry.order + 1)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything but references, as plain JSON types. Raises BufferError while a lease is out."""
         if self.leases:
@@ -218,7 +210,11 @@ class BufferState:
         missing = [saved["order"] for saved in state["ready"] if saved["order"] not in refs]
         if missing:
             raise BufferError(f"load_state_dict: no reference given for places {missing}")
-        self.restore(_entry(saved, refs[saved["order"]], summaries.get(saved["order"])) for saved in state["ready"])
+        for saved in state["ready"]:
+            entry = _entry(saved, refs[saved["order"]], summaries.get(saved["order"]))
+            self._check_free(entry.order)
+            self.check(entry)
+            self.hold(entry)
         for order, samples in state["reserved"]:
             self._check_free(order)
             self.reserve(Reservation(order, samples, version))
@@ -235,7 +231,7 @@ class BufferState:
 
     def _check_free(self, order: int) -> None:
         if order in self.ready or order in self.reserved:
-            raise BufferError(f"restore: place {order} is already taken; the saved state lists it twice")
+            raise BufferError(f"load_state_dict: place {order} is already taken; the saved state lists it twice")
 
 
 def _entry_state(entry: Entry) -> dict[str, Any]:

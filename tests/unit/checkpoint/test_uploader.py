@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
+from rlhf_ray.checkpoint.uploader import AGAIN_S, Uploader, fetch_newest
 from rlhf_ray.errors import CheckpointError, ConfigError, UploadError
 from tests.unit.checkpoint.uploads import save, wait_until
 
@@ -124,6 +124,30 @@ def test_a_failure_is_said_and_tried_again_and_the_run_does_not_notice(run, url,
     broken[0] = False
     wait_until(lambda: uploader.remote.steps() == [1])
     uploader.finish()
+
+
+def test_a_failed_copy_of_the_same_checkpoint_is_not_tried_at_every_look(run, url, quick, monkeypatch):
+    monkeypatch.setattr("rlhf_ray.checkpoint.uploader.AGAIN_S", AGAIN_S)
+    looks, newest, warnings = [], CheckpointStore.newest_name, []
+    monkeypatch.setattr(CheckpointStore, "newest_name", lambda self: looks.append(1) or newest(self))
+    monkeypatch.setattr(RemoteDirectory, "put", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+    save(run, 1)
+    uploader = Uploader(url, run, silence_s=10, warn=warnings.append)
+    uploader.start(resume=False)
+    wait_until(lambda: len(looks) >= 6)
+    assert len(warnings) == 1 and "is tried again" in warnings[0]
+    save(run, 2)
+    wait_until(lambda: len(warnings) == 2)
+    with pytest.raises(UploadError):
+        uploader.finish()
+
+
+def test_hidden_files_stay_here(run, url, quick):
+    (run / ".metrics.jsonl.partial").write_text("half")
+    uploader = Uploader(url, run, silence_s=10)
+    uploader.start(resume=False)
+    uploader.finish()
+    assert uploader.remote.names() == ["ledger.sqlite", "metrics.jsonl"]
 
 
 def test_a_run_whose_last_files_are_not_there_says_what_is(run, url, quick, monkeypatch):

@@ -50,6 +50,16 @@ def test_the_kind_of_file_system_is_that_of_the_deepest_mount(tmp_path, monkeypa
     assert file_system_of(Path(path)) == kind and is_local(Path(path)) is (kind in ("ext4", "tmpfs"))
 
 
+@pytest.mark.parametrize(("kinds", "local"), [
+    ("ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs tmpfs ramfs overlay aufs ntfs3 exfat vfat", True),
+    ("nfs nfs4 cifs smb3 lustre gpfs ceph beegfs 9p virtiofs fuse.sshfs", False)])
+def test_a_log_is_kept_on_file_systems_of_one_machine_only(tmp_path, monkeypatch, kinds, local):
+    monkeypatch.setattr("rlhf_ray.replay.ledger._MOUNTS", tmp_path / "mounts")
+    for kind in kinds.split():
+        (tmp_path / "mounts").write_text(f"44 43 0:44 / / rw - {kind} device rw\n")
+        assert is_local(Path("/home")) is local, kind
+
+
 def test_where_nothing_is_known_no_log_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("rlhf_ray.replay.ledger._MOUNTS", tmp_path / "none")
     assert is_local(tmp_path) is False

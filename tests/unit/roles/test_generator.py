@@ -271,10 +271,13 @@ def test_stop_tokens_are_the_tokenizers_the_models_and_the_generation_configs(po
     assert stop_tokens(7, 5, ModelConfig(path=str(tmp_path / "empty"))) == [5, 7]
 
 
-def test_the_engine_is_the_configured_one(generator, engine):
+def test_the_engine_is_the_configured_one(generator, engine, monkeypatch):
     settings = replace(engine.settings, generation=GenerationConfig(engine="async"))
     assert type(build_engine(settings)) is AsynchronousEngine
     assert type(build_engine(settings, "abort")) is PartialRolloutEngine
+    monkeypatch.setattr(module, "AsynchronousEngine", lambda given: ("asynchronous", given))
+    monkeypatch.setattr(module, "PartialRolloutEngine", lambda inner: ("partial", inner))
+    assert build_engine(settings, "abort") == ("partial", ("asynchronous", settings))
 
 
 @pytest.fixture

@@ -36,10 +36,12 @@ def batch(advantages=(0.0, 0.0, 0.0), old=NEW, reference=NEW, behaviour=NEW):
 
 @pytest.fixture
 def loss_of():
-    """loss_of(batch, kl_coef, **algorithm) -> (loss, stats, gradient at the three response tokens)."""
+    """loss_of(batch, kl_coef, source of the old log-probabilities, **algorithm) -> (loss, stats, gradient at the three
+    response tokens)."""
 
-    def run(part, kl_coef=0.0, **changes):
-        learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(**changes), 1.0)
+    def run(part, kl_coef=0.0, source="policy", **changes):
+        learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(**changes), 1.0,
+                                source)
         new = torch.tensor(NEW, requires_grad=True)
         learner.engine = SimpleNamespace(device="cpu", forward=lambda *_: (new, None))
         learner.kl_coef = kl_coef
@@ -142,3 +144,10 @@ def test_rows_that_do_not_count_add_nothing_to_loss_and_statistics(monkeypatch):
     monkeypatch.setattr(learner, "loss", lambda part: (torch.tensor(7.0), {"clip_fraction": torch.tensor(1.0)}))
     assert float(learner.share(batch(), batch(), False, meter)) == 0.0
     assert meter.means() == {"loss": 2.0, "clip_fraction": 0.5}
+
+
+def test_the_gap_to_the_generator_is_measured_while_the_weights_are_those_that_generated(loss_of):
+    part = batch(behaviour=[-1.25, -2.0, -1.0])
+    gap = loss_of(part, source="update")[1]["logprob_gap"]
+    assert gap == pytest.approx((0.25 + 0.0 + 0.5) / 3)
+    assert "logprob_gap" not in loss_of(part)[1], "the assembler measures it with the policy's own pass"

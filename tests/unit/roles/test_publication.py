@@ -1,0 +1,54 @@
+"""Which ranks take part when a model is gathered, published or written."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.roles import publication
+from rlhf_ray.roles.publication import PublishedModel
+
+CARD = SimpleNamespace()
+
+
+@pytest.fixture
+def model_of(monkeypatch):
+    """model_of(rank, lockstep) -> (its PublishedModel, what it gathers, what it writes)."""
+
+    def make(rank, lockstep):
+        gathered, written = [], []
+        engine = SimpleNamespace(device="cpu", parameter_shapes=list,
+                                 gather=lambda names: gathered.append(names) or dict.fromkeys(names, 0))
+        adapters = SimpleNamespace(trained_names=lambda _: ["a"], peft_config="config", peft_state=lambda t: t,
+                                   sources=lambda names: [f"{name}.base" for name in names],
+                                   merged=lambda names, tensors: ("merged", names, tensors))
+        monkeypatch.setattr(publication, "export_adapter", lambda *arguments: written.append(arguments))
+        return PublishedModel(engine, adapters, ModelConfig(path="m"), rank, lockstep), gathered, written
+
+    return make
+
+
+@pytest.mark.parametrize(("rank", "lockstep", "gathers", "writes"), [
+    (0, False, True, True), (0, True, True, True), (1, False, False, False), (1, True, True, False)])
+def test_rank_0_writes_the_adapters_and_all_ranks_gather_sharded_ones(
+        model_of, tmp_path, rank, lockstep, gathers, writes):
+    model, gathered, written = model_of(rank, lockstep)
+    model.export_adapter(str(tmp_path), CARD)
+    assert gathered == [["a"]] * gathers
+    assert written == [("config", {"a": 0}, tmp_path, CARD, None)] * writes
+
+
+@pytest.mark.parametrize(("rank", "lockstep", "gathers"), [
+    (0, False, True), (0, True, True), (1, False, False), (1, True, True)])
+def test_rank_0_returns_the_weights_and_all_ranks_gather_sharded_ones(model_of, rank, lockstep, gathers):
+    model, gathered, _ = model_of(rank, lockstep)
+    weights = model.gather(["w"])
+    assert gathered == [["w.base"]] * gathers
+    assert weights == (None if rank else ("merged", ["w"], {"w.base": 0}))
+
+
+def test_another_source_is_asked_on_every_rank(model_of):
+    model, gathered, _ = model_of(1, False)
+    asked = []
+    assert model.gather(["w"], lambda names: asked.append(names) or {}) is None
+    assert asked == [["w.base"]] and not gathered
