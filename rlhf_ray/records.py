@@ -53,9 +53,7 @@ def response_start(mask: NDArray[np.bool_]) -> int:
 
 
 def _entries_of(column: Any, places: NDArray[np.int64]) -> Any:
-    if column is None or isinstance(column, np.ndarray):
-        return None if column is None else column[places]
-    return [column[i] for i in places]
+    return column[places] if isinstance(column, np.ndarray) else [column[i] for i in places]
 
 
 def _by_appearance(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -97,8 +95,9 @@ class Ragged:
     def _columns(self, rows: NDArray[np.int64], **places: NDArray[np.int64]) -> dict[str, Any]:
         """The columns of these rows. `places`: the entries to take along further axes."""
         places |= {"token": row_indices(self.offsets, rows), "row": rows}
-        return {f.name: _entries_of(getattr(self, f.name), places[f.metadata["axis"]])
-                for f in fields(self) if "axis" in f.metadata}
+        columns = {f.name: (getattr(self, f.name), f.metadata["axis"]) for f in fields(self) if "axis" in f.metadata}
+        return {name: None if column is None else _entries_of(column, places[axis])
+                for name, (column, axis) in columns.items()}
 
     @classmethod
     def concat(cls, parts: Any) -> Self:
@@ -154,6 +153,11 @@ class SampleRows(Ragged):
         default_factory=lambda: np.empty(0, np.float32), kw_only=True, metadata={"axis": "row"})
     """[N] weight of the row's mean loss in the mean of its sample, where losses are aggregated by sequence. The weights
     of a sample add up to 1; by default its rows weigh the same."""
+    mask_sizes: NDArray[np.int32] | None = field(default=None, kw_only=True, metadata={"axis": "token"})
+    """[T] int32: n > 0: the token was sampled among its n tokens of `mask_tokens` only; n < 0: among all but its -n; 0:
+    among all, or not sampled. None where every token was sampled among all."""
+    mask_tokens: NDArray[np.int32] | None = field(default=None, kw_only=True, metadata={"axis": "mask"})
+    """[M] int32: the sampling masks of all tokens, one after the other."""
 
     def __post_init__(self) -> None:
         if not len(self.samples):
@@ -197,6 +201,8 @@ class SampleRows(Ragged):
 
     def _columns(self, rows: NDArray[np.int64], **places: NDArray[np.int64]) -> dict[str, Any]:
         samples, numbers = _by_appearance(self.samples[rows])
+        if self.mask_sizes is not None:
+            places["mask"] = row_indices(offsets_of(np.abs(self.mask_sizes)), row_indices(self.offsets, rows))
         return {**super()._columns(rows, sample=samples, **places), "samples": numbers}
 
 

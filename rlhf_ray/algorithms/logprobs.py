@@ -6,11 +6,13 @@ their gradient is allocated, in their own dtype.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.errors import ConfigError
@@ -58,6 +60,51 @@ def entropy(logits: Tensor) -> Tensor:
     flat = logits.reshape(-1, logits.shape[-1])
     entropies: Tensor = _Entropy.apply(flat)
     return entropies.view(logits.shape[:-1])
+
+
+@dataclass(frozen=True)
+class SamplingMask:
+    """The tokens that each of n tokens was sampled among."""
+
+    listed: Tensor
+    """[n, L] int64 token ids; -1 fills up shorter lists."""
+    only: bool
+    """True: the listed tokens only. False: all but the listed ones."""
+
+    def padded(self, count: int) -> "SamplingMask":
+        """With so many tokens more, sampled among token 0 only, or among all."""
+        listed = pad(self.listed, (0, 0, 0, count), value=-1)
+        if self.only:
+            listed[len(self.listed) :, 0] = 0
+        return replace(self, listed=listed)
+
+    def split(self, pieces: int) -> list["SamplingMask"]:
+        """As `Tensor.tensor_split`."""
+        return [replace(self, listed=piece) for piece in self.listed.tensor_split(pieces)]
+
+
+def masked_distributions(logits: Tensor, tokens: Tensor, mask: SamplingMask) -> tuple[Tensor, Tensor]:
+    """The distributions that tokens were sampled from, whose other tokens have probability 0: with the mask's set S of
+    possible tokens, log p(y) = z_y / temperature - log sum_{v in S} exp(z_v / temperature).
+
+    Policies compared by a ratio must have the same S, the one of the policy that sampled (DeepSeek-AI 2025,
+    DeepSeek-V3.2, section 3.1, "Keep Sampling Mask").
+
+    Args:
+        logits: `[n, V]`.
+        tokens: `[n]` sampled tokens, which are possible.
+
+    Returns:
+        logits `[n, L]` of the listed tokens (-inf where there are fewer) and the tokens' places among them `[n]`, if
+        only the listed ones are possible. Otherwise logits `[n, V]` with -inf at the listed ones, and `tokens`.
+    """
+    if mask.only:
+        possible = logits.gather(-1, mask.listed.clamp(min=0)).masked_fill(mask.listed < 0, -torch.inf)
+        return possible, (mask.listed == tokens[:, None]).int().argmax(-1)
+    rows, columns = torch.nonzero(mask.listed >= 0, as_tuple=True)
+    if not len(rows):
+        return logits, tokens
+    return logits.index_put((rows, mask.listed[rows, columns]), logits.new_tensor(-torch.inf)), tokens
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

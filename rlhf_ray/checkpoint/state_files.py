@@ -127,8 +127,10 @@ def _check_lengths(path: Path, record: Ragged) -> None:
     offsets = record.offsets
     if offsets.ndim != 1 or offsets.dtype.kind != "i" or not len(offsets) or offsets[0] or (np.diff(offsets) < 0).any():
         raise CheckpointError(f"{path} is damaged: its offsets are not row boundaries")
-    expected = {"token": int(record.offsets[-1]), "row": len(record),
-                "sample": record.sample_count if isinstance(record, SampleRows) else 0}
+    expected = {"token": int(record.offsets[-1]), "row": len(record)}
+    if isinstance(record, SampleRows):
+        masks = 0 if record.mask_sizes is None else int(np.abs(record.mask_sizes).sum())
+        expected |= {"sample": record.sample_count, "mask": masks}
     for f in fields(record):
         value, axis = getattr(record, f.name), f.metadata.get("axis")
         if axis and value is not None and len(value) != expected[axis]:

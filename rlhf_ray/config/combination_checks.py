@@ -12,14 +12,15 @@ from typing import Any
 from rlhf_ray.config.bundle_assignment import worker_bundles
 from rlhf_ray.config.conditional_fields import check_effects
 from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, meet_on_every_gpu, placements_of
+from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.rewards import ModelReward, ProcessReward
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
 from rlhf_ray.errors import ConfigError
 
 BYTES_PER_TOKEN, BYTES_PER_VALUE = 21, 4
-"""Bytes of a token in `records.Experience`: id, mask and four numbers; one number more with a reference, and one with a
-critic."""
+"""Bytes of a token in `records.Experience`: id, response mask and four numbers; one number more with a reference, and
+one with a critic."""
 MIB = 2**20
 
 
@@ -134,7 +135,7 @@ def check_overlong_buffer(config: PPOConfig) -> None:
 
 
 def check_sampling(config: PPOConfig) -> None:
-    """Training samples from a distribution that learners can compute, and a held-out response may end."""
+    """Training samples from a distribution that learners compute too, and a held-out response may end."""
     held_out = config.evaluation.sampling if config.evaluation else None
     if held_out and held_out.min_tokens > held_out.max_tokens:
         raise ValueError(f"evaluation.sampling.min_tokens={held_out.min_tokens} (from generator.sampling if it is not "
@@ -143,12 +144,16 @@ def check_sampling(config: PPOConfig) -> None:
     if s.temperature == 0:
         raise ValueError("generator.sampling.temperature=0 is greedy and explores nothing; use a positive temperature "
                          "for training")
-    names = ("top_p", "top_k", "min_p", "repetition_penalty", "min_tokens")
-    changed = [f"{name}={getattr(s, name):g}" for name in names
-               if getattr(s, name) != type(s).model_fields[name].default]
-    if changed:
-        raise ValueError(f"generator.sampling.{changed[0]} changes the distribution that tokens are sampled from, and "
-                         "the importance ratio would compare other ones; leave it out (evaluation.sampling may set it)")
+    if s.repetition_penalty != 1:
+        raise ValueError(f"generator.sampling.repetition_penalty={s.repetition_penalty:g} makes a token's probability "
+                         "depend on which tokens came before it in a way that learners do not compute, so the "
+                         "importance ratio would be wrong; set it to 1 (evaluation.sampling may have another)")
+    for name in ("top_p", "min_p"):
+        if getattr(s, name) != type(s).model_fields[name].default and not s.top_k:
+            raise ValueError(f"generator.sampling.{name}={getattr(s, name):g} without top_k keeps any number of "
+                             "tokens, and learners need the list of those that each token was sampled among; set "
+                             "generator.sampling.top_k too (50 or 100 are usual), or leave it out (evaluation.sampling "
+                             "may set it)")
 
 
 def check_pairs(config: PreferencesStageConfig) -> None:
@@ -206,7 +211,9 @@ def check_buffer(config: PPOConfig) -> None:
             "samples, so the loop would wait for ever; raise it or leave it empty")
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
     per_token = BYTES_PER_TOKEN + BYTES_PER_VALUE * (config.algorithm.has_critic + derive(config).uses_reference)
-    batch_mb, capacity_mb = -(-samples * longest * per_token // MIB), buffer_capacity_mb(buffer, config.cluster)
+    masks = mask_bytes(config.generator.sampling, longest)
+    batch_mb = -(-samples * (longest * per_token + masks) // MIB)
+    capacity_mb = buffer_capacity_mb(buffer, config.cluster)
     if capacity_mb is not None and capacity_mb < batch_mb:
         name = "buffer.capacity_mb" if buffer.capacity_mb else "half of cluster.object_store_mb"
         raise ValueError(
@@ -314,6 +321,14 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""
+
+
+def mask_bytes(sampling: SamplingConfig, longest: int) -> int:
+    """Bytes of the sampling masks of the longest sample (`records.SampleRows.mask_sizes` and `mask_tokens`), of
+    `longest` tokens, without tokens that are as likely as the k-th, and with one stop token."""
+    if sampling.top_k:
+        return 4 * (longest + sampling.max_tokens * sampling.top_k)
+    return 4 * (longest + sampling.min_tokens) if sampling.min_tokens else 0
 
 
 def _learners(config: PPOConfig) -> dict[str, PPOLearnerConfig]:

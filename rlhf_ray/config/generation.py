@@ -30,12 +30,13 @@ class SamplingConfig(Section):
     """Softmax temperature; 0 is greedy (not in training). PPO's default is 1 (Ziegler et al. 2019 used 0.7)."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling (Holtzman et al. 2020): sample among the fewest tokens with this probability together; 1 keeps
-    all."""
+    all. In training only with `top_k`."""
     top_k: int = Field(0, ge=0)
-    """Sample among the k most likely tokens (Fan et al. 2018), and those as likely as the last of them; 0 keeps all."""
+    """Sample among the k most likely tokens (Fan et al. 2018), and those as likely as the last of them; 0 keeps all. In
+    training each token's k tokens are recorded, 4 bytes each."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample among the tokens with at least this part of the probability of the most likely one (Nguyen et al. 2024); 0
-    keeps all."""
+    keeps all. In training only with `top_k`."""
     repetition_penalty: float = Field(1.0, gt=0)
     """Divides positive logits, and multiplies negative ones, of tokens that are in the prompt or the response so far
     (Keskar et al. 2019); 1 changes nothing. Not in training."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_ray.algorithms.logprobs import SamplingMask, masked_distributions, token_logprobs
 from rlhf_ray.algorithms.logprobs import entropy as entropy_of
-from rlhf_ray.algorithms.logprobs import token_logprobs
 from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.models.cpu.linear import filler_of
 from rlhf_ray.models.packing import Packing
@@ -47,24 +47,29 @@ CHUNKS = Chunks()
 
 
 def token_logprobs_and_entropies(
-    model: "PreTrainedModel", hidden: Tensor, targets: Tensor, temperature: float, chunks: Chunks, entropy: bool
+    model: "PreTrainedModel", hidden: Tensor, targets: Tensor, temperature: float, chunks: Chunks, entropy: bool,
+    mask: SamplingMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[n] log-probabilities of `targets` [n] given the states `hidden` [n, hidden] before them, and [n] entropies or
     None. With several chunks only the logits of one exist at a time; the backward pass recomputes them."""
     head, count, filler = model.get_output_embeddings(), len(targets), filler_of(targets)
     hidden, targets = pad(hidden, (0, 0, 0, filler)), pad(targets, (0, filler))
 
-    def columns_of(states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        logits = head(states)[None]
+    def columns_of(states: Tensor, tokens: Tensor, mask: SamplingMask | None) -> tuple[Tensor, ...]:
+        logits = head(states)
+        if mask:
+            logits, tokens = masked_distributions(logits, tokens, mask)
+        logits = logits[None]
         logprobs = token_logprobs(logits, tokens[None], temperature)[0]
         return (logprobs, entropy_of(wide(logits) / temperature)[0]) if entropy else (logprobs,)
 
     pieces = chunks.count(len(targets), model.config.get_text_config().vocab_size)
+    masks = mask.padded(filler).split(pieces) if mask else [None] * pieces
     if pieces == 1:
-        chunked = [columns_of(hidden, targets)]
+        chunked = [columns_of(hidden, targets, masks[0])]
     else:
         chunked = [checkpoint(columns_of, *piece, use_reentrant=False)
-                   for piece in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), strict=True)]
+                   for piece in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), masks, strict=True)]
     logprobs, *entropies = (torch.cat(column)[:count] for column in zip(*chunked, strict=True))
     return logprobs, entropies[0] if entropy else None
 
@@ -78,7 +83,7 @@ class PackedLanguageModel(nn.Module):
 
     def forward(
         self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False,
-        temperature: float | None = None,
+        temperature: float | None = None, mask: SamplingMask | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the tokens at `predicted` given the tokens before them in their row.
 
@@ -90,13 +95,14 @@ class PackedLanguageModel(nn.Module):
             predicted: [n] flat positions of the tokens; never the first of a row.
             entropy: also return the entropy of each token's distribution.
             temperature: overrides the module's temperature.
+            mask: of the tokens at `predicted`, if they were not sampled among all tokens.
 
         Returns:
             [n] float32 log-probabilities at the temperature, and [n] entropies in nats or None.
         """
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
         return token_logprobs_and_entropies(self.model, hidden, tokens[predicted], temperature or self.temperature,
-                                            self.chunks, entropy)
+                                            self.chunks, entropy, mask)
 
 
 class PackedScalarModel(nn.Module):
@@ -127,12 +133,12 @@ class PackedActorCritic(nn.Module):
 
     def forward(
         self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False,
-        temperature: float | None = None,
+        temperature: float | None = None, mask: SamplingMask | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As `PackedLanguageModel.forward`, plus [n] float32 values of the states before the tokens at `predicted`."""
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
         logprobs, entropies = token_logprobs_and_entropies(
-            self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunks, entropy)
+            self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunks, entropy, mask)
         values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return logprobs, entropies, wide(values)
 

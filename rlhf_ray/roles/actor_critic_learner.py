@@ -33,7 +33,8 @@ class ActorCriticLearner(PolicyLearner):
     def logprobs_and_values(self, *rollouts: Rollout) -> tuple[TokenScores, TokenScores]:
         """The results of `PolicyLearner.logprobs` and `CriticLearner.values` from one forward pass."""
         logprobs, values = self.score(
-            rollouts, lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[::2], columns=2)
+            rollouts, lambda micro: self.engine.infer(
+                micro.tokens, micro.packing, micro.predicted, mask=micro.sampling_mask)[::2], columns=2)
         return logprobs, values
 
     def update_both(self, step: int, kl_coef: float, *experiences: Experience) -> tuple[UpdateStats, UpdateStats]:
@@ -52,7 +53,7 @@ class ActorCriticLearner(PolicyLearner):
         """As `Learner.share`. Each of the two losses is divided by its own count, the policy's perhaps of samples."""
         a, micro = self.algorithm, MicroBatch(part, self.engine.device)
         logprobs, entropy, values = self.engine.forward(
-            micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0)
+            micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0, mask=micro.sampling_mask)
         policy, stats = self.objective(micro, logprobs, entropy)
         critic, critic_stats = value_objective(micro, values, a.value_clip)
         weight, tokens = (self.count(part), self.measured(part)) if counted else (0.0, 0.0)

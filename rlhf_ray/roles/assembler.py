@@ -162,7 +162,8 @@ class Assembler:
         ))
         return Experience(
             offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=mask,
-            samples=rollout.samples, row_weights=rollout.row_weights,
+            samples=rollout.samples, row_weights=rollout.row_weights, mask_sizes=rollout.mask_sizes,
+            mask_tokens=rollout.mask_tokens,
             behaviour_logprobs=rollout.logprobs, old_logprobs=scores.policy.values,
             reference_logprobs=None if scores.reference is None else scores.reference.values,
             values=None if values is None else values.values,

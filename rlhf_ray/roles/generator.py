@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
@@ -43,6 +44,10 @@ from rlhf_ray.weights.receiver import Receiver
 
 __all__ = ["Generator", "generator_environment"]
 
+MARGIN = 2
+"""With top-k sampling this many times k most likely tokens are looked at: vLLM keeps those that are as likely as the
+k-th, of which there may be several in half precision."""
+
 
 class Generator:
     """One vLLM engine and its weights.
@@ -53,14 +58,16 @@ class Generator:
         max_context: longest prompt and response together, in tokens.
         in_flight: what happens to responses in flight when new weights arrive, see `WeightsConfig`.
         transport: how new weights are sent, see `WeightsConfig`.
+        record_masks: record the sampling mask of each token, if the configured sampling excludes tokens, for learners.
     """
 
     def __init__(
         self, model: ModelConfig, generation: GenerationConfig, seed: int, max_context: int, name: str = "generator/0",
         in_flight: Literal["keep", "abort"] = "keep", transport: str = "object_store",
+        record_masks: bool = False,
     ) -> None:
         self._model = model
-        self._generation = generation
+        self._generation, self._record_masks = generation, record_masks
         self._seed = seed
         self._max_context = max_context
         self.name, self._in_flight, self._transport = name, in_flight, transport
@@ -68,6 +75,7 @@ class Generator:
         self._receiver: Receiver[Any] | None = None
         self._publishing, self._publication = asyncio.Lock(), 0
         self._stop_tokens: list[int] = []
+        self._vocabulary = 0
         self._groups: list[list[str]] = []
 
     async def start(self) -> dict[str, Any]:
@@ -84,6 +92,7 @@ class Generator:
         config = pretrained_config(self._model)
         tokenizer = load_tokenizer(self._model)
         check_vocabulary(tokenizer, config.vocab_size, self._model.path)
+        self._vocabulary = config.vocab_size
         self._stop_tokens = stop_tokens(tokenizer.eos_token_id, config.eos_token_id, self._model)
         shapes = parameter_shapes(config, self._model.trust_remote_code)
         self._engine = build_engine(EngineSettings(
@@ -121,9 +130,11 @@ class Generator:
 
         Args:
             prompts: the rows of the data set that the keys refer to (each once), matched by `prompts.rows`.
-            sampling: overrides the configured sampling, as for evaluation.
+            sampling: overrides the configured sampling, as for evaluation. Sampling masks are recorded only if it is
+                the same distribution.
 
         Raises:
+            ModelError: so many tokens are equally likely that the sampling mask is not known.
             WeightsError: a publication of weights failed and no later one has been confirmed.
             DataError: a prompt leaves no tokens for a response.
             WorkerError: the engine died.
@@ -134,7 +145,9 @@ class Generator:
         places = {row: i for i, row in enumerate(prompts.rows.tolist())}
         requests = [self._request(prompts.row(places[key.row], "tokens").tolist(), key, run_seed, settings)
                     for key in keys]
-        return as_rollout(keys, requests, await engine.sample(requests))
+        completions = await engine.sample(requests)
+        self._require_whole_masks(requests, completions)
+        return as_rollout(keys, requests, completions, self._records_masks(settings))
 
     async def score(self, rollout: Rollout) -> TokenScores:
         """Log-probabilities of the response tokens under the current weights at temperature 1, zero elsewhere.
@@ -270,9 +283,21 @@ class Generator:
                 f"the prompt in row {key.row} has {len(prompt)} tokens; responses need 1 to {self._max_context - 1} "
                 f"(the context is {self._max_context}): lower prompts.max_tokens or raise the context"
             )
-        stop_tokens = sorted({*self._stop_tokens, *sampling.stop_token_ids})
-        return SampleRequest(prompt, sampling, min(sampling.max_tokens, available), sample_seed(run_seed, key),
-                             stop_tokens)
+        return SampleRequest(
+            prompt, sampling, min(sampling.max_tokens, available), sample_seed(run_seed, key),
+            sorted({*self._stop_tokens, *sampling.stop_token_ids}),
+            likeliest=min(MARGIN * sampling.top_k, self._vocabulary) if self._records_masks(sampling) else 0)
+
+    def _records_masks(self, sampling: SamplingConfig) -> bool:
+        return self._record_masks and sampling.same_distribution(self._generation.sampling)
+
+    def _require_whole_masks(self, requests: Sequence[SampleRequest], completions: Sequence[Completion]) -> None:
+        for request, completion in zip(requests, completions, strict=True):
+            if any(len(mask) == request.likeliest < self._vocabulary for mask in completion.masks):
+                raise ModelError(
+                    f"{self.name}: with generator.sampling.top_k={request.sampling.top_k} a token was sampled among at "
+                    f"least {request.likeliest}, as so many are equally likely, and learners cannot follow that; set "
+                    "top_k to 0")
 
 
 def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] = "keep") -> SamplingEngine:
@@ -311,9 +336,10 @@ def stop_tokens(tokenizer_eos: int, config_eos: int | list[int] | None, model: M
 
 
 def as_rollout(
-    keys: list[SampleKey], requests: Sequence[SampleRequest], completions: Sequence[Completion]
+    keys: list[SampleKey], requests: Sequence[SampleRequest], completions: Sequence[Completion], masks: bool = False
 ) -> Rollout:
-    """Prompts and responses as one record, one row per sample."""
+    """Prompts and responses as one record, one row per sample; with `masks`, also the sampling masks, if there are
+    any."""
     pairs = list(zip(requests, completions, strict=True))
 
     def column(before: Any, response: str, dtype: Any) -> Any:
@@ -323,6 +349,7 @@ def as_rollout(
     tokens = [part for r, c in pairs for part in (np.asarray(r.prompt, dtype=np.int32), c.tokens)]
     lengths = [len(r.prompt) + len(c.tokens) for r, c in pairs]
     versions = column(-1, "versions", np.int32)
+    mask_sizes, mask_tokens = sampling_masks(pairs) if masks else (None, None)
     return Rollout(
         offsets=offsets_of(lengths),
         tokens=np.concatenate(tokens).astype(np.int32),
@@ -332,4 +359,24 @@ def as_rollout(
         keys=list(keys),
         seeds=np.asarray([r.seed for r in requests], dtype=np.int64),
         finish_reasons=[c.finish_reason for c in completions],
+        mask_sizes=mask_sizes, mask_tokens=mask_tokens,
     )
+
+
+def sampling_masks(
+    pairs: Sequence[tuple[SampleRequest, Completion]]
+) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
+    """`mask_sizes` and `mask_tokens` of a rollout: the tokens that were kept, or the stop tokens that were excluded at
+    the beginning of a response; None if all tokens were possible."""
+    sizes: list[int] = []
+    listed: list[Any] = []
+    for request, completion in pairs:
+        excluded = min(request.min_tokens, len(completion.tokens))
+        masks = completion.masks or [request.stop_tokens] * excluded
+        sign = 1 if completion.masks else -1
+        unmasked = len(completion.tokens) - len(masks)
+        sizes += [0] * len(request.prompt) + [sign * len(mask) for mask in masks] + [0] * unmasked
+        listed += masks
+    if not listed:
+        return None, None
+    return np.asarray(sizes, dtype=np.int32), np.concatenate(listed).astype(np.int32)

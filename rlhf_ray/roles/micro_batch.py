@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_ray.algorithms.logprobs import SamplingMask
 from rlhf_ray.data.batching import micro_batches
 from rlhf_ray.engine.distributed import sum_over_ranks
 from rlhf_ray.models.packing import Packing
@@ -48,6 +49,17 @@ class MicroBatch:
     def mask(self) -> Tensor:
         """[N, L] True at tokens of the response grid."""
         return self.responses.to_grid(torch.ones_like(self.predicted, dtype=torch.bool), False)
+
+    @cached_property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The tokens that each of the n response tokens was sampled among; None if all of them among all."""
+        sizes = self.record.mask_sizes
+        if sizes is None or not sizes.any():
+            return None
+        sizes = sizes[self.record.response_mask]  # other tokens have none
+        lengths = Packing.of(np.abs(sizes))
+        listed = lengths.to_grid(torch.from_numpy(self.record.mask_tokens.astype(np.int64)), -1)
+        return SamplingMask(listed.to(self.device), only=bool((sizes > 0).any()))
 
     @cached_property
     def row_weights(self) -> Tensor:

@@ -64,7 +64,8 @@ class PolicyLearner(Learner):
     def logprobs(self, *rollouts: Rollout) -> TokenScores:
         """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under current weights."""
         return self.score(
-            rollouts, lambda micro: self.engine.infer(micro.tokens, micro.packing, micro.predicted)[:1])[0]
+            rollouts, lambda micro: self.engine.infer(
+                micro.tokens, micro.packing, micro.predicted, mask=micro.sampling_mask)[:1])[0]
 
     def reference_logprobs(self, *rollouts: Rollout) -> TokenScores:
         """The same under the adapters' frozen base, which is the model that the policy started from.
@@ -103,7 +104,8 @@ class PolicyLearner(Learner):
         """PPO's clipped loss of some rows, with the KL penalty and the entropy bonus if the loss includes them."""
         micro = MicroBatch(part, self.engine.device)
         return self.objective(micro, *self.engine.forward(
-            micro.tokens, micro.packing, micro.predicted, self.algorithm.entropy_coef > 0))
+            micro.tokens, micro.packing, micro.predicted, self.algorithm.entropy_coef > 0,
+            mask=micro.sampling_mask))
 
     def objective(
         self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None

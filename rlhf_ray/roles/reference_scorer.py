@@ -47,7 +47,8 @@ class ReferenceScorer:
         whole = concatenated(rollouts)
         return score_columns(
             whole, inference_plan(whole, self._budget), self._device,
-            lambda micro: self._model(micro.tokens, micro.packing, micro.predicted)[:1])[0]
+            lambda micro: self._model(
+                micro.tokens, micro.packing, micro.predicted, mask=micro.sampling_mask)[:1])[0]
 
     def begin_profile(self) -> None:
         """Start profiling."""

@@ -40,7 +40,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
             lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
                           "max_context": derived.longest_sample,
                           "name": f"generator/{rank}", "in_flight": config.weights.in_flight,
-                          "transport": config.weights.transport},
+                          "transport": config.weights.transport, "record_masks": True},
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         ),
         reference=runtime.spawn(

@@ -35,10 +35,11 @@ def make_prompts():
 PROMPTS = make_prompts()
 
 
-def make_generator(directory, engine="in_process", in_flight="keep"):
-    """A generator, not started."""
-    settings = GenerationConfig(engine=engine, max_sequences=8, kv_cache_mb=16, sampling=SHORT)
-    return Generator(ModelConfig(path=str(directory)), settings, seed=0, max_context=CONTEXT, in_flight=in_flight)
+def make_generator(directory, engine="in_process", in_flight="keep", sampling=SHORT):
+    """A generator that records sampling masks, not started."""
+    settings = GenerationConfig(engine=engine, max_sequences=8, kv_cache_mb=16, sampling=sampling)
+    return Generator(ModelConfig(path=str(directory)), settings, seed=0, max_context=CONTEXT, in_flight=in_flight,
+                     record_masks=True)
 
 
 def load_model(directory):

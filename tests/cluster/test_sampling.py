@@ -8,11 +8,17 @@ import pytest
 import torch
 
 from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.records import offsets_of
 from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine
+from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from tests.cluster.generators import EOS, KEYS, MANY, PROMPTS, VOCAB, load_model, make_generator
 from tests.models import make_tiny_llama
 
 STEM = {"max_tokens": 40}
+TRUNCATED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "min_tokens": 4, "stop_token_ids": [7, 300]}
+"""All that training allows, at once."""
+LONG_ENOUGH = {"min_tokens": 12, "stop_token_ids": list(range(2, 200))}
 TWO_WORDS = 6
 """A stop string of two words begins with this token of a response."""
 
@@ -32,7 +38,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generator(loop, directory):
-    it = make_generator(directory)
+    it = make_generator(directory, sampling=SamplingConfig(**STEM, **TRUNCATED))
     loop.run_until_complete(it.start())
     yield it
     loop.run_until_complete(it.stop())
@@ -80,8 +86,7 @@ def sampling_logprobs(model, rollout, i, sampling, end_tokens):
 
 @pytest.mark.parametrize("options", [
     {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.4}, {"min_tokens": 12},
-    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.9, "min_tokens": 4,
-     "stop_token_ids": [7, 300]},
+    {**TRUNCATED, "repetition_penalty": 0.9},
 ], ids=str)
 def test_tokens_come_from_the_distribution_that_is_asked_for(loop, generator, model, options):
     rollout, sampling = generated(loop, generator, MANY[:16], **options), SamplingConfig(**STEM, **options)
@@ -89,6 +94,36 @@ def test_tokens_come_from_the_distribution_that_is_asked_for(loop, generator, mo
         expected = sampling_logprobs(model, rollout, i, sampling, [EOS, *sampling.stop_token_ids])
         own = expected.gather(1, torch.tensor(response(rollout, i))[:, None])[:, 0].numpy()
         assert np.allclose(rollout.row(i, "logprobs")[rollout.row(i, "response_mask")], own, atol=1e-4)
+
+
+def assert_learners_follow(directory, loop, generator, options):
+    """A packed model, as learners and the reference have, gives the log-probabilities of what was sampled from."""
+    rollout = generated(loop, generator, MANY, **options)
+    scorer = ReferenceScorer(ModelConfig(path=str(directory)), 4096, options.get("temperature", 1.0))
+    scorer.start()
+    assert np.allclose(scorer.logprobs(rollout).values, rollout.logprobs, atol=1e-4)
+    unmasked = scorer.logprobs(replace(rollout, mask_sizes=None, mask_tokens=None))
+    assert not np.allclose(unmasked.values, rollout.logprobs, atol=1e-2), "the masks must matter"
+    return rollout
+
+
+def test_learners_follow_truncated_sampling(loop, generator, directory, model):
+    rollout = assert_learners_follow(directory, loop, generator, TRUNCATED)
+    sampling = SamplingConfig(**STEM, **TRUNCATED)
+    starts = offsets_of(np.abs(rollout.mask_sizes))
+    for i in range(6):
+        distributions = sampling_logprobs(model, rollout, i, sampling, [EOS, 7, 300])
+        places = np.flatnonzero(rollout.row(i, "response_mask")) + rollout.offsets[i]
+        for place, distribution in zip(places, distributions, strict=True):
+            mask = rollout.mask_tokens[starts[place] : starts[place + 1]]
+            assert set(mask) == set(torch.isfinite(distribution).nonzero()[:, 0].tolist())
+    assert (rollout.mask_sizes[~rollout.response_mask] == 0).all()
+
+
+def test_another_distribution_than_training_s_has_no_masks(loop, generator):
+    for other in ({}, {**TRUNCATED, "top_k": 5}, {**TRUNCATED, "stop_token_ids": [7]}):
+        assert generated(loop, generator, **other).mask_sizes is None
+    assert generated(loop, generator, **{**TRUNCATED, "max_tokens": 5, "stop": ["x"]}).mask_sizes is not None
 
 
 def test_stop_tokens_end_responses_and_none_before_min_tokens(loop, generator):
@@ -162,14 +197,24 @@ def test_a_stop_string_is_found_across_the_cut_of_a_continued_response(loop, gen
     assert response(rollout, 0) == response(whole, i)[:count] and rollout.finish_reasons == ["stop"]
 
 
+@pytest.fixture(scope="module")
+def asynchronous(loop, directory):
+    """A generator on the asynchronous engine, whose training has a minimum length and many end tokens."""
+    it = make_generator(directory, engine="async", sampling=SamplingConfig(**STEM, **LONG_ENOUGH))
+    loop.run_until_complete(it.start())
+    yield it
+    loop.run_until_complete(it.stop())
+
+
 @pytest.mark.slow
-def test_the_async_engine_ends_responses_at_the_same_tokens(loop, generator, directory):
+def test_the_async_engine_ends_responses_at_the_same_tokens(loop, generator, asynchronous):
     whole = generated(loop, generator)
     i = longest(whole)
-    other = make_generator(directory, engine="async")
-    loop.run_until_complete(other.start())
-    try:
-        rollout = generated(loop, other, stop=[words_in(whole, i)])
-    finally:
-        loop.run_until_complete(other.stop())
+    rollout = generated(loop, asynchronous, stop=[words_in(whole, i)])
     assert_ends_at_two_words(whole, rollout, i, words_in(whole, i))
+
+
+@pytest.mark.slow
+def test_learners_follow_a_minimum_length(loop, directory, asynchronous):
+    rollout = assert_learners_follow(directory, loop, asynchronous, LONG_ENOUGH)
+    assert set(rollout.mask_sizes[rollout.response_mask]) == {0, -199}

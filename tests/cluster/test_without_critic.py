@@ -1,5 +1,5 @@
-"""GRPO on vLLM's asynchronous engine: no critic is started, measured or saved, and a resumed run is the same run,
-running statistics included."""
+"""GRPO with truncated sampling on vLLM's asynchronous engine: learners follow what was sampled from; no critic is
+started, measured or saved; and a resumed run is the same run, running statistics included."""
 
 import json
 
@@ -10,6 +10,7 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from tests.cluster.conftest import SMALL
 from tests.cluster.resumed import CLOCKS, TRAFFIC, resumed_run, steps, whole_run, without
+from tests.cluster.tiny import RESPONSE_TOKENS
 
 pytestmark = pytest.mark.cluster
 ALGORITHM = {
@@ -18,8 +19,10 @@ ALGORITHM = {
 }
 
 
-SECTIONS = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM, "generator": {"workers": 1, "engine": "async"},
-            "critic": None}
+SAMPLING = {"max_tokens": RESPONSE_TOKENS, "temperature": 0.9, "top_k": 16, "min_p": 0.005, "min_tokens": 2,
+            "stop": ["w9 w"]}
+SECTIONS = {**SMALL, "run": {"steps": 3}, "algorithm": ALGORITHM, "critic": None,
+            "generator": {"workers": 1, "engine": "async", "sampling": SAMPLING}}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Rows and samples of records: their selection, concatenation, counting and files."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -80,7 +80,34 @@ def test_saved_records_keep_their_samples(tmp_path):
     loaded = load_records(path, Experience)
     for f in fields(Experience):
         ours, theirs = getattr(saved, f.name), getattr(loaded, f.name)
-        assert ours == theirs if f.name == "keys" else (ours.tobytes() == theirs.tobytes()), f.name
+        assert np.array_equal(ours, theirs) if ours is not None else theirs is None, f.name
+        assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None), f.name
     save_records(path, experience(KEYS[:2], **SPLIT))
     with pytest.raises(CheckpointError, match="keys has 2 entries instead of one per sample, 3"):
         load_records(path, Experience)
+
+
+# Each token's mask lists its position in the record: once for those that are kept, twice for one that is excluded.
+SIZES = np.where(MASK, 1, 0).astype(np.int32)
+SIZES[4] = -2
+MASKED = {"mask_sizes": SIZES, "mask_tokens": np.repeat(np.arange(len(MASK)), np.abs(SIZES)).astype(np.int32)}
+
+
+def masks_of(record):
+    return [part.tolist() for part in np.split(record.mask_tokens, np.cumsum(np.abs(record.mask_sizes))[:-1])]
+
+
+def test_selected_concatenated_and_saved_records_keep_each_token_s_mask(tmp_path):
+    whole = experience(**SPLIT, **MASKED)
+    chosen = whole.select([4, 1])
+    places = [*range(12, 15), *range(3, 8)]
+    assert masks_of(chosen) == [[place] * abs(SIZES[place]) for place in places]
+    assert chosen.mask_sizes.tolist() == SIZES[places].tolist()
+    assert masks_of(Experience.concat([chosen, whole])) == [*masks_of(chosen), *masks_of(whole)]
+    save_records(tmp_path / "e.npz", whole)
+    assert masks_of(load_records(tmp_path / "e.npz", Experience)) == masks_of(whole)
+    save_records(tmp_path / "e.npz", replace(whole, mask_tokens=whole.mask_tokens[1:]))
+    with pytest.raises(CheckpointError, match="mask_tokens has 9 entries instead of one per mask, 10"):
+        load_records(tmp_path / "e.npz", Experience)
+    with pytest.raises(ValueError, match="mask_sizes is present in some parts"):
+        Experience.concat([whole, experience(**SPLIT)])

@@ -51,6 +51,8 @@ class SampleRequest:
     """Tokens that end the response; the one sampled is part of the response."""
     sampled: int = 0
     """How many of the prompt's last tokens are the response's first, sampled by an earlier request."""
+    likeliest: int = 0
+    """How many of the most likely tokens are looked at for the sampling mask of each token; 0 returns no masks."""
 
     @property
     def min_tokens(self) -> int:
@@ -69,16 +71,18 @@ class Completion:
     """Version of the weights that sampled each token."""
     finish_reason: str
     """"stop" (a stop token or a stop string), "length" or "abort"."""
+    masks: tuple[NDArray[np.int32], ...] = ()
+    """Of each token, the tokens that it was sampled among; empty unless the request asks for them."""
 
     def first(self, count: int) -> Completion:
         """Its first tokens."""
         return replace(self, tokens=self.tokens[:count], logprobs=self.logprobs[:count],
-                       versions=self.versions[:count])
+                       versions=self.versions[:count], masks=self.masks[:count])
 
     def followed_by(self, rest: Completion) -> Completion:
         """With the tokens that were sampled after it."""
         return Completion(np.concatenate([self.tokens, rest.tokens]), np.concatenate([self.logprobs, rest.logprobs]),
-                          np.concatenate([self.versions, rest.versions]), rest.finish_reason)
+                          np.concatenate([self.versions, rest.versions]), rest.finish_reason, self.masks + rest.masks)
 
 
 class SamplingEngine(Protocol):

@@ -93,6 +93,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         max_num_batched_tokens=generation.prefill_tokens(settings.max_context),
         seed=settings.seed,
         logprobs_mode="processed_logprobs",
+        max_logprobs=-1,  # as many as a request asks for
         enforce_eager=on_cpu,
         enable_prefix_caching=not on_cpu,  # prompts on CPUs are shorter than a cache block (128 tokens)
         worker_extension_cls=WORKER_EXTENSION,
@@ -167,7 +168,7 @@ def sampling_parameters(request: SampleRequest) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         seed=request.seed,
         stop_token_ids=list(request.stop_tokens),
-        logprobs=0,
+        logprobs=request.likeliest,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
@@ -199,26 +200,34 @@ def completion_of(output: RequestOutput) -> Completion:
     """
     drawn: Any = output.outputs[0]
     tokens = np.asarray(drawn.token_ids, dtype=np.int32)
-    logprobs = _only_values(drawn.logprobs, len(tokens), output.request_id)
+    values, listed = _listed_logprobs(drawn.logprobs, len(tokens), output.request_id)
     versions = np.full(len(tokens), -1, dtype=np.int32)
     for span in drawn.weight_versions or ():
         versions[span.start : span.end] = int(span.version)
     if (versions < 0).any():
         raise WorkerError(f"vLLM returned no weight version for some of {len(tokens)} tokens of "
                           f"{output.request_id}; use the pinned version of vLLM")
-    return Completion(tokens, logprobs, versions, str(drawn.finish_reason))
+    masks = () if values.shape[1] == 1 else tuple(
+        row[kept] for row, kept in zip(listed[:, 1:], np.isfinite(values[:, 1:]), strict=True))
+    return Completion(tokens, values[:, 0], versions, str(drawn.finish_reason), masks)
 
 
 def prompt_logprobs_of(output: RequestOutput) -> NDArray[np.float32]:
     """`[L]` log-probabilities of the prompt's tokens, 0 for the first."""
     length = len(output.prompt_token_ids or ())
     flat: Any = output.prompt_logprobs
-    return np.concatenate([[0.0], _only_values(flat, length - 1, output.request_id)]).astype(np.float32)
+    values, _ = _listed_logprobs(flat, length - 1, output.request_id)
+    return np.concatenate([[0.0], values[:, 0]]).astype(np.float32)
 
 
-def _only_values(flat: FlatLogprobs | None, count: int, request_id: str) -> NDArray[np.float32]:
-    if flat is None or len(flat.logprobs) != count:
-        returned = None if flat is None else len(flat.logprobs)
+def _listed_logprobs(
+    flat: FlatLogprobs | None, count: int, request_id: str
+) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """`[count, 1 + k]` log-probabilities and tokens at `count` positions: the sampled one, then the k most likely."""
+    returned = 0 if flat is None else len(flat.logprobs)
+    if flat is None or (returned % count if count else returned) or returned < count:
         raise WorkerError(f"vLLM returned {returned} log-probabilities for {count} tokens of {request_id}; use the "
                           "pinned version of vLLM")
-    return np.asarray(flat.logprobs, dtype=np.float32)
+    shape = count, returned // count if count else 1
+    return (np.asarray(flat.logprobs, dtype=np.float32).reshape(shape),
+            np.asarray(flat.token_ids, dtype=np.int32).reshape(shape))

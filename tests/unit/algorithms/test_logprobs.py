@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_ray.algorithms import logprobs as module
-from rlhf_ray.algorithms.logprobs import entropy, token_logprobs
+from rlhf_ray.algorithms.logprobs import SamplingMask, entropy, masked_distributions, token_logprobs
 from rlhf_ray.errors import ConfigError
 
 NAN, INF = float("nan"), float("inf")
@@ -112,3 +112,57 @@ def test_int32_tokens_flat_batches_and_empty_batches():
 def test_temperature_must_be_positive(temperature):
     with pytest.raises(ConfigError, match=f"temperature={temperature}"):
         token_logprobs(random_logits(), TOKENS, temperature)
+
+
+LISTED = torch.tensor([[2, 0, -1], [1, -1, -1], [4, 2, 3]])
+PICKED = torch.tensor([0, 1, 3])
+"""Tokens that are in these lists."""
+OTHERS = torch.tensor([4, 3, 0])
+"""Tokens that are not."""
+
+
+def explicit(logits, tokens, possible):
+    """log p(y) = z_y - log sum over the possible tokens of exp z, row by row, and the entropies."""
+    logprobs, entropies = [], []
+    for row, token, allowed in zip(logits, tokens.tolist(), possible, strict=True):
+        total = sum(math.exp(row[v]) for v in allowed)
+        p = [math.exp(row[v]) / total for v in allowed]
+        logprobs.append(float(row[token]) - math.log(total))
+        entropies.append(-sum(x * math.log(x) for x in p))
+    return logprobs, entropies
+
+
+@pytest.mark.parametrize(("only", "tokens", "possible"), [
+    (True, PICKED, [{2, 0}, {1}, {4, 2, 3}]), (False, OTHERS, [{1, 3, 4}, {0, 2, 3, 4}, {0, 1}]),
+], ids=["only-listed", "all-but-listed"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_masked_distributions_are_those_over_what_is_possible(chunk, only, tokens, possible, temperature):
+    logits = random_logits(shape=(3, 5)).requires_grad_()
+    restricted, places = masked_distributions(logits, tokens, SamplingMask(LISTED, only))
+    logprobs = token_logprobs(restricted, places, temperature)
+    h = entropy(restricted / temperature)
+    expected = explicit((logits.detach() / temperature).tolist(), tokens, possible)
+    assert logprobs.tolist() == pytest.approx(expected[0]) and h.tolist() == pytest.approx(expected[1], abs=1e-12)
+    (2 * logprobs + h).sum().backward()
+    impossible = torch.tensor([[v not in allowed for v in range(5)] for allowed in possible])
+    assert (logits.grad[impossible] == 0).all(), "what cannot be sampled is not trained"
+    mine = logits.detach().clone().requires_grad_()
+    filled = (mine / temperature).masked_fill(impossible, -torch.inf).log_softmax(-1)
+    own = filled.gather(1, tokens[:, None])[:, 0] * 2 - (filled.exp() * filled.masked_fill(impossible, 0)).sum(-1)
+    own.sum().backward()
+    torch.testing.assert_close(logits.grad, mine.grad)
+
+
+def test_a_mask_that_lists_nothing_to_leave_out_changes_nothing():
+    logits, nothing = random_logits(shape=(3, 5)), torch.full((3, 2), -1)
+    same, tokens = masked_distributions(logits, PICKED, SamplingMask(nothing, only=False))
+    assert same is logits and tokens is PICKED
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_masks_are_cut_and_filled_up_as_their_tokens_are(only):
+    mask = SamplingMask(LISTED, only)
+    assert [part.listed.tolist() for part in mask.split(2)] == [LISTED[:2].tolist(), LISTED[2:].tolist()]
+    filled = masked_distributions(random_logits(shape=(5, 5)), torch.cat([PICKED, torch.zeros(2, dtype=torch.long)]),
+                                  mask.padded(2))
+    assert entropy(filled[0])[3:].tolist() == ([0, 0] if only else entropy(random_logits(shape=(5, 5)))[3:].tolist())

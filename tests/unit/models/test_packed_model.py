@@ -5,12 +5,14 @@ import weakref
 import pytest
 import torch
 
+from rlhf_ray.algorithms.logprobs import SamplingMask
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.models import packed_model
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import (
     Chunks,
+    PackedActorCritic,
     PackedLanguageModel,
     PackedScalarModel,
     last_token_scores,
@@ -18,6 +20,7 @@ from rlhf_ray.models.packed_model import (
 )
 from rlhf_ray.models.packing import Packing
 
+VOCABULARY = 48
 PREDICTED = torch.tensor([1, 2, 4, 7, 9, 14, 16, 17])  # rows start at 0, 5, 6 and 15
 
 
@@ -45,8 +48,8 @@ def test_the_entropy_is_exact_at_the_temperature(causal_lm, tokens, packing, tem
     torch.testing.assert_close(entropy, expected, atol=1e-5, rtol=0)
 
 
-def answers_and_gradients(model, tokens, packing, chunks, entropy):
-    logprobs, entropies = PackedLanguageModel(model, 0.7, chunks)(tokens, packing, PREDICTED, entropy)
+def answers_and_gradients(model, tokens, packing, chunks, entropy, mask=None):
+    logprobs, entropies = PackedLanguageModel(model, 0.7, chunks)(tokens, packing, PREDICTED, entropy, mask=mask)
     weights = torch.linspace(-1, 2, len(logprobs), dtype=logprobs.dtype)
     total = (logprobs * weights).sum() + (entropies.square().sum() if entropy else 0)
     total.backward()
@@ -59,6 +62,38 @@ def answers_and_gradients(model, tokens, packing, chunks, entropy):
 def test_chunks_change_no_answer_and_no_gradient(causal_lm, tokens, packing, chunks, tied, entropy):
     whole = answers_and_gradients(causal_lm(tied, dtype=torch.float64), tokens, packing, Chunks(), entropy)
     pieces = answers_and_gradients(causal_lm(tied, dtype=torch.float64), tokens, packing, chunks, entropy)
+    for name, expected in whole.items():
+        torch.testing.assert_close(pieces[name], expected, atol=1e-12, rtol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def masks(tokens, only):
+    """Half of the vocabulary is possible, the sampled tokens among it; for the last token all but one."""
+    possible = torch.rand((len(PREDICTED), VOCABULARY), generator=torch.Generator().manual_seed(4)) < 0.5
+    possible[-1, 1:] = True
+    possible[torch.arange(len(PREDICTED)), tokens[PREDICTED]] = True
+    places = (possible if only else ~possible).nonzero().tolist()
+    rows = [[v for r, v in places if r == row] for row in range(len(PREDICTED))]
+    listed = torch.tensor([row + [-1] * (VOCABULARY - len(row)) for row in rows])
+    return possible, SamplingMask(listed, only)
+
+
+@pytest.mark.parametrize("only", [True, False])
+@pytest.mark.parametrize("chunks", [Chunks(), Chunks(3 * 48 + 1)], ids=str)
+@pytest.mark.parametrize("module", [PackedLanguageModel, PackedActorCritic])
+def test_masks_leave_only_possible_tokens(causal_lm, tokens, packing, chunks, only, module):
+    possible, mask = masks(tokens, only)
+    logits = reference_logits(causal_lm(attention="sdpa"), tokens, packing)[PREDICTED - 1] / 0.7
+    distribution = torch.distributions.Categorical(logits=logits.masked_fill(~possible, -1e9))
+    logprobs, entropies = module(causal_lm(), 0.7, chunks)(tokens, packing, PREDICTED, True, mask=mask)[:2]
+    torch.testing.assert_close(logprobs, distribution.log_prob(tokens[PREDICTED]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropies, distribution.entropy(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_chunks_change_no_gradient_of_masked_distributions(causal_lm, tokens, packing, only):
+    _, mask = masks(tokens, only)
+    whole, pieces = (answers_and_gradients(causal_lm(dtype=torch.float64), tokens, packing, chunks, True, mask)
+                     for chunks in (Chunks(), Chunks(3 * 48 + 1)))
     for name, expected in whole.items():
         torch.testing.assert_close(pieces[name], expected, atol=1e-12, rtol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
 

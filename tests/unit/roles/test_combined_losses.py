@@ -156,7 +156,8 @@ def test_the_text_s_loss_is_added_with_its_coefficient(modules):
 def test_the_critic_s_loss_is_added_per_token_with_its_coefficient(modules, aggregate):
     module, part, meter = modules[ActorCriticLearner], batch(), AverageMeter()
     both = total(learner(ActorCriticLearner, module, aggregate=aggregate), part, meter)
-    policy = total(learner(PolicyLearner, lambda *args: module(*args)[:2], aggregate=aggregate), part).detach()
+    alone = learner(PolicyLearner, lambda *args, mask: module(*args, mask=mask)[:2], aggregate=aggregate)
+    policy = total(alone, part).detach()
     micro = MicroBatch(part, "cpu")
     values = module(micro.tokens, micro.packing, micro.predicted)[2].detach().numpy()
     mask = part.response_mask

@@ -44,7 +44,7 @@ class Engine:
     kind = "stand-in"
 
     def __init__(self):
-        self.calls, self.requests, self.broken = [], [], None
+        self.calls, self.requests, self.broken, self.masks = [], [], None, ()
 
     def __getattr__(self, name):
         async def call(*arguments):
@@ -61,7 +61,7 @@ class Engine:
             raise self.broken
         self.requests.append(list(requests))
         return [Completion(np.array([r.prompt[-1], 1], np.int32), np.array([-0.5, -0.25], np.float32),
-                           np.array([3, 4], np.int32), "stop") for r in requests]
+                           np.array([3, 4], np.int32), "stop", self.masks) for r in requests]
 
     async def score(self, rows):
         return [np.arange(len(row), dtype=np.float32) for row in rows]
@@ -149,6 +149,45 @@ def test_each_key_gets_its_prompt_its_seed_and_the_room_that_is_left(generator, 
     assert rollout.logprobs.dtype == np.float32
     assert rollout.seeds.tolist() == [r.seed for r in requests] and rollout.seeds.dtype == np.int64
     assert rollout.finish_reasons == ["stop", "stop"]
+
+
+def masked(engine, policy_model, sampling, masks, asked=None, record=True):
+    """The rollout of two prompts, and the one request's settings; the engine returns these masks of its two tokens."""
+    engine.masks = tuple(np.array(mask, np.int32) for mask in masks)
+    it = Generator(policy_model, GenerationConfig(sampling=sampling), 5, 8, record_masks=record)
+    asyncio.run(it.start())
+    keys = [SampleKey(0, 1, 0), SampleKey(0, 0, 0)]
+    return asyncio.run(it.generate(prompts([2, 3], [4]), keys, 9, asked)), engine.requests[-1][0]
+
+
+def test_kept_tokens_are_recorded_for_learners_token_by_token(engine, policy_model):
+    rollout, request = masked(engine, policy_model, SamplingConfig(top_k=3), [[4, 1], [1, 9, 7]])
+    assert request.likeliest == 6
+    assert rollout.mask_sizes.tolist() == [0, 2, 3, 0, 0, 2, 3] and rollout.mask_sizes.dtype == np.int32
+    assert rollout.mask_tokens.tolist() == [4, 1, 1, 9, 7, 4, 1, 1, 9, 7] and rollout.mask_tokens.dtype == np.int32
+
+
+def test_end_tokens_are_recorded_as_impossible_before_the_minimum_length(engine, policy_model):
+    rollout, request = masked(engine, policy_model, SamplingConfig(min_tokens=1, stop_token_ids=[7]), [])
+    assert request.likeliest == 0 and request.stop_tokens == [1, 7]
+    assert rollout.mask_sizes.tolist() == [0, -2, 0, 0, 0, -2, 0] and rollout.mask_tokens.tolist() == [1, 7, 1, 7]
+
+
+@pytest.mark.parametrize(("asked", "record"), [
+    (SamplingConfig(top_k=4), True), (SamplingConfig(), True), (None, False),
+    (SamplingConfig(top_k=3, stop=["x"], max_tokens=2), None)])
+def test_only_training_s_own_distribution_is_recorded(engine, policy_model, asked, record):
+    rollout, request = masked(engine, policy_model, SamplingConfig(top_k=3), [[4], [1]] if record is None else [],
+                              asked, record is not False)
+    assert (rollout.mask_sizes is not None) == (record is None) == (request.likeliest == 6)
+
+
+def test_more_equally_likely_tokens_than_were_returned_are_refused(engine, policy_model):
+    with pytest.raises(ModelError, match=r"top_k=1 .* at least 2.* set top_k to 0"):
+        masked(engine, policy_model, SamplingConfig(top_k=1), [[4, 1], [1]])
+    everything = range(VOCABULARY)
+    rollout, request = masked(engine, policy_model, SamplingConfig(top_k=VOCABULARY), [everything, everything])
+    assert request.likeliest == VOCABULARY and len(rollout.mask_tokens) == 4 * VOCABULARY
 
 
 def test_another_sampling_takes_the_place_of_the_configured_one(generator, engine):

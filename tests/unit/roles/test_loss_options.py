@@ -105,7 +105,7 @@ def batch():
                  returns=whole(RETURNS))
 
 
-def forward(tokens, packing, predicted, exact_entropy):
+def forward(tokens, packing, predicted, exact_entropy, mask=None):
     """What a language model answers; entropies where they are asked for alone."""
     return torch.tensor(NEW), torch.tensor(ENTROPY) if exact_entropy else None
 
@@ -130,7 +130,7 @@ def loss_of_critic(a):
 
 def loss_of_both(a):
     learner = policy_learner(ActorCriticLearner, a)
-    learner.engine.forward = lambda *asked: (*forward(*asked), torch.tensor(VALUES))
+    learner.engine.forward = lambda *asked, mask: (*forward(*asked, mask), torch.tensor(VALUES))
     return float(learner.share(batch(), batch(), True, AverageMeter()))
 
 

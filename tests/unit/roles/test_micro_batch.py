@@ -1,5 +1,7 @@
 """Rows as tensors, and the plans that share a record out among ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,24 @@ def test_response_tokens_by_hand(rollout):
     assert micro.packing.lengths.tolist() == [5, 3, 6]
     assert micro.tokens.tolist() == rollout.tokens.tolist() and micro.tokens.dtype == torch.int64
     assert micro.mask.int().tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(("sizes", "listed", "only"), [
+    ([1, 2, 1, 1, 1, 1, 2, 1], [[0, -1], [1, 2], [3, -1], [4, -1], [5, -1], [6, -1], [7, 8], [9, -1]], True),
+    ([-2, 0, 0, -2, 0, -2, 0, 0], [[0, 1], [-1, -1], [-1, -1], [2, 3], [-1, -1], [4, 5], [-1, -1], [-1, -1]], False),
+])
+def test_sampling_masks_by_hand(rollout, sizes, listed, only):
+    per_token = np.zeros(len(rollout.tokens), np.int32)
+    per_token[rollout.response_mask] = sizes
+    tokens = np.arange(sum(map(abs, sizes)), dtype=np.int32)
+    mask = MicroBatch(replace(rollout, mask_sizes=per_token, mask_tokens=tokens), "cpu").sampling_mask
+    assert mask.listed.tolist() == listed and mask.only is only
+
+
+def test_without_masks_and_where_none_lists_a_token_there_is_none(rollout):
+    assert MicroBatch(rollout, "cpu").sampling_mask is None
+    nothing = replace(rollout, mask_sizes=np.zeros(len(rollout.tokens), np.int32), mask_tokens=np.zeros(0, np.int32))
+    assert MicroBatch(nothing, "cpu").sampling_mask is None
 
 
 def test_grids_hold_the_response_side_by_side_without_its_gaps(rollout):

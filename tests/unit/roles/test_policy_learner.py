@@ -43,7 +43,7 @@ def loss_of():
         learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(**changes), 1.0,
                                 source)
         new = torch.tensor(NEW, requires_grad=True)
-        learner.engine = SimpleNamespace(device="cpu", forward=lambda *_: (new, None))
+        learner.engine = SimpleNamespace(device="cpu", forward=lambda *_, **__: (new, None))
         learner.kl_coef = kl_coef
         loss, stats = learner.loss(part)
         loss.backward()
@@ -121,7 +121,7 @@ def test_each_update_weighs_the_penalty_by_the_coefficient_it_is_given():
         losses.append(sum(float(part) for part in parts))
         return StepResult(applied=True, grad_norm=1.0, learning_rate=0.1)
 
-    def forward(tokens, packing, predicted, exact_entropy):
+    def forward(tokens, packing, predicted, exact_entropy, mask):
         return torch.from_numpy(column(NEW))[tokens[predicted]], None  # tokens are numbered through
 
     learner.engine = SimpleNamespace(device="cpu", step=step, forward=forward, count_update=lambda _: None)

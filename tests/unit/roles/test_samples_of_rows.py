@@ -119,7 +119,7 @@ def test_losses_by_sequence_weigh_samples_equally(segments, policy_model):
     algorithm = AlgorithmConfig(aggregate="sequence")
     learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, algorithm, 1.0, "update")
     learner.engine = SimpleNamespace(
-        device="cpu", forward=lambda tokens, packing, predicted, _: (tokens[predicted] / 10, None))
+        device="cpu", forward=lambda tokens, packing, predicted, _, mask: (tokens[predicted] / 10, None))
     means = [batch.row(i, "advantages")[batch.row(i, "response_mask")].mean() for i in range(5)]
     # The log-probabilities are those of before the update, so that all ratios are 1.
     expected = -(0.4 * means[0] + 0.6 * means[1] + means[2] + 0.25 * means[3] + 0.75 * means[4]) / 3
