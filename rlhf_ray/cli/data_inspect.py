@@ -73,7 +73,8 @@ def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     from rlhf_ray.data.load_report import RowErrors
     from rlhf_ray.data.row_readers import stream_rows
 
-    rows = stream_rows(path, RowErrors(lenient=True), given.get("split") or "train", None, given.get("subset"))
+    rows = stream_rows(path, RowErrors(lenient=True), given.get("split") or "train", None, given.get("subset"),
+                       given.get("revision"))
     first = next((block.records[0] for block in rows if len(block)), None)
     if first is None:
         raise DataError(f"{path}: no row can be read; add --kind to see what is wrong with them")

@@ -42,7 +42,7 @@ def _print_row_errors(found: Inspection, console: Console) -> None:
         if (more := found.row_errors.count - len(found.row_errors.first)) > 0:
             console.print(Text(f"  and {more:,} more"))
     for reason, left_out in found.report.left_out.items():
-        console.print(Text(f"left out: {left_out.count:,} {reason} ({left_out.named(20)})"))
+        console.print(Text(f"left out: {left_out.count:,} {reason} ({left_out.named(20, found.report.source)})"))
 
 
 def _print_lengths(lengths: NDArray[np.int64], console: Console) -> None:

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhf_ray.config.data import DataSection, MixedSource
 from rlhf_ray.config.section import Section
 
 Estimator = Literal["gae", "reinforce", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"]
@@ -148,18 +149,24 @@ class AlgorithmConfig(Section):
         return self
 
 
-class PtxConfig(Section):
+class TextsSource(MixedSource):
+    """Pretraining text of a mix."""
+
+    column: str | None = None
+    """Column that holds the text."""
+
+
+class PtxConfig(DataSection):
     """PPO-ptx (Ouyang et al. 2022, eq. 2): a language-modelling loss on pretraining text is added to the policy's loss
     in every optimizer step, against forgetting."""
 
-    path: str
-    """jsonl, parquet or csv file, or a Hub data set name."""
-    split: str = "train"
-    """Split of a Hub data set."""
+    SECTION = "ptx"
+    COLUMNS = ("column",)
+
+    mix: list[TextsSource] = Field(default_factory=list)
+    """Several data sets in place of `path`, visited in turns that follow their weights."""
     column: str = "text"
     """Column that holds the text."""
-    limit: int | None = Field(None, ge=1)
-    """Use the first texts only."""
     max_tokens: int = Field(512, ge=2)
     """Longer texts are cut into rows of this many tokens; nothing is left out."""
     batch_size: int = Field(32, ge=1)

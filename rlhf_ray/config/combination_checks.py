@@ -116,11 +116,12 @@ def check_groups(config: PPOConfig) -> None:
 def check_held_out(config: PPOConfig) -> None:
     """An evaluation has prompts, and prompts are held out for an evaluation only."""
     evaluation, share = config.evaluation, config.prompts.held_out
-    if evaluation and evaluation.prompts is None and not share:
+    if evaluation and not evaluation.has_data and not share:
         raise ValueError("evaluation.prompts is empty and prompts.held_out=0, so the evaluation has no prompts; "
                          "set evaluation.prompts, or prompts.held_out (0.01 to 0.1 are usual)")
-    if share and (evaluation is None or evaluation.prompts is not None):
+    if share and (evaluation is None or evaluation.has_data):
         fix = ("add one, e.g. evaluation.every=10" if evaluation is None else
+               f"it uses evaluation.mix={evaluation.mix}; leave that empty" if evaluation.mix else
                f"it uses evaluation.prompts={evaluation.prompts!r}; leave that empty")
         raise ValueError(f"prompts.held_out={share:g} holds out prompts for an "
                          f"evaluation that does not use them: {fix}, or set prompts.held_out=0")

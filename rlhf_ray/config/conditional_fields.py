@@ -76,8 +76,8 @@ _EVERY_STAGE = (
         ("*.optimizer.min_ratio",), lambda _, optimizer: optimizer.decay != "constant",
         "with optimizer.decay=constant the learning rate does not fall", "set decay to linear or cosine"),
     ConditionalFields(
-        tuple(f"{section}.{name}" for section in ("data", "prompts", "ptx", "data.mix.*", "prompts.mix.*")
-              for name in ("split", "subset")), _beyond_files, "the rows come from files"),
+        tuple(f"{section}.{name}" for section in ("data", "prompts", "ptx", "*.mix.*")
+              for name in ("split", "subset", "revision")), _beyond_files, "the rows come from files"),
     ConditionalFields(
         ("learner.zero_stage", "policy.zero_stage", "critic.zero_stage"),
         lambda _, learner: learner.zero_stage != 2 or learner.workers > 1 or learner.offload_optimizer,
@@ -179,11 +179,13 @@ _PPO = (
         ("rewards.*.answer",), lambda _, reward: not isinstance(reward, RegexReward) or reward.group is not None,
         "group is empty, so a match is sufficient", "set group"),
     ConditionalFields(
-        ("evaluation.split", "evaluation.column"), lambda _, evaluation: evaluation.prompts is not None,
-        "evaluation.prompts is empty, so the rows are those of prompts.held_out", "set evaluation.prompts"),
+        ("evaluation.split", "evaluation.subset", "evaluation.revision", "evaluation.column"),
+        lambda _, evaluation: evaluation.has_data,
+        "evaluation.prompts and mix are empty, so the rows are those of prompts.held_out", "set evaluation.prompts"),
     ConditionalFields(
-        ("evaluation.split",), lambda _, evaluation: not is_file_of_rows(evaluation.prompts),
-        "the rows come from a file"),
+        ("evaluation.split", "evaluation.subset", "evaluation.revision"),
+        lambda config, _: _beyond_files(config, derive(config).evaluation_prompts), "the rows come from files"),
+    ConditionalFields(("evaluation.mix.*.weight",), _never, "every prompt of each data set is evaluated once"),
     ConditionalFields(
         ("evaluation.solved_at",),
         lambda config, _: any(isinstance(r, FunctionReward | HTTPReward) for r in config.rewards.values()),

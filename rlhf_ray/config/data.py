@@ -27,6 +27,8 @@ class MixedSource(Section):
     """File, pattern, saved directory or Hub data set name."""
     subset: str | None = None
     """Subset (configuration) of a Hub data set."""
+    revision: str | None = None
+    """Revision of a Hub data set (branch, tag or commit)."""
     split: str | None = None
     """Split of a Hub data set."""
     limit: int | None = Field(None, ge=1)
@@ -48,14 +50,12 @@ class DataSection(Section):
     name; or use `mix`."""
     subset: str | None = None
     """Subset (configuration) of a Hub data set."""
+    revision: str | None = None
+    """Revision of a Hub data set (branch, tag or commit); the newest if empty."""
     split: str = "train"
     """Split of a Hub data set."""
     limit: int | None = Field(None, ge=1)
     """Use only the first rows (of each data set of a mix)."""
-    system: str | None = None
-    """System message to prepend to chat messages without one."""
-    as_chat: bool = False
-    """Treat a prompt given as text as a user message, so that the chat template is applied to it."""
 
     @property
     def sources(self) -> Sequence[MixedSource]:
@@ -98,6 +98,15 @@ class DataSection(Section):
         return self
 
 
+class ChatSection(DataSection):
+    """Fields of sections whose prompts may be chat messages."""
+
+    system: str | None = None
+    """System message to prepend to chat messages without one."""
+    as_chat: bool = False
+    """Treat a prompt given as text as a user message, so that the chat template is applied to it."""
+
+
 class PromptsSource(MixedSource):
     """Prompts of a mix."""
 
@@ -105,7 +114,7 @@ class PromptsSource(MixedSource):
     """Column that holds the prompt."""
 
 
-class PromptsConfig(DataSection):
+class PromptsConfig(ChatSection):
     """Prompts that rollouts start from."""
 
     SECTION = "prompts"
@@ -143,7 +152,7 @@ class DemonstrationsSource(MixedSource):
     """Column with whole conversations."""
 
 
-class DemonstrationsConfig(DataSection):
+class DemonstrationsConfig(ChatSection):
     """Texts to imitate: whole texts, or prompts with responses, or conversations."""
 
     COLUMNS = ("text", "prompt", "response", "messages")
@@ -183,7 +192,7 @@ class ProcessRowsSource(MixedSource):
     """Column with a label for each step."""
 
 
-class ProcessRowsConfig(DataSection):
+class ProcessRowsConfig(ChatSection):
     """Solutions in steps, each step labelled."""
 
     COLUMNS = ("prompt", "steps", "labels")
@@ -216,7 +225,7 @@ class PreferencesSource(MixedSource):
     """Column with the margin."""
 
 
-class PreferencesConfig(DataSection):
+class PreferencesConfig(ChatSection):
     """Pairs of responses, one of them preferred."""
 
     COLUMNS = ("prompt", "chosen", "rejected", "margin")

@@ -179,10 +179,11 @@ def meet_on_every_gpu(config: PPOConfig) -> bool:
 
 
 def _evaluation_prompts(config: PPOConfig) -> PromptsConfig | None:
-    if config.evaluation is None or config.evaluation.prompts is None:
+    if config.evaluation is None or not config.evaluation.has_data:
         return None
     return EvaluationPrompts(**dict(config.prompts) | {
-        "path": config.evaluation.prompts, "mix": [], "subset": None, "split": config.evaluation.split,
+        "path": config.evaluation.prompts, "mix": config.evaluation.mix, "subset": config.evaluation.subset,
+        "revision": config.evaluation.revision, "split": config.evaluation.split,
         "column": config.evaluation.column, "limit": config.evaluation.limit, "held_out": 0.0,
     })
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlhf_ray.config.data import PromptsSource
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.section import Section
 
@@ -89,13 +90,20 @@ class EvaluationConfig(Section):
     """Evaluates the policy on held-out prompts, with the same seeds every time."""
 
     prompts: str | None = None
-    """jsonl, parquet or csv file, or a Hub data set name; the rows of `prompts.held_out` if empty."""
+    """jsonl, parquet or csv file, or a Hub data set name; the rows of `prompts.held_out` if this and `mix` are
+    empty."""
+    mix: list[PromptsSource] = Field(default_factory=list)
+    """Several data sets in place of `prompts`; every row of each is used once."""
+    subset: str | None = None
+    """Subset (configuration) of a Hub data set."""
+    revision: str | None = None
+    """Revision of a Hub data set (branch, tag or commit); the newest if empty."""
     split: str = "train"
     """Split of a Hub data set; use one that training does not read."""
     column: str = "prompt"
     """Column that holds the prompt."""
     limit: int | None = Field(512, ge=1)
-    """Use only the first rows."""
+    """Use only the first rows (of each data set of a mix)."""
     every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
     seed: int = Field(12345, ge=0, lt=2**31)
@@ -108,6 +116,17 @@ class EvaluationConfig(Section):
     solved_at: float | None = None
     """Minimum score at which a response counts as solved, for pass@k of function and HTTP rewards. Verifiable rewards
     use their `right` score."""
+
+    @property
+    def has_data(self) -> bool:
+        """Whether it names data of its own; otherwise its prompts are held out of training."""
+        return self.prompts is not None or bool(self.mix)
+
+    @model_validator(mode="after")
+    def _prompts_or_mix(self) -> Self:
+        if self.prompts is not None and self.mix:
+            raise ValueError(f"prompts={self.prompts!r} and mix are both set; keep one")
+        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.health_monitor import Ready
+from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.data.load_report import LeftOutRows
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.data_readers import HELD_OUT
 
@@ -35,6 +37,10 @@ class PromptSource:
     """Rows of each of its data sets; rows are numbered from 0 over all of them."""
     reports: list[str]
     """Load report of each."""
+    contents: Contents = field(default_factory=list)
+    """Digest of the rows of each."""
+    left_out: LeftOutRows = field(default_factory=list)
+    """Rows of the data sets that were left out."""
     held_out: "PromptSource | None" = None
     """The held-out rows of this table, if any."""
 
@@ -51,8 +57,11 @@ class PromptSource:
             DataError, ModelError: it cannot be read; see `data.prompt_table.open_prompts`.
         """
         _, table_info = await reader.call_and_get(0, "open", table, config)
-        held_out = cls(reader, HELD_OUT, [table_info["held_out"]], []) if table_info["held_out"] else None
-        return cls(reader, table, table_info["sizes"], table_info["reports"], held_out)
+        held_out = None
+        if table_info["held_out"]:
+            held_out = cls(reader, HELD_OUT, [table_info["held_out"]], [], table_info["contents"])
+        return cls(reader, table, table_info["sizes"], table_info["reports"], table_info["contents"],
+                   table_info["left_out"], held_out)
 
     def first_held_out(self, limit: int | None) -> "PromptSource | None":
         """The held-out rows of this table, or the first `limit` of them."""
@@ -69,11 +78,18 @@ class PromptSource:
         return (await self.reader.call("rows", list(dict.fromkeys(rows)), self.table)).ref
 
 
-def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig]) -> Ready:
-    """A callback that opens the tables again in a restarted reader, with the same row numbers."""
+def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig], began: Mapping[str, Contents]) -> Ready:
+    """A callback that opens the tables again in a restarted reader, with the same rows under the same numbers. It
+    raises CheckpointError if a data set has changed since.
+
+    Args:
+        began: contents of each table when it was first opened; tables that were not opened yet are missing.
+    """
     async def ready(rank: int, readmit: Callable[[], None]) -> str:
         for table, config in tables.items():
-            await reader.call(rank, "open", table, config).value()
+            opened = await reader.call(rank, "open", table, config).value()
+            if table in began:
+                check_contents(began[table], opened["contents"])
         readmit()
         return "its tables read again"
 

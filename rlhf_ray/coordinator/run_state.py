@@ -15,6 +15,7 @@ from rlhf_ray.config.training_loop import EarlyStopConfig
 from rlhf_ray.coordinator.best_checkpoint import BestSoFar
 from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.early_stop import EarlyStop
+from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 from rlhf_ray.replay.buffer_state import Reservation
@@ -47,6 +48,8 @@ class RunState:
     """The best evaluation so far."""
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
     """Metrics of the last steps, to stop a run that diverges."""
+    held_out: Contents = field(default_factory=list)
+    """Digest of each data set of the evaluation's prompts."""
     chunks: dict[int, Chunk] = field(default_factory=dict)
     """Admitted chunks that are not committed yet, by admission number."""
     returned: list[SampleKey] = field(default_factory=list)
@@ -72,6 +75,7 @@ class RunState:
             "best": self.best.state_dict(),
             "early_stop": self.early_stop.state_dict(),
             "cursor": self.cursor.state_dict(),
+            "held_out": self.held_out,
             "in_flight": [[order, _plain(chunk.keys)] for order, chunk in self.chunks.items()],
             "returned": _plain(self.returned),
         }
@@ -86,6 +90,9 @@ class RunState:
             CheckpointError: the state is incomplete, or as `PromptCursor.load_state_dict`.
         """
         check_complete(state, self.state_dict(), "the checkpoint's state of the run")
+        former = dict(state["held_out"])  # of an evaluation that is kept; others may be configured anew
+        same = [part for part in self.held_out if part[0] in former]
+        check_contents([[name, former[name]] for name, _ in same], same)
         self.cursor.load_state_dict(state["cursor"])
         self.kl.load_state_dict(state["kl"])
         self.scores.load_state_dict(state["scores"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.errors import CheckpointError, DataError
 
 
@@ -22,11 +23,13 @@ class PromptCursor:
     is computed when its epoch begins, 8 bytes a row. Also used for supervised batches.
     """
 
-    def __init__(self, rows: int | Sequence[int], seed: int, shuffle: bool, weights: Sequence[float] = (1.0,)):
+    def __init__(self, rows: int | Sequence[int], seed: int, shuffle: bool, weights: Sequence[float] = (1.0,),
+                 contents: Contents | None = None):
         """
         Args:
             rows: rows of the data set, or of each source.
             weights: of each source.
+            contents: digests of the data sets, which a resumed run must have too.
 
         Raises:
             DataError: no rows.
@@ -36,6 +39,7 @@ class PromptCursor:
             raise DataError(f"cannot visit {self._rows[0] if len(self._rows) == 1 else self._rows} rows; at least one "
                             f"is needed of each of {len(weights)} sources")
         self._seed, self._shuffle, self._weights = seed, shuffle, list(weights)
+        self._contents = contents or []
         self._first = np.concatenate([[0], np.cumsum(self._rows)])
         self._turns = Interleaving(self._weights)
         self._visited = [0] * len(self._rows)
@@ -63,19 +67,20 @@ class PromptCursor:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; plain numbers."""
         return {"rows": self._rows, "weights": self._weights, "seed": self._seed, "shuffle": self._shuffle,
-                "visited": list(self._visited)}
+                "visited": list(self._visited), "contents": self._contents}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`.
 
         Raises:
-            CheckpointError: the state is of other data set sizes, weights, seed or order, or damaged.
+            CheckpointError: the state is of other data (rows, number, weights), seed or order, or damaged.
         """
         mine = self.state_dict()
         if state.keys() != mine.keys():
             raise CheckpointError(f"a data cursor's state has {sorted(mine)}, the checkpoint's has {sorted(state)}: "
                                   "another version of this package wrote it. Resume with that version, or start a new "
                                   "run")
+        check_contents(state["contents"], self._contents)
         for name in ("rows", "weights", "seed", "shuffle"):
             if state[name] != mine[name]:
                 raise CheckpointError(

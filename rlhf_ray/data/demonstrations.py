@@ -104,17 +104,20 @@ class TextsConfig(DemonstrationsConfig):
         return {self.text: "ptx.column"}
 
 
-def load_pretraining_text(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequences, str]:
-    """Pretraining texts in file order, each ended by the end-of-sequence token and cut into rows; and a report.
+def load_pretraining_text(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequences, LoadReport]:
+    """Pretraining texts of one data set in file order, each ended by the end-of-sequence token and cut into rows; and a
+    report.
+
+    Args:
+        config: a section that is not a mix.
 
     Raises:
         DataError, ModelError: as `load_demonstrations`.
     """
     texts, report = load_demonstrations(
-        TextsConfig(path=config.path, split=config.split, text=config.column, limit=config.limit,
-                             max_tokens=NO_LIMIT), tokenizer)
-    rows = cut_rows(texts, config.max_tokens)
-    return rows, f"{report}, as {len(rows)} rows of at most {config.max_tokens} tokens"
+        TextsConfig(path=config.path, subset=config.subset, revision=config.revision, split=config.split,
+                    text=config.column, limit=config.limit, max_tokens=NO_LIMIT), tokenizer)
+    return cut_rows(texts, config.max_tokens), report
 
 
 def cut_rows(sequences: Sequences, longest: int) -> Sequences:

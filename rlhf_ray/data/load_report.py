@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -10,30 +12,33 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.data.contents import Contents, RowDigest
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import DataError, RLHFError
 
 NAMED_LINES = 5
 """Line numbers in the text of a report, per reason."""
-REMEMBERED_LINES = 100
-"""Line numbers kept per reason; the others are counted, so that a report of millions of rows stays small."""
+LeftOutRows = list[tuple[str, str, "array[int]"]]
+"""(source, reason, line numbers) of all rows that were left out."""
 
 
 @dataclass
 class LeftOut:
     """Rows left out for one reason."""
 
-    count: int = 0
-    lines: list[int | str] = field(default_factory=list)
-    """Line numbers of the first of them, in file order; "file:line" where a data set has several files."""
+    lines: dict[str, array[int]] = field(default_factory=dict)
+    """Source -> line numbers, in file order; 8 bytes a row."""
 
-    def __str__(self) -> str:
-        return self.named(NAMED_LINES)
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return sum(map(len, self.lines.values()))
 
-    def named(self, most: int) -> str:
-        """Their first lines in words."""
-        named = ", ".join(map(str, self.lines[:most])) + (", ..." if self.count > most else "")
-        return f"line{'s' if self.count > 1 else ''} {named}"
+    def named(self, most: int, home: str) -> str:
+        """Their first lines in words, with the file unless it is `home`."""
+        places = [f"{'' if source == home else Path(source).name + ':'}{line}" for source, lines in self.lines.items()
+                  for line in lines[:most]][:most]
+        return f"line{'s' if self.count > 1 else ''} {', '.join(places)}" + (", ..." if self.count > most else "")
 
 
 @dataclass
@@ -47,11 +52,14 @@ class LoadReport:
     """By reason, in the order in which reasons were first met. Reasons that left nothing out are absent."""
     held_out: int = 0
     """Of those kept, how many are not trained on."""
+    digest: RowDigest = field(default_factory=RowDigest, repr=False, compare=False)
+    """Of all rows read."""
 
     def __str__(self) -> str:
         held_out = f", {self.held_out} of them held out" if self.held_out else ""
         parts = [f"{self.source}: {self.kept} of {self.rows} rows used{held_out}"]
-        parts += [f"{left_out.count} left out: {reason} ({left_out})" for reason, left_out in self.left_out.items()]
+        parts += [f"{left_out.count} left out: {reason} ({left_out.named(NAMED_LINES, self.source)})"
+                  for reason, left_out in self.left_out.items()]
         return "; ".join(parts)
 
     def keep(self, rows: Rows, reasons: dict[str, NDArray[np.bool_]]) -> NDArray[np.int64]:
@@ -60,19 +68,22 @@ class LoadReport:
         Args:
             reasons: reason -> `[N]` True on the rows that it leaves out.
         """
+        for record in rows.records:
+            self.digest.update(record)
         out = np.zeros(len(rows), dtype=bool)
         for reason, wrong in reasons.items():
             if (fresh := np.flatnonzero(wrong & ~out)).size:
-                left_out = self.left_out.setdefault(reason, LeftOut())
-                left_out.count += len(fresh)
-                left_out.lines += [self._line(rows, int(i)) for i in fresh[: REMEMBERED_LINES - len(left_out.lines)]]
+                lines = self.left_out.setdefault(reason, LeftOut()).lines.setdefault(rows.source, array("q"))
+                lines.extend(rows.lines[i] for i in fresh)
             out |= wrong
         self.rows += len(rows)
         self.kept += int((~out).sum())
         return np.flatnonzero(~out)
 
-    def _line(self, rows: Rows, i: int) -> int | str:
-        return rows.lines[i] if rows.source == self.source else f"{Path(rows.source).name}:{rows.lines[i]}"
+    def left_out_rows(self) -> LeftOutRows:
+        """All rows that were left out, by source and reason."""
+        return [(source, reason, lines) for reason, left_out in self.left_out.items()
+                for source, lines in left_out.lines.items()]
 
     def require_rows(self, fix: str) -> None:
         """Check that rows are left to train on.
@@ -85,6 +96,17 @@ class LoadReport:
         """
         if not self.kept:
             raise DataError(f"no row is left. {self}. {fix}")
+
+
+def contents_of(reports: Iterable[LoadReport]) -> Contents:
+    """The digest of each data set."""
+    return [[report.source, str(report.digest)] for report in reports]
+
+
+def left_out_lines(left_out: Iterable[tuple[str, str, array[int]]]) -> str:
+    """Rows that were left out as JSON lines: {"source": "d.jsonl", "row": 7, "reason": "longer than max_tokens=9"}."""
+    return "".join(json.dumps({"source": source, "row": row, "reason": reason}, ensure_ascii=False) + "\n"
+                   for source, reason, rows in left_out for row in rows)
 
 
 T = TypeVar("T")

@@ -30,17 +30,18 @@ BLOCK = 1000
 """Rows that are read, tokenised and written together."""
 
 
-def read_rows(path: str, split: str = "train", limit: int | None = None, subset: str | None = None) -> Rows:
+def read_rows(path: str, split: str = "train", limit: int | None = None, subset: str | None = None,
+              revision: str | None = None) -> Rows:
     """All rows, or the first `limit`, at once; see `stream_rows`."""
     row_errors = RowErrors()
-    blocks = list(stream_rows(path, row_errors, split, limit, subset))
+    blocks = list(stream_rows(path, row_errors, split, limit, subset, revision))
     row_errors.check()
     return Rows(path, [r for block in blocks for r in block.records], [n for block in blocks for n in block.lines])
 
 
 def section_rows(config: DataSection, row_errors: RowErrors) -> Iterator[Rows]:
     """The rows of a section that is not a mix; see `stream_rows`."""
-    for rows in stream_rows(config.location, row_errors, config.split, config.limit, config.subset):
+    for rows in stream_rows(config.location, row_errors, config.split, config.limit, config.subset, config.revision):
         yield replace(rows, fields=config.column_fields)
 
 
@@ -53,7 +54,7 @@ def section_values(config: DataSection, row_errors: RowErrors, read: Callable[[R
 
 
 def stream_rows(path: str, row_errors: RowErrors, split: str = "train", limit: int | None = None,
-                subset: str | None = None) -> Iterator[Rows]:
+                subset: str | None = None, revision: str | None = None) -> Iterator[Rows]:
     """Blocks of rows, all or the first `limit`. No more than a block is in memory at a time.
 
     Args:
@@ -65,7 +66,7 @@ def stream_rows(path: str, row_errors: RowErrors, split: str = "train", limit: i
         DataError: the file is missing or unreadable, or has no rows.
     """
     left, count = limit, 0
-    for source, rows in _open(path, split, subset):
+    for source, rows in _open(path, split, subset, revision):
         rows = islice(rows, left)
         while block := list(islice(rows, BLOCK)):
             count += len(block)
@@ -79,7 +80,7 @@ def stream_rows(path: str, row_errors: RowErrors, split: str = "train", limit: i
         raise DataError(f"{path}: no rows; give a file with at least one")
 
 
-def _open(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Numbered]]:
+def _open(path: str, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Numbered]]:
     """Each file of `path` with its rows."""
     file = Path(path).expanduser()
     if file.is_file():
@@ -95,7 +96,7 @@ def _open(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Numb
         raise DataError(f"no such file: {path} (in {Path.cwd()}); create it (`rlhf-ray quickstart` makes a data set of "
                         "its own), or correct the path in the configuration")
     else:
-        yield path, _read_hub(path, split, subset)
+        yield path, _read_hub(path, split, subset, revision)
 
 
 def _open_file(file: Path) -> Numbered:
@@ -182,11 +183,11 @@ def _read_saved(directory: Path, split: str) -> Numbered:
     return enumerate(saved, start=1)
 
 
-def _read_hub(name: str, split: str, subset: str | None) -> Numbered:
+def _read_hub(name: str, split: str, subset: str | None, revision: str | None) -> Numbered:
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(name, subset, split=split)
+        rows = load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # datasets raises a dozen kinds: offline, unknown name, unknown split, gated
         raise DataError(f"{name} is neither a local file nor a Hub data set that could be read (split {split!r}): "
                         f"{type(error).__name__}: {error}. Correct the path, or go online for the Hub") from error

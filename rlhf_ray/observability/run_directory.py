@@ -40,6 +40,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.sqlite"
+        self.left_out = self.path / "left_out.jsonl"
         self.quarantine = self.path / "quarantine.jsonl"
         self.samples = self.path / "samples"
         self.tensorboard = self.path / "tensorboard"

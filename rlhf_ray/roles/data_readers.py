@@ -17,8 +17,9 @@ from rlhf_ray.config.data import (
     StepsConfig,
 )
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
-from rlhf_ray.data.load_report import LoadReport
+from rlhf_ray.data.load_report import LeftOutRows, LoadReport, contents_of
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import PromptRows, open_prompts
 from rlhf_ray.data.stepwise_format import StepTokens
@@ -41,6 +42,10 @@ class DataSummary:
     weights: list[float]
     reports: list[str]
     """The load report of each data set, including dropped rows."""
+    contents: Contents
+    """Digest of the rows of each data set."""
+    left_out: LeftOutRows
+    """All rows that were left out."""
 
     @property
     def rows(self) -> int:
@@ -72,9 +77,11 @@ class DataReader:
             reports.append(report)
         return Sequences.concat(train), Sequences.concat(held_out), _summary(config, train, reports)
 
-    def pretraining_text(self, config: PtxConfig) -> tuple[Sequences, str]:
-        """Rows of pretraining text and the loader's report."""
-        return load_pretraining_text(config, self._tokenizer)
+    def pretraining_text(self, config: PtxConfig) -> tuple[Sequences, DataSummary]:
+        """Rows of pretraining text."""
+        loaded = [load_pretraining_text(part, self._tokenizer) for part in config.parts()]
+        rows, reports = (list(column) for column in zip(*loaded, strict=True))
+        return Sequences.concat(rows), _summary(config, rows, reports)
 
     def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, DataSummary]:
         """Preference pairs."""
@@ -92,7 +99,8 @@ class DataReader:
 
 def _summary(config: DataSection, train: list[Any], reports: list[LoadReport]) -> DataSummary:
     """The summary of the training rows of each data set."""
-    return DataSummary([len(rows) for rows in train], config.weights, [str(report) for report in reports])
+    return DataSummary([len(rows) for rows in train], config.weights, [str(report) for report in reports],
+                       contents_of(reports), [rows for report in reports for rows in report.left_out_rows()])
 
 
 class PromptReader:
@@ -115,15 +123,17 @@ class PromptReader:
         """Tokenise a section's data and keep it as the table `table`, and its held-out rows as "held_out".
 
         Returns:
-            sizes (rows of each data set), held_out (number of held-out rows), reports (load report of each data set)
-            and bytes (on disk).
+            sizes (rows of each data set), held_out (number of held-out rows), reports (load report of each data set),
+            contents (their digests), left_out (all rows that were left out) and bytes (on disk).
         """
         opened = open_prompts(config, self._tokenizer, self._directory)
         self._tables[table] = opened.training
         if len(opened.held_out):
             self._tables[HELD_OUT] = opened.held_out
         return {"sizes": opened.training.sizes, "held_out": len(opened.held_out),
-                "bytes": opened.training.table.nbytes, "reports": [str(report) for report in opened.reports]}
+                "bytes": opened.training.table.nbytes, "reports": [str(report) for report in opened.reports],
+                "contents": contents_of(opened.reports),
+                "left_out": [rows for report in opened.reports for rows in report.left_out_rows()]}
 
     def rows(self, numbers: Sequence[int], table: str = "training") -> Prompts:
         """The rows with these numbers, in this order.

@@ -1,5 +1,6 @@
 """The learner of the policy: old log-probabilities, clipped policy updates, weight averages."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.engine.ema import WeightAverage
@@ -53,9 +55,10 @@ class PolicyLearner(Learner):
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
         return numbers
 
-    def take_pretraining_text(self, config: PtxConfig, text: Sequences) -> None:
-        """Mix these rows into every optimizer step from now on."""
-        self.ptx = PretrainingMix(config, text, self.seed)
+    def take_pretraining_text(self, config: PtxConfig, text: Sequences, sizes: Sequence[int] | None = None,
+                              contents: Contents | None = None) -> None:
+        """Mix these rows into every optimizer step from now on; arguments as for `PretrainingMix`."""
+        self.ptx = PretrainingMix(config, text, self.seed, sizes, contents)
 
     def build(self) -> PackedLanguageModel:
         """The language model, which returns log-probabilities at the sampling temperature."""

@@ -4,7 +4,7 @@ The loss is the mean over all predicted tokens of an optimizer step's rows on al
 gradient is added to the policy's. Every rank reads the text without a copy and selects the same rows.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_ray.checkpoint.state_files import load_state
 from rlhf_ray.config.algorithm import PtxConfig
+from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.errors import CheckpointError
@@ -25,9 +26,15 @@ from rlhf_ray.roles.supervised_learner import predictable
 class PretrainingMix:
     """The pretraining text of one rank of the policy."""
 
-    def __init__(self, config: PtxConfig, text: Sequences, seed: int) -> None:
+    def __init__(self, config: PtxConfig, text: Sequences, seed: int, sizes: Sequence[int] | None = None,
+                 contents: Contents | None = None) -> None:
+        """
+        Args:
+            sizes: rows of each data set of a mix, in order; None for one data set.
+            contents: digest of each data set.
+        """
         self.config, self._text = config, text
-        self._cursor = PromptCursor(len(text), seed, shuffle=True)
+        self._cursor = PromptCursor(sizes or [len(text)], seed, True, config.weights, contents)
 
     def join(self, learner: Learner, losses: Iterable[Tensor], meter: AverageMeter) -> Iterator[Tensor]:
         """The losses of one optimizer step followed by the text's; adds `ptx_loss`, in nats per token, to the meter.
@@ -72,4 +79,8 @@ class PretrainingMix:
         if not path.is_file():
             raise CheckpointError(f"the checkpoint has no position in the pretraining text ({path.name}): it was saved "
                                   "without ptx. Remove the section to resume, or start a new run.")
-        self._cursor.load_state_dict(load_state(path))
+        self.load_cursor(load_state(path))
+
+    def load_cursor(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`; raises CheckpointError as `PromptCursor.load_state_dict`."""
+        self._cursor.load_state_dict(state)

@@ -85,8 +85,10 @@ class CoordinatorBuilder:
 
     def _state(self) -> RunState:
         config = self.config
-        cursor = PromptCursor(self.prompts.sizes, config.run.seed, config.prompts.shuffle, config.prompts.weights)
-        return RunState(kl_controller(config.algorithm.kl), cursor, early_stop=EarlyStop(config.early_stop))
+        cursor = PromptCursor(self.prompts.sizes, config.run.seed, config.prompts.shuffle, config.prompts.weights,
+                              self.prompts.contents)
+        return RunState(kl_controller(config.algorithm.kl), cursor, early_stop=EarlyStop(config.early_stop),
+                        held_out=self.held_out.contents if self.held_out else [])
 
     def _buffer(self) -> ReplayBuffer:
         config, coordinator = self.config.buffer, self.config.coordinator

@@ -11,7 +11,6 @@ from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
     check_data,
-    check_data_file,
     check_first_rows,
     check_fit,
     check_model,
@@ -33,7 +32,7 @@ def preflight(config: PPOConfig) -> None:
     derived = derive(config)
     held_out = derived.evaluation_prompts
     if held_out:
-        check_data_file(held_out.location, "evaluation.prompts")
+        check_data(held_out, "evaluation")
     check_pretraining_text(config)
     check_model(config.model, "model")
     longest, field = derived.longest_response, derived.longest_response_field

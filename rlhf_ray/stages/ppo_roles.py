@@ -15,6 +15,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.role_groups import RoleGroups
+from rlhf_ray.data.contents import Contents
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
@@ -27,7 +28,7 @@ from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from rlhf_ray.stages.preflight import check_data_file, check_row_length
+from rlhf_ray.stages.preflight import check_data, check_row_length
 from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learners
 
 
@@ -140,14 +141,18 @@ async def _read_prompts(
     sections, evaluation_prompts = {"training": config.prompts}, derive(config).evaluation_prompts
     if evaluation_prompts is not None:
         sections["evaluation"] = evaluation_prompts
-    roles.health.register(reader.scheduler, reopened(group, sections))
+    contents: dict[str, Contents] = {}
+    roles.health.register(reader.scheduler, reopened(group, sections, contents))
     training = await PromptSource.open(reader, "training", config.prompts)
+    contents["training"] = training.contents
     for report in training.reports:
         progress.note(report)
     if evaluation_prompts is None:
         return training, training.first_held_out(config.evaluation.limit) if config.evaluation else None
     held_out = await PromptSource.open(reader, "evaluation", evaluation_prompts)
-    progress.note(held_out.reports[0])
+    contents["evaluation"] = held_out.contents
+    for report in held_out.reports:
+        progress.note(report)
     return training, held_out
 
 
@@ -159,7 +164,7 @@ def check_pretraining_text(config: PPOConfig) -> None:
     """
     if config.ptx is None:
         return
-    check_data_file(config.ptx.path, "ptx.path")
+    check_data(config.ptx, "ptx")
     check_row_length(config.model, config.ptx.max_tokens, "ptx.max_tokens")
     check_family(config.model, "model", {Use.LANGUAGE}, (config.ptx.max_tokens, "ptx.max_tokens"))
 
@@ -174,8 +179,12 @@ async def hand_out_pretraining_text(
                          lambda _: {"model": config.model})
     await reader.start()
     call = reader.call(0, "pretraining_text", config.ptx, outputs=2)
-    progress.note(await call.value(1))
-    await asyncio.gather(*(c.done() for c in roles.policy.call_all("take_pretraining_text", config.ptx, call.ref)))
+    summary = await call.value(1)
+    for report in summary.reports:
+        progress.note(report)
+    progress.note(f"{summary.rows} rows of pretraining text, of at most {config.ptx.max_tokens} tokens")
+    await asyncio.gather(*(c.done() for c in roles.policy.call_all(
+        "take_pretraining_text", config.ptx, call.ref, summary.sizes, summary.contents)))
     reader.kill()
 
 

@@ -13,6 +13,7 @@ from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.progress import StageProgress
@@ -57,7 +58,7 @@ def preflight(config: PreferencesStageConfig) -> None:
 async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[str, Any]:
     began = time.perf_counter()
     with StopRequest(print, directory.files.hurry).listening():
-        pairs, left_out = await _sample_pairs(config)
+        pairs, left_out = await _sample_pairs(config, directory)
     output = directory.path / config.pairs.output
     lines = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
     await directory.files.records.run(write_atomically, output, lines.encode(), directory.term)
@@ -65,9 +66,11 @@ async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[
             "seconds": time.perf_counter() - began}
 
 
-async def _sample_pairs(config: PreferencesStageConfig) -> tuple[list[dict[str, Any]], int]:
+async def _sample_pairs(config: PreferencesStageConfig, directory: RunDirectory) -> tuple[list[dict[str, Any]], int]:
     async with open_runtime(config) as runtime:
         sampler = await _Sampler.start(config, runtime)
+        lines = left_out_lines(sampler.prompts.left_out)
+        await directory.files.records.run(directory.write_text, directory.left_out.name, lines)
         with StageProgress("preferences", sampler.prompts.rows) as progress:
             for report in sampler.prompts.reports:
                 progress.note(report)

@@ -37,7 +37,8 @@ def check_data(config: DataSection, field: str) -> None:
         DataError: naming the field and the path.
     """
     for number, part in enumerate(config.parts()):
-        check_data_file(part.location, f"{field}.mix.{number}.path" if config.sources else f"{field}.path")
+        name = f"mix.{number}.path" if config.sources else "prompts" if field == "evaluation" else "path"
+        check_data_file(part.location, f"{field}.{name}")
 
 
 def check_first_rows(

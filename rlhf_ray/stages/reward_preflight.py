@@ -107,7 +107,8 @@ def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
     if not columns:
         return
     for field, part in _prompt_files(config):
-        rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset)
+        rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset,
+                         part.revision)
         for i in range(len(rows)):
             row = rows.others(i, part.column)
             for key, column in columns:
@@ -138,5 +139,6 @@ def _prompt_files(config: PPOConfig) -> list[tuple[str, PromptsConfig]]:
     files = [(f"prompts.mix.{i}.path" if config.prompts.sources else "prompts.path", part)
              for i, part in enumerate(config.prompts.parts())]
     if evaluation_prompts := derive(config).evaluation_prompts:
-        files.append(("evaluation.prompts", evaluation_prompts))
+        files += [(f"evaluation.mix.{i}.path" if evaluation_prompts.sources else "evaluation.prompts", part)
+                  for i, part in enumerate(evaluation_prompts.parts())]
     return [(field, part) for field, part in files if Path(part.location).expanduser().is_file()]

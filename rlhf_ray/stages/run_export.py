@@ -45,7 +45,7 @@ async def export_policy(
 
 def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo:
     config = coordinator.config
-    text = f", and text in {Path(config.ptx.path).name}" if config.ptx else ""
+    text = f", and text in {config.ptx.title}" if config.ptx else ""
     derived, others = derive(config), {"Reference, from which the KL is measured": reference_in_words(config)}
     if derived.starts_critic:
         others["Critic, started from"] = derived.critic_model.path

@@ -15,6 +15,7 @@ from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTCo
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper, BestSoFar
 from rlhf_ray.coordinator.recovery import STATE, parts_on_disk, whole_or_nothing
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.errors import RunInterrupted
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -42,6 +43,8 @@ class SupervisedRun:
     stop: StopRequest
     card: Callable[[int, Mapping[str, float]], ModelCardInfo]
     """The model card for a step and its last evaluation."""
+    contents: Contents
+    """Digest of each data set."""
     step: int = 0
     best: BestSoFar = field(default_factory=BestSoFar)
     evaluation: dict[str, float] = field(default_factory=dict)
@@ -113,17 +116,19 @@ class SupervisedRun:
         async with whole_or_nothing(self.directory.files, self.store, directory, self.step):
             await self.learners.values("begin_save", str(directory.absolute() / self.learners.role))
             await parts_on_disk([self.learners], checkpoints.timeout_s)
-            await checkpoints.run(save_state, directory / STATE, {"step": self.step, "best": self.best.state_dict()})
+            await checkpoints.run(save_state, directory / STATE, {
+                "step": self.step, "best": self.best.state_dict(), "contents": self.contents})
         await checkpoints.run(self.store.commit, directory, self.step)
 
     async def restore(self, path: Path) -> None:
         """Continue from the verified checkpoint at `path`.
 
         Raises:
-            CheckpointError: it was written by another version.
+            CheckpointError: it was written by another version, or the data has changed since.
         """
         state = load_state(path / STATE)
-        check_complete(state, ("step", "best"), str(path))
+        check_complete(state, ("step", "best", "contents"), str(path))
+        check_contents(state["contents"], self.contents)
         await self.learners.values("load", str(path.absolute() / self.learners.role))
         self.step = state["step"]
         self.best.load_state_dict(state["best"])

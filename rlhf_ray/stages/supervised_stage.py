@@ -16,6 +16,7 @@ from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.data.stepwise_format import StepTokens
 from rlhf_ray.errors import ConfigError, DiskStalled
 from rlhf_ray.models.loading import load_tokenizer
@@ -92,9 +93,11 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
         try:
             with stop.listening():
                 async with open_runtime(config, progress.note) as runtime:
-                    learners, rows, probe_seconds = await _prepare(stage, runtime, progress)
+                    learners, data, probe_seconds = await _prepare(stage, runtime, progress)
+                    lines = left_out_lines(data.left_out)
+                    await files.records.run(directory.write_text, directory.left_out.name, lines)
                     run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
-                                        stage.card)
+                                        stage.card, data.contents)
                     async with watch_node_drains(stop, progress.warn, [learners], on_failure=log.failed):
                         if start is not None:
                             await run.restore(start.path)
@@ -107,17 +110,17 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
         finally:
             with suppress(DiskStalled):  # reported already by the first failure
                 await files.records.run(metrics.close)
-    return {"stage": stage.name, "steps": run.step, "rows": rows, "seconds": time.perf_counter() - began,
+    return {"stage": stage.name, "steps": run.step, "rows": data.rows, "seconds": time.perf_counter() - began,
             "probe_seconds": {learners.role: round(probe_seconds, 3)}, **evaluation, **run.keeper.summary()}
 
 
 async def _prepare(
     stage: SupervisedStage, runtime: Runtime, progress: StageProgress
-) -> tuple[WorkerGroup, int, float]:
+) -> tuple[WorkerGroup, DataSummary, float]:
     """Start learners and read the data at the same time, then pass the data to the learners.
 
     Returns:
-        the learners, the number of rows, and the seconds of the comparison with transformers.
+        the learners, what was read, and the seconds of the comparison with transformers.
     """
     config = stage.config
     reader = runtime.spawn("data_reader", stage.reader, PlacementConfig(pool=config.learner.pool, cpus=0),
@@ -145,7 +148,7 @@ async def _prepare(
     await asyncio.gather(*(c.done() for c in learners.call_all("take", *call.refs[:2], summary.sizes,
                                                                  summary.weights)))
     reader.kill()
-    return learners, summary.rows, started[0]["probe_seconds"]
+    return learners, summary, started[0]["probe_seconds"]
 
 
 def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: StepsConfig | None = None) -> None:

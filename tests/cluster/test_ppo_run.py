@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rlhf_ray.checkpoint.manifest import verify_manifest
 from rlhf_ray.cli.main import main
 from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.observability.metrics import read_metrics
+from tests.cluster.tiny import PROMPT_TOKENS
 
 STEPS, SAMPLES = 4, 16
 pytestmark = pytest.mark.cluster
@@ -44,7 +46,11 @@ def model(finished):
 def test_the_directory_holds_what_a_run_promises(finished):
     names = {path.name for path in finished.directory.iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "samples", "tensorboard", "checkpoints", "model", "model_ema",
-                     "report.html", "status.json", "summary.json", "evaluation.json", "ledger.sqlite", "owner"}
+                     "report.html", "status.json", "summary.json", "evaluation.json", "ledger.sqlite", "left_out.jsonl",
+                     "owner"}
+    left_out = [json.loads(line) for line in (finished.directory / "left_out.jsonl").read_text().splitlines()]
+    assert [(Path(row["source"]).name, row["row"], row["reason"]) for row in left_out] == [
+        ("prompts.jsonl", row, f"longer than max_tokens={PROMPT_TOKENS}") for row in (21, 22, 23)]
     assert {path.name for path in (finished.directory / "checkpoints").iterdir()} == {"step_2", "step_4"}
     resolved = yaml.safe_load((finished.directory / "config.yaml").read_text())
     assert resolved["buffer"]["capacity_samples"] == SAMPLES and resolved["run"]["steps"] == STEPS

@@ -27,7 +27,7 @@ def test_types_in_plain_words():
     assert field("ppo", "generator.kv_cache_mb").type == "int or empty"
     assert field("ppo", "policy.optimizer.betas").type == "[float, float]"
     assert field("ppo", "pools.NAME.labels").type == "{text: text}"
-    assert field("ppo", "prompts.mix").type == "list of {path, subset, split, limit, weight, column}"
+    assert field("ppo", "prompts.mix").type == "list of {path, subset, revision, split, limit, weight, column}"
 
 
 def test_defaults_are_those_of_the_place_not_of_the_class():

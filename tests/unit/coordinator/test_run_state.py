@@ -56,6 +56,18 @@ def test_a_state_of_other_data_is_refused_before_anything_changes():
     assert (again.step, again.kl.value, again.chunks) == (0, 0.2, {})
 
 
+def test_held_out_rows_that_changed_are_refused_by_name_and_other_files_are_not():
+    state = used()
+    state.held_out = [["eval.jsonl", "1f"]]
+    for held_out in ([["eval.jsonl", "1f"]], [["other.jsonl", "2f"]], []):
+        again = fresh()
+        again.held_out = held_out
+        again.load_state_dict(json.loads(json.dumps(state.state_dict())), PLACES)
+    again.held_out = [["eval.jsonl", "2f"]]
+    with pytest.raises(CheckpointError, match="the rows of eval.jsonl are not those"):
+        again.load_state_dict(state.state_dict())
+
+
 @pytest.mark.parametrize("normalisation, mean, deviation", [
     ("none", 0.0, 1.0), ("scale", 0.0, 7**0.5), ("standardise", 3.0, 7**0.5),  # of 1, 2 and 6
 ])

@@ -6,9 +6,9 @@ import pytest
 from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.data import demonstrations
 from rlhf_ray.data.demonstrations import load_demonstrations
-from rlhf_ray.data.load_report import LeftOut
 from rlhf_ray.data.synthetic_reviews import ReviewFiles
 from rlhf_ray.errors import DataError, ModelError
+from tests.unit.data.left_out import left_out
 
 END = 1
 
@@ -36,7 +36,7 @@ def test_longer_rows_are_left_out_and_named_counting_the_end_token(write_jsonl, 
     path = write_jsonl({"text": "We saw"}, {"text": "We saw the"})
     sequences, report = load_demonstrations(DemonstrationsConfig(path=path, max_tokens=3), tokenizer)
     assert tokenizer.decode(sequences.tokens) == "We saw<|eos|>"
-    assert report.left_out == {"longer than max_tokens=3": LeftOut(1, [2])}
+    assert report.left_out == {"longer than max_tokens=3": left_out(report, 2)}
     with pytest.raises(DataError, match=r"no row is left.*shortest row has 3 tokens"):
         load_demonstrations(DemonstrationsConfig(path=path, max_tokens=2), tokenizer)
 

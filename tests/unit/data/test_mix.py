@@ -1,15 +1,21 @@
 """Several data sets in place of one: what each contributes, under which numbers, and what is held out."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig, StepsConfig
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.data.prompt_table import open_prompts
-from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.errors import CheckpointError, ConfigError, DataError
 from rlhf_ray.roles.data_readers import HELD_OUT, DataReader, PromptReader
+from rlhf_ray.roles.pretraining_mix import PretrainingMix
 
 
 @pytest.fixture
@@ -76,6 +82,20 @@ def test_the_prompt_reader_keeps_both_tables(two, tokenizer_directory):
     assert len(texts[0] | texts[1]) == 11
     assert [report.split(": ")[1] for report in found["reports"]] == [
         "8 of 8 rows used, 1 of them held out", "3 of 3 rows used, 1 of them held out"]
+    assert [source for source, _ in found["contents"]] == [part["path"] for part in two]
+
+
+def test_rows_that_are_left_out_are_all_named(write_jsonl, tokenizer_directory):
+    reader = PromptReader(ModelConfig(path=str(tokenizer_directory)))
+    reader.start()
+    long, short = {"prompt": "We saw the film and"}, {"prompt": "We"}
+    mix = [{"path": write_jsonl(*rows, name=name)} for name, rows in
+           (("a.jsonl", [long, short] * 150), ("b.jsonl", [short, long, short]))]
+    found = reader.open("training", PromptsConfig(mix=mix, max_tokens=2))
+    named = [json.loads(line) for line in left_out_lines(found["left_out"]).splitlines()]
+    reason = "longer than max_tokens=2"
+    assert named == [{"source": mix[0]["path"], "row": row, "reason": reason} for row in range(1, 300, 2)] + [
+        {"source": mix[1]["path"], "row": 2, "reason": reason}]
 
 
 def test_demonstrations_hold_out_the_end_of_each_data_set(write_jsonl, reader):
@@ -112,3 +132,26 @@ def test_an_evaluation_without_prompts_needs_some_held_out():
     with pytest.raises(ConfigError, match=r"evaluation.prompts is empty and prompts.held_out=0"):
         load(PPOConfig, None, given)
     assert load(PPOConfig, None, [*given, "--prompts.held_out=0.1"]).evaluation is not None
+
+
+def test_an_evaluation_of_several_data_sets_has_all_their_rows(two, tokenizer):
+    base = {"model": {"path": "m"}, "rewards": {"r": {"type": "number"}}, "prompts": {"path": "p.jsonl"}}
+    config = PPOConfig(**base, evaluation={"mix": two, "limit": 2})
+    opened = open_prompts(derive(config).evaluation_prompts, tokenizer)
+    assert opened.training.sizes == [2, 3], "the second has a limit of its own"
+
+
+def test_pretraining_text_of_several_data_sets_is_visited_by_weight(write_jsonl, reader):
+    mix = [{"path": write_jsonl(*({"text": f"{word} {n}"} for n in range(10)), name=f"{word}.jsonl"), "weight": weight}
+           for word, weight in (("We", 1), ("I", 3))]
+    config = PtxConfig(mix=mix, batch_size=4)
+    text, summary = reader.pretraining_text(config)
+    assert (summary.sizes, len(text), len(summary.contents)) == ([10, 10], 20, 2)
+    visited = PretrainingMix(config, text, 0, summary.sizes, summary.contents)
+    first = text.row(0, "tokens")[0]
+    for _ in range(5):
+        rows = visited.next_rows()
+        assert sum(rows.row(i, "tokens")[0] == first for i in range(4)) == 1, "one of four rows is of the first"
+    other = PretrainingMix(config, text, 0, summary.sizes, [summary.contents[0], [mix[1]["path"], "changed"]])
+    with pytest.raises(CheckpointError, match=r"the rows of .*I\.jsonl are not those"):
+        other.load_cursor(visited.state_dict())

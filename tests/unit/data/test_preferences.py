@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ray.config.data import PreferencesConfig
-from rlhf_ray.data.load_report import LeftOut
 from rlhf_ray.data.preferences import held_out_rows, load_preferences
 from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.errors import DataError
+from tests.unit.data.left_out import left_out
 
 END = 1
 
@@ -45,14 +45,14 @@ def test_an_empty_prompt_is_allowed(write_jsonl, tokenizer):
 def test_equal_sides_are_left_out_counted_and_named(write_jsonl, tokenizer):
     rows = [pair("We", " saw", " saw"), pair("We", " saw", " read"), pair("We", " saw", " saw", chosen_finished=False)]
     train, _, report = load(tokenizer, write_jsonl(*rows))
-    assert report.left_out == {"chosen and rejected are the same": LeftOut(1, [1])}
+    assert report.left_out == {"chosen and rejected are the same": left_out(report, 1)}
     assert len(train) == 2
 
 
 def test_pairs_with_one_longer_side_are_left_out_whole(write_jsonl, tokenizer):
     rows = [pair("We", " saw", " read"), pair("We", " saw", " saw the film"), pair("We", " saw the film", " saw")]
     train, _, report = load(tokenizer, write_jsonl(*rows), max_tokens=3)
-    assert (len(train), report.left_out) == (1, {"a side is longer than max_tokens=3": LeftOut(2, [2, 3])})
+    assert (len(train), report.left_out) == (1, {"a side is longer than max_tokens=3": left_out(report, 2, 3)})
 
 
 def test_an_empty_response_needs_a_row_that_says_how_it_ended(write_jsonl, tokenizer):
@@ -61,7 +61,7 @@ def test_an_empty_response_needs_a_row_that_says_how_it_ended(write_jsonl, token
     rows = [pair("We", " saw", "", rejected_finished=True), pair("We", " saw", "", rejected_finished=False)]
     train, _, report = load(tokenizer, write_jsonl(*rows))
     assert train.rejected.tokens.tolist() == [*tokenizer("We")["input_ids"], END]
-    assert report.left_out == {"a side is neither a text nor finished": LeftOut(1, [2])}
+    assert report.left_out == {"a side is neither a text nor finished": left_out(report, 2)}
 
 
 def test_bad_rows_are_named_by_line(write_jsonl, tokenizer):

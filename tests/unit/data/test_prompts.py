@@ -4,12 +4,13 @@ from typing import Any
 import pytest
 
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.data.load_report import LeftOut, LoadReport
+from rlhf_ray.data.load_report import LoadReport
 from rlhf_ray.data.prompt_table import open_prompts
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.synthetic_reviews import ReviewFiles
 from rlhf_ray.errors import DataError, ModelError
 from rlhf_ray.records import Prompts, SampleKey
+from tests.unit.data.left_out import left_out
 
 CHAT = ("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[bot]{% endif %}")
@@ -46,7 +47,7 @@ def test_longer_prompts_are_left_out_counted_and_named_never_cut(write_jsonl, to
     prompts, report = load_prompts(PromptsConfig(path=path, max_tokens=2), tokenizer)
     assert prompts.texts == ["We saw", "I read"]
     assert prompts.metadata == [{"n": 1}, {"n": 3}]
-    assert report.left_out == {"longer than max_tokens=2": LeftOut(1, [3])}
+    assert report.left_out == {"longer than max_tokens=2": left_out(report, 3)}
 
 
 def test_all_prompts_too_long_is_an_error_that_says_how_long(write_jsonl, tokenizer):

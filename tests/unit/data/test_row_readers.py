@@ -1,5 +1,6 @@
 """Where rows come from: several files, saved directories, and all that is malformed at once."""
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def test_a_pattern_reads_files_by_name_and_names_each_in_messages(tmp_path: Path
     assert [row["prompt"] for row in read_rows(pattern).records] == ["I read", "We saw", "We saw the film and"]
     assert len(read_rows(pattern, limit=2)) == 2
     report = open_prompts(PromptsConfig(path=pattern, max_tokens=2), tokenizer).reports[0]
-    assert report.left_out["longer than max_tokens=2"].lines == ["b.jsonl:2"]
+    assert report.left_out["longer than max_tokens=2"].lines == {str(tmp_path / "b.jsonl"): array("q", [2])}
     write_jsonl({"prompt": 5}, name="c.jsonl")
     with pytest.raises(DataError, match="c.jsonl, line 1: column 'prompt' must be a text"):
         open_prompts(PromptsConfig(path=pattern), tokenizer)

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_directory_and_an_unknown_format_are_errors(tmp_path: Path):
 def test_a_hub_name_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch):
     import datasets
 
-    def offline(name: str, subset: str | None, split: str):
+    def offline(name: str, subset: str | None, split: str, revision: str | None):
         raise ConnectionError("no route to the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
@@ -80,9 +81,16 @@ def test_a_hub_data_set_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch)
     import datasets
 
     table = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: table)
-    rows = read_rows("someone/set", limit=2)
+    asked = []
+
+    def load_dataset(*args: Any, **kwargs: Any) -> Any:
+        asked.append((args, kwargs))
+        return table
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = read_rows("someone/set", "test", 2, "main", "v1.0")
     assert (rows.records, rows.lines) == ([{"prompt": "a"}, {"prompt": "b"}], [1, 2])
+    assert asked == [(("someone/set", "main"), {"split": "test", "revision": "v1.0"})]
 
 
 def test_parquet_rows_come_back_with_nested_columns(tmp_path: Path):

@@ -1,0 +1,47 @@
+"""What a run's data sets contained when it began: a digest of the rows of each, which a resume and every later reading
+compare, so that rows are not repeated or missed in silence because a file changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_ray.errors import CheckpointError
+
+Contents = list[list[str]]
+"""[source, digest] of each data set, in order."""
+
+
+class RowDigest:
+    """Digest of the rows read so far: of all their columns, in order. The same from a file, a copy of it, or another
+    format with the same values."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def update(self, row: dict[str, Any]) -> None:
+        """Add a row. Values that JSON cannot hold count as their text."""
+        self._hash.update(json.dumps(row, sort_keys=True, default=str).encode())
+        self._hash.update(b"\n")
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
+def check_contents(began: Sequence[Sequence[str]], present: Sequence[Sequence[str]]) -> None:
+    """Check that data sets contain the rows that they had when the run began. A data set may have moved.
+
+    Raises:
+        CheckpointError: the rows of one are others; names it.
+    """
+    for (former, digest), (source, found) in zip(began, present, strict=False):
+        if digest != found:
+            where = source if source == former else f"{source} (then {former})"
+            raise CheckpointError(
+                f"the rows of {where} are not those that the run began with (digest {found[:12]}, then {digest[:12]}): "
+                "some would be repeated or missed; restore the data, or start a new run in another run.dir")
+    if len(began) != len(present):
+        raise CheckpointError(f"the run began with {len(began)} data sets ({', '.join(name for name, _ in began)}), "
+                              f"and now there are {len(present)}; set them back, or start a new run in another run.dir")
