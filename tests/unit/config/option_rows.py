@@ -448,7 +448,7 @@ ROWS: list[Row] = [
     Refused(("reward.micro_batch_tokens",), 16384, "none of `rewards` is a local model",
             given={"rewards.NAME": {"type": "number"}}),
     # Roles that are not started
-    Refused(("reference.workers",), 2, "starts no reference", given={"policy.lora.rank": 4}),
+    Refused(("reference.workers",), 2, "frozen base is the reference", given={"policy.lora.rank": 4}),
     Refused(("critic.workers",), 2, "uses no critic", given={"algorithm.estimator": "reinforce"}),
     Refused(("critic.workers",), 2, "one model is trained", given={"critic.backbone": "policy"}),
     Differs(("critic.backbone",), ("own", "policy"), plan),
