@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
 
 VERSION = "5.19.0"
 
@@ -42,3 +45,32 @@ def is_checkpointed(layer: nn.Module) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return isinstance(layer, GradientCheckpointingLayer) and bool(layer.gradient_checkpointing)
+
+
+def checkpoint_tensors(config: PretrainedConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A parameter of a causal language model as its checkpoints have it, by name: an expert each instead of all in one
+    tensor, or under another name. Most parameters are as they are.
+
+    Source: 5.19.0, core_model_loading.py (`revert_weight_conversion`), conversion_mapping.py
+    (`extract_weight_conversions_for_model`).
+    Missing: `save_pretrained` converts so, but writes files.
+    Otherwise: publications of mixtures of experts fail.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    architecture = (config.architectures or [""])[0]
+    conversions = _conversions(architecture, config.model_type)
+    if not conversions:
+        return {name: tensor}
+    model = SimpleNamespace(_weight_conversions=conversions, config=config)
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
+    return reverted
+
+
+@cache
+def _conversions(architecture: str, kind: str) -> list[WeightTransform]:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    known = get_checkpoint_conversion_mapping(architecture) or get_checkpoint_conversion_mapping(kind) or []
+    return [conversion for conversion in known if not isinstance(conversion, PrefixChange)]

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rlhf_ray.internals.transformers import checkpoint_tensors
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PretrainedConfig
     from vllm import RequestOutput
     from vllm.config import VllmConfig
 
 VERSION = "0.32.0"
 PROCESSED = "_already_called_process_weights_after_loading"
 """See `process_weights`."""
+BACKENDS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+"""Architectures of vLLM that run transformers' implementation of a model."""
+TRANSFORMERS = "vllm.model_executor.models.transformers"
+"""The package of their classes."""
+REFERENCED = frozenset({"sinks", "w13_bias", "w2_bias"})
+"""Parameters that attention and experts' kernels refer to besides the layer that has them.
+
+Source: 0.32.0, v1/attention/backends/cpu_attn.py (`CPUAttentionBackendImpl.sinks`),
+model_executor/layers/fused_moe/unquantized_fused_moe_method.py (`get_fused_moe_quant_config`).
+"""
 
 
 def engine_in_this_process(config: VllmConfig) -> Any:
@@ -88,45 +101,127 @@ def restored_thread_setter() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
 
 
-def implements(architecture: str) -> bool:
-    """Whether vLLM has an implementation of its own of an architecture of config.json, without importing it.
+def register_corrected_models() -> None:
+    """Let vLLM run our corrections of its models instead, in this process; see `vllm_bloom`.
 
-    Source: 0.32.0, model_executor/models/registry.py (`ModelRegistry.models`, `_LazyRegisteredModel.module_name`).
-    Missing: `ModelRegistry.get_supported_archs` includes those that run transformers' implementation.
-    Otherwise: models that vLLM does not implement are refused late, or implemented ones at the start.
+    Source: 0.32.0, model_executor/models/registry.py (`ModelRegistry.register_model`).
+    Missing: nothing.
+    Otherwise: as there.
+    """
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("BloomForCausalLM", "rlhf_ray.internals.vllm_bloom:Bloom")
+
+
+def model_class(architecture: str) -> type[nn.Module] | None:
+    """The class with which vLLM runs an architecture: its own, or one that runs transformers'; None if it lists none.
+
+    Source: 0.32.0, model_executor/models/registry.py (`ModelRegistry.models`, `_BaseRegisteredModel.load_model_cls`).
+    Missing: `ModelRegistry.resolve_model_cls` needs the configuration of an engine.
+    Otherwise: generators start 6 to 12 s later.
     """
     from vllm import ModelRegistry
 
     known = ModelRegistry.models.get(architecture)
-    return known is not None and not getattr(known, "module_name", "").endswith(".transformers")
+    return None if known is None else known.load_model_cls()
 
 
-def model_class(architecture: str) -> type[nn.Module]:
-    """The class of an architecture that vLLM `implements`.
+@contextmanager
+def unchanged_transformers_classes(architectures: Iterable[str]) -> Iterator[None]:
+    """Inside, an eager engine that starts with a model of these architectures leaves transformers' classes as they are.
 
-    Source: 0.32.0, model_executor/models/registry.py (`ModelRegistry.models`, `_BaseRegisteredModel.load_model_cls`).
-    Missing: `ModelRegistry.resolve_model_cls` needs the configuration of an engine.
-    Otherwise: generators do not start.
+    To compile a model that it runs through transformers, vLLM changes the model's class for the whole process. Models
+    of that class outside the engine then fail ("no attribute 'do_not_compile'").
+
+    Source: 0.32.0, model_executor/models/transformers/base.py (`Base._decorate_cls_for_torch_compile`).
+    Missing: `enforce_eager` decides whether the changed class compiles, and not whether it is changed.
+    Otherwise: an engine and another model of its class cannot be in one process.
     """
-    from vllm import ModelRegistry
+    classes = [found for found in map(model_class, architectures) if found is not None]
+    if classes and not any(found.__module__.startswith(TRANSFORMERS) for found in classes):
+        yield
+        return
+    from vllm.model_executor.models.transformers.base import Base
 
-    loaded: type[nn.Module] = ModelRegistry.models[architecture].load_model_cls()
-    return loaded
+    decorate = Base._decorate_cls_for_torch_compile
+    Base._decorate_cls_for_torch_compile = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Base._decorate_cls_for_torch_compile = decorate  # type: ignore[method-assign]
 
 
-def begin_reload(model: nn.Module) -> None:
+def checkpoint_weights(
+    config: PretrainedConfig, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of transformers' model as vLLM's model loads them from a checkpoint, some of them in several tensors.
+
+    GPT-OSS's checkpoints have all experts of a layer in one tensor, from which vLLM copies directly into the layer
+    that it computes with. That ignores its form in memory, so each expert is passed on its own.
+
+    Source: 0.32.0, model_executor/models/gpt_oss.py (`_load_weights_other`, `_try_load_streamed_expert`).
+    Missing: vLLM's weight transfer expects a trainer with the names of a checkpoint.
+    Otherwise: publications of mixtures of experts fail.
+    """
+    for name, tensor in weights:
+        parent, _, leaf = name.rpartition(".")
+        if config.model_type == "gpt_oss" and parent.endswith(".experts"):
+            yield from ((f"{parent}.{expert}.{leaf}", part) for expert, part in enumerate(tensor.unbind()))
+        else:
+            yield from checkpoint_tensors(config, name, tensor).items()
+
+
+def load_checkpoint_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Load tensors of a checkpoint into a model through its parameters' weight loaders.
+
+    GPT-OSS's own `load_weights` copies attention sinks without their weight loader, by which a reload follows.
+
+    Source: 0.32.0, model_executor/models/gpt_oss.py (`_load_weights_other`).
+    Missing: a weight loader of the sinks.
+    Otherwise: generators of GPT-OSS keep the sinks that they started with.
+    """
+    model.load_weights(_without_sinks(model, weights))  # type: ignore[operator]
+
+
+def _without_sinks(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Loads the sinks, and passes everything else on."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    for name, tensor in weights:
+        if not name.endswith(".sinks"):
+            yield name, tensor
+            continue
+        parameter = dict(model.named_parameters()).get(name.replace(".self_attn.", ".attn."))
+        if parameter is not None:  # else it is in another stage of a pipeline
+            heads = len(parameter)
+            own = tensor if len(tensor) == heads else tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, own)
+
+
+def begin_reload(model: nn.Module) -> dict[nn.Module, Any]:
     """Let a model's `load_weights` collect new weights in checkpoint format, layer by layer.
 
-    Source: 0.32.0, model_executor/model_loader/reload/layerwise.py, as in distributed/weight_transfer/m2n_engine.py.
+    On CPUs experts are packed when their kernel is made, so those that are loaded need a new one.
+
+    Source: 0.32.0, model_executor/model_loader/reload/layerwise.py, as in distributed/weight_transfer/m2n_engine.py;
+    model_executor/layers/fused_moe/unquantized_fused_moe_method.py (`_setup_kernel`).
     Missing: vLLM's documentation of weight transfer leaves to each back-end how it loads.
-    Otherwise: publications fail.
+    Otherwise: publications fail, or experts on CPUs compute with weights that are not packed.
+
+    Returns:
+        Kernels that were removed, for `finish_reload`.
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+    kernels = {layer: layer.quant_method.moe_kernel for layer in model.modules() if _packs_experts(layer)}
+    for layer in kernels:
+        layer.quant_method.moe_kernel = None
     initialize_layerwise_reload(model)
+    return kernels
 
 
-def finish_reload(model: nn.Module, model_config: Any) -> None:
+def finish_reload(model: nn.Module, model_config: Any, kernels: dict[nn.Module, Any]) -> None:
     """Activate the collected weights.
 
     On CPUs the output projection multiplies with a packed copy of its weights (`cpu_linear`). With tied embeddings the
@@ -135,14 +230,25 @@ def finish_reload(model: nn.Module, model_config: Any) -> None:
     Source: 0.32.0, model_executor/model_loader/reload/layerwise.py, model_executor/layers/utils.py (`cpu_linear`).
     Missing: as in `begin_reload`; the reload's list of limitations names tied parameters.
     Otherwise: publications fail, or a tied head keeps the weights of the first version.
+
+    Args:
+        kernels: what `begin_reload` returned; layers that got no weights keep theirs.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
+    for layer, kernel in kernels.items():
+        layer.quant_method.moe_kernel = layer.quant_method.moe_kernel or kernel
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def _packs_experts(layer: nn.Module) -> bool:
+    """Whether a layer's experts are packed for CPUs by the kernel that computes with them."""
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    return kernel is not None and next(layer.parameters()).device.type == "cpu"
 
 
 def checkpoint_parameters(layer: nn.Module) -> dict[str, Tensor]:
@@ -177,7 +283,9 @@ def empty_parameter(shape: Tensor, layer: nn.Module) -> Tensor:
 def process_weights(layer: nn.Module) -> None:
     """Process a layer's loaded parameters into the form that it computes with, even if that was done before.
 
-    Source: 0.32.0, model_executor/model_loader/reload/layerwise.py (`_layerwise_process`).
+    Source: 0.32.0, model_executor/model_loader/reload/layerwise.py (`_layerwise_process`),
+    model_executor/layers/fused_moe/unquantized_fused_moe_method.py (`_setup_kernel`, which packs experts for CPUs only
+    the first time).
     Missing: the flag that prevents a second time is deleted only by the reload.
     Otherwise: a quantized layer computes with parameters in the checkpoint's form.
     """
@@ -187,3 +295,22 @@ def process_weights(layer: nn.Module) -> None:
     if isinstance(method, QuantizeMethodBase):
         layer.__dict__.pop(PROCESSED, None)
         method.process_weights_after_loading(layer)
+        if _packs_experts(layer):
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[attr-defined]
+
+
+def derive_weights(layers: Iterable[nn.Module], changed: Collection[nn.Module]) -> None:
+    """Compute again what latent attention (MLA) derives from the layers that project keys and values up.
+
+    Source: 0.32.0, model_executor/layers/attention/mla_attention.py (`MLAAttention.process_weights_after_loading`).
+    Missing: only the reload calls it a second time.
+    Otherwise: models with latent attention compute with old keys and values after a publication.
+
+    Args:
+        changed: layers with new weights.
+    """
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    for layer in layers:
+        if isinstance(layer, MLAAttention) and layer.kv_b_proj in changed:
+            layer.process_weights_after_loading(layer.kv_b_proj.weight.dtype)

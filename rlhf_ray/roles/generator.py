@@ -38,7 +38,7 @@ from rlhf_ray.records import (
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.partial_rollouts import AbortableEngine, PartialRolloutEngine
-from rlhf_ray.roles.engines.vllm_adapter import engine_kind, fused_layers, generator_environment
+from rlhf_ray.roles.engines.vllm_adapter import engine_kind, generator_environment
 from rlhf_ray.weights.manifest import fused_groups
 from rlhf_ray.weights.receiver import Receiver
 
@@ -101,7 +101,7 @@ class Generator:
         ), self._in_flight)
         await self._engine.start()
         await self._generate_one_token(self._engine)
-        self._groups = fused_groups(shapes, fused_layers(config.architectures or []))
+        self._groups = fused_groups(shapes, await self._engine.fused_layers())
         self._receiver = Receiver(self.name, 0, shapes, self._engine.open_stage)
         return {
             "pid": os.getpid(),

@@ -21,10 +21,16 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.internals.torch import OWN, copy_without_parameters, swap_parameters
-from rlhf_ray.internals.vllm import checkpoint_parameters, empty_parameter, process_weights
+from rlhf_ray.internals.vllm import (
+    REFERENCED,
+    checkpoint_parameters,
+    derive_weights,
+    empty_parameter,
+    process_weights,
+)
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
-from rlhf_ray.weights.weight_loaders import Routes
+from rlhf_ray.weights.weight_loaders import Routes, own_parameters
 
 CACHE_LINE = 64
 """Bytes."""
@@ -47,9 +53,15 @@ class LayerCopy:
                           if name not in OWN and before.get(name) is not value}
 
     def swap(self) -> None:
-        """Swap the parameters and processed attributes of the layer and its copy."""
+        """Swap the parameters and processed attributes of the layer and its copy. Parameters that others refer to stay
+        the same objects, with other values."""
         layer, copy = self.layer.__dict__, self.copy.__dict__
         swap_parameters(self.layer, self.copy)
+        for name in REFERENCED & dict(own_parameters(self.layer)).keys():
+            new, old = self.layer.get_parameter(name), self.copy.get_parameter(name)
+            new.data, old.data = old.data, new.data
+            self.layer.register_parameter(name, old)
+            self.copy.register_parameter(name, new)
         for name, value in self.processed.items():
             self.processed[name] = layer.get(name)
             layer[name] = copy[name] = value
@@ -67,14 +79,16 @@ class DoubleBuffer:
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
         """Load tensors, and process each layer once it is complete."""
         for name, tensor in unpack(tensors):
-            for route in self._routes.of(name, tensor):
+            routes = self._routes.of(name, tensor)
+            for route in routes:
                 copy = self._copy(route.layer)
                 parameter = copy.copy.get_parameter(route.parameter)
                 loader = getattr(parameter, "weight_loader", default_weight_loader)
                 loader(parameter, route.tensor, *route.arguments, **route.keywords)
-                self._missing[route.layer].discard(name)
-                if not self._missing[route.layer]:
-                    self._complete(route.layer)
+            for layer in {route.layer: None for route in routes}:
+                self._missing[layer].discard(name)
+                if not self._missing[layer]:
+                    self._complete(layer)
 
     def require_complete_layers(self) -> None:
         """Check that every layer received all of its tensors, or none.
@@ -91,10 +105,13 @@ class DoubleBuffer:
         """Activate the new weights; the old ones are freed with this object."""
         for copy in self._copies.values():
             copy.swap()
+        derive_weights(self._routes.layers.values(), {copy.layer for copy in self._copies.values()})
 
     def _copy(self, path: str) -> LayerCopy:
         if path not in self._copies:
-            self._copies[path] = copy_layer(self._routes.layers[path])
+            layer, loaded = self._routes.layers[path], self._routes.parameters(path)
+            kept = {name: parameter for name, parameter in own_parameters(layer) if name not in loaded}
+            self._copies[path] = copy_layer(layer, kept)
             self._missing[path] = set(self._routes.sources(path))
         return self._copies[path]
 

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine,
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
 from rlhf_ray.errors import WeightsError
+from rlhf_ray.internals.vllm import checkpoint_weights, load_checkpoint_weights
 from rlhf_ray.records import TensorEntry, WeightOffer
 from rlhf_ray.weights.direct_transport import GlooBroadcast, handle_arguments
 from rlhf_ray.weights.fingerprint import require_fingerprint
@@ -49,16 +50,20 @@ def offer_info(offer: WeightOffer) -> dict[str, Any]:
 
 
 class VerifyingLoader:
-    """A model's `load_weights` that verifies every tensor first."""
+    """A model's `load_weights` that verifies every tensor first.
 
-    def __init__(self, model: Any, info: OfferInfo) -> None:
-        self._model = model
+    Args:
+        config: of transformers' model, whose parameters arrive.
+    """
+
+    def __init__(self, model: Any, config: Any, info: OfferInfo) -> None:
+        self._model, self._config = model, config
         self._expected = {
             entry.name: (entry, digest) for entry, digest in zip(info.entries(), info.digests, strict=True)}
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See the model's own `load_weights`."""
-        return self._model.load_weights(self._verified(weights))
+        load_checkpoint_weights(self._model, checkpoint_weights(self._config, self._verified(weights)))
 
     def require_all(self) -> None:
         """
@@ -82,9 +87,10 @@ class _Verified:
     """Puts a verifying loader in place of a vLLM back-end's model while it receives."""
 
     model: Any
+    model_config: Any
 
     def receive_verified(self, info: OfferInfo, update: Any) -> None:
-        model, loader = self.model, VerifyingLoader(self.model, info)
+        model, loader = self.model, VerifyingLoader(self.model, self.model_config.hf_config, info)
         self.model = loader
         try:
             super().receive_weights(update)  # type: ignore[misc]
@@ -161,6 +167,6 @@ class VerifiedGlooEngine(ObjectStoreWeightTransferEngine):
         assert self._broadcast is not None, "init_transfer_engine comes before the first bucket"
         for tensor in received.values():
             self._broadcast(tensor)
-        loader = VerifyingLoader(self.model, update_info)
+        loader = VerifyingLoader(self.model, self.model_config.hf_config, update_info)
         loader.load_weights(received.items())
         loader.require_all()

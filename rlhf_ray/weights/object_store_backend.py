@@ -1,14 +1,14 @@
 """The "object_store" back-end of vLLM's own weight update: loads verified buckets of bytes into a running model.
 
 `worker_extension_cls` names this module, so every process with a part of the model imports it before the model is
-built, and importing it registers the back-end. (It is the only module of the project that acts on import; only vLLM
-imports it.) Buckets arrive as arrays in the same process, or as the path of a file that all workers of the engine map,
-so no bytes are serialised. See https://docs.vllm.ai/en/latest/training/weight_transfer/.
+built, and importing it registers the back-end and corrected models. (It is the only module of the project that acts on
+import; only vLLM imports it.) Buckets arrive as arrays in the same process, or as the path of a file that all workers
+of the engine map, so no bytes are serialised. See https://docs.vllm.ai/en/latest/training/weight_transfer/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -22,7 +22,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rlhf_ray.internals.vllm import begin_reload, finish_reload
+from rlhf_ray.internals.vllm import (
+    begin_reload,
+    checkpoint_weights,
+    finish_reload,
+    load_checkpoint_weights,
+    register_corrected_models,
+)
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
 
@@ -79,7 +85,7 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
 
     def start_weight_update(self) -> None:
         """Prepare every layer for new weights."""
-        begin_reload(self.model)
+        self._kernels = begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one bucket. (The base class would always synchronise an accelerator, which a CPU does not have.)"""
@@ -91,20 +97,30 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
         """Pass a bucket's tensors to the model's own loader. Layers keep them until they are complete."""
         entries = [TensorEntry(name, dtype, tuple(shape), size) for name, dtype, shape, size in update_info.entries]
         if update_info.arrays is None:
-            self.model.load_weights(unpack(read_file(str(update_info.path), entries)))
+            self.load_parameters(unpack(read_file(str(update_info.path), entries)))
         else:
-            self.model.load_weights(unpack(zip(entries, update_info.arrays, strict=True)))
+            self.load_parameters(unpack(zip(entries, update_info.arrays, strict=True)))
+
+    def load_parameters(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load parameters of transformers' model by name."""
+        load_checkpoint_weights(self.model, checkpoint_weights(self.model_config.hf_config, parameters))
 
     def finish_weight_update(self) -> None:
         """Activate the loaded layers."""
-        finish_reload(self.model, self.model_config)
+        finish_reload(self.model, self.model_config, self._kernels)
 
     def shutdown(self) -> None:
         """Does nothing: there are no resources."""
 
 
 class WorkerExtension:
-    """Empty: `worker_extension_cls` names it so that the workers import this module."""
+    """Methods that vLLM's workers get; `worker_extension_cls` names it, so that they also import this module."""
+
+    get_model: Callable[[], Any]
+
+    def fused_layers(self) -> dict[str, list[str]]:
+        """See `SamplingEngine.fused_layers`; of the layers in this process."""
+        return dict(getattr(self.get_model(), "packed_modules_mapping", {}))
 
 
 def backend_name(transport: str, gpus: float) -> str:
@@ -114,6 +130,7 @@ def backend_name(transport: str, gpus: float) -> str:
     return f"verified_{'gloo' if transport == 'nccl' and not gpus else transport}"
 
 
+register_corrected_models()
 WeightTransferEngineFactory.register_engine(BACKEND, ObjectStoreWeightTransferEngine)
 for _carrier, _class in DIRECT.items():
     WeightTransferEngineFactory.register_engine(f"verified_{_carrier}", "rlhf_ray.weights.nccl_ipc_backend", _class)

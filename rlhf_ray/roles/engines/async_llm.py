@@ -119,6 +119,11 @@ class AsynchronousEngine:
         outputs = await asyncio.gather(*(self._finish(row, scoring_parameters()) for row in rows))
         return [prompt_logprobs_of(output) for output in outputs]
 
+    async def fused_layers(self) -> dict[str, list[str]]:
+        """See `SamplingEngine.fused_layers`. Each process has part of the layers."""
+        parts = await self._living().collective_rpc("fused_layers")
+        return {layer: names for part in parts for layer, names in part.items()}
+
     def open_stage(self) -> StagedFiles | DirectStage:
         """See `SamplingEngine.open_stage`. vLLM's processes load the buckets during the pause, because GPUs seldom have
         memory for two sets of weights.

@@ -33,6 +33,7 @@ from rlhf_ray.internals.vllm import (
     engine_in_this_process,
     restored_thread_setter,
     shut_down,
+    unchanged_transformers_classes,
     unfinished_tokens,
 )
 from rlhf_ray.records import TensorEntry, WorkerProfile
@@ -143,6 +144,10 @@ class InProcessEngine:
         """See `SamplingEngine.score`."""
         return await self._finish([(row, scoring_parameters, None) for row in rows], prompt_logprobs_of)
 
+    async def fused_layers(self) -> dict[str, list[str]]:
+        """See `SamplingEngine.fused_layers`."""
+        return dict(getattr(self._model, "packed_modules_mapping", {}))
+
     def open_stage(self) -> DoubleBuffer | StagedBuckets:
         """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded into a second set of weights."""
         if self._settings.generation.gpus > 0:
@@ -151,7 +156,7 @@ class InProcessEngine:
         from rlhf_ray.weights.weight_loaders import Routes
 
         if self._routes is None:
-            self._routes = Routes(self._model, self._settings.shapes)
+            self._routes = Routes(self._model, self._engine.model_config.hf_config, self._settings.shapes)
         return DoubleBuffer(self._routes)
 
     async def apply(self, stage: DoubleBuffer | StagedBuckets, version: int) -> float:
@@ -262,7 +267,8 @@ class InProcessEngine:
             inspect_architectures(self._settings)
             config = engine_arguments(self._settings).create_engine_config()
             gc.freeze()  # vLLM collects garbage five times as it starts; imported modules need no scan
-            self._engine = engine_in_this_process(config)
+            with unchanged_transformers_classes(self._settings.architectures):
+                self._engine = engine_in_this_process(config)
             self._engine.set_weight_version("0")
             [self._model] = self._engine.apply_model(lambda model: model)
 

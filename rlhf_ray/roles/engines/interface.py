@@ -32,7 +32,7 @@ class EngineSettings:
     architectures: Sequence[str]
     """Model classes named in the model's config.json."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shape of every tensor of the model's checkpoint, by name."""
+    """Shape of every parameter of transformers' model, by name."""
     decode: Callable[[list[int]], str]
     """The text of some tokens, as rewards see it."""
     transport: str = "object_store"
@@ -104,6 +104,10 @@ class SamplingEngine(Protocol):
 
     async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
         """Per row `[L]`: log-probability of each token given those before it, at temperature 1; 0 for the first."""
+        ...
+
+    async def fused_layers(self) -> dict[str, list[str]]:
+        """Parts of each layer that the model fuses, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}."""
         ...
 
     def open_stage(self) -> Stage:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.generation import GenerationConfig
-from rlhf_ray.errors import ConfigError, ModelError, WorkerError
-from rlhf_ray.internals.vllm import implements, model_class
+from rlhf_ray.errors import ConfigError, WorkerError
+from rlhf_ray.internals.vllm import BACKENDS, model_class, register_corrected_models
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         use_tqdm_on_load=False,
         **_memory(generation),
         **_parallelism(generation),
+        **_operators(settings),
     )
 
 
@@ -110,6 +111,13 @@ def _memory(generation: GenerationConfig) -> dict[str, Any]:
     if generation.cache_mb is None:
         return {"gpu_memory_utilization": generation.gpu_memory_utilization}
     return {"kv_cache_memory_bytes": generation.cache_mb << 20, "gpu_memory_utilization": FREE_AT_START}
+
+
+def _operators(settings: EngineSettings) -> dict[str, Any]:
+    """vLLM's rotary embedding on CPUs takes keys and queries for contiguous, which latent attention's are not, and so
+    turns the wrong values; torch's own operations do not."""
+    latent = any(name.startswith("Deepseek") for name in settings.architectures)
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if latent and not settings.generation.gpus else {}
 
 
 def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
@@ -125,31 +133,23 @@ def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
             "distributed_executor_backend": "mp"}
 
 
-def fused_layers(architectures: Sequence[str]) -> dict[str, list[str]]:
-    """Parts of each layer that vLLM's model fuses, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}."""
-    known = next(filter(implements, architectures), None)
-    return dict(getattr(model_class(known), "packed_modules_mapping", {})) if known else {}
-
-
 def inspect_architectures(settings: EngineSettings) -> None:
     """Register the model's class with vLLM's registry from this process.
 
     Otherwise the first engine on a machine starts a Python process just to inspect the class (6-12 s). That process
     keeps CUDA uninitialised here, so on GPUs this is left to vLLM.
-
-    Raises:
-        ModelError: vLLM has no class of its own for the model. It would try transformers', which fails.
     """
     from vllm import ModelRegistry
 
-    if not any(map(implements, settings.architectures)):
-        raise ModelError(f"vLLM has no implementation of its own of {', '.join(settings.architectures) or 'a model'} "
-                         f"(config.json of {settings.model.path!r}), and running transformers' in it fails; use a "
-                         "model of a family that vLLM implements (see docs/models.md)")
+    register_corrected_models()
     if settings.generation.gpus > 0:
         return
-    for name in filter(implements, settings.architectures):
-        ModelRegistry.register_model(name, model_class(name))
+    classes = {name: model_class(name) for name in settings.architectures}
+    if not any(classes.values()):
+        classes = {name: model_class(name) for name in BACKENDS}
+    for name, found in classes.items():
+        if found is not None:
+            ModelRegistry.register_model(name, found)
 
 
 def sampling_parameters(request: SampleRequest) -> SamplingParams:
