@@ -101,18 +101,6 @@ def restored_thread_setter() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
 
 
-def register_corrected_models() -> None:
-    """Let vLLM run our corrections of its models instead, in this process; see `vllm_bloom`.
-
-    Source: 0.32.0, model_executor/models/registry.py (`ModelRegistry.register_model`).
-    Missing: nothing.
-    Otherwise: as there.
-    """
-    from vllm import ModelRegistry
-
-    ModelRegistry.register_model("BloomForCausalLM", "rlhf_ray.internals.vllm_bloom:Bloom")
-
-
 def model_class(architecture: str) -> type[nn.Module] | None:
     """The class with which vLLM runs an architecture: its own, or one that runs transformers'; None if it lists none.
 

@@ -51,9 +51,6 @@ class Family:
     """Whether transformers' defaults for entries missing in its config.json set nothing of `_SPECIAL`."""
 
 
-_BACKEND = ("vLLM 0.32 has no implementation of its own and fails to run transformers' (\"no attribute "
-            "'do_not_compile'\")")
-_EXPERTS = "vLLM's fused experts cannot load transformers' tensors while it runs"
 _NO_HEAD = "transformers has no sequence classifier for it"
 _OWN = "its attention bypasses transformers' attention interface, so packed rows would attend to each other"
 _RECURRENT = "its layers carry a state from token to token, and would carry it from one packed row to the next"
@@ -61,18 +58,18 @@ _NO_BOUNDARIES = "it does not pass row boundaries on to its attention"
 _SINKS = "its attention has sinks (s_aux), which packed attention does not compute"
 
 FAMILIES: dict[str, Family] = {
-    **{name: Family() for name in ("gemma", "glm4", "gpt2", "llama", "opt", "phi3", "qwen2", "qwen3")},
+    **{name: Family() for name in (
+        "gemma", "glm", "glm4", "gpt2", "gpt_neox", "llama", "mixtral", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2",
+        "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2")},
     **{name: Family(plain=False) for name in ("gemma3_text", "mistral")},
-    **{name: Family(PACKED, dict.fromkeys(DECODING, _BACKEND))
-       for name in ("glm", "gpt_neox", "olmo", "olmo2", "phi", "smollm3", "starcoder2")},
-    **{name: Family(PACKED | {Use.GENERATION}, {Use.PUBLICATION: _EXPERTS})
-       for name in ("mixtral", "qwen2_moe", "qwen3_moe")},
+    "deepseek_v3": Family(DECODING),
     "gemma2": Family(DECODING, plain=False),
     "granite": Family(EVERYTHING - {Use.SCALAR}, {Use.SCALAR: _NO_HEAD}),
     **{name: Family(DECODING, {Use.SCALAR: _NO_HEAD}, plain=False) for name in ("cohere", "cohere2")},
     "falcon": Family(DECODING, dict.fromkeys(PACKED, _OWN)),
-    **{name: Family(frozenset(), dict.fromkeys(PACKED, _OWN)) for name in ("bloom", "mpt")},
-    "gpt_oss": Family(frozenset(), {**dict.fromkeys(PACKED, _SINKS), Use.PUBLICATION: _EXPERTS}),
+    "bloom": Family(DECODING, dict.fromkeys(PACKED, _OWN)),
+    "mpt": Family(frozenset(), dict.fromkeys(PACKED, _OWN)),
+    "gpt_oss": Family(DECODING, dict.fromkeys(PACKED, _SINKS)),
     **{name: Family(frozenset(), dict.fromkeys(PACKED, _SINKS))
        for name in ("granite_swa", "granitemoe_swa", "mimo_v2_flash")},
     **{name: Family(DECODING, dict.fromkeys(PACKED, _NO_BOUNDARIES)) for name in ("nemotron", "stablelm")},
@@ -178,10 +175,28 @@ def _refused(values: Mapping[str, Any]) -> dict[Use, str]:
         reasons |= dict.fromkeys(PACKED, "attn_logit_softcapping caps its attention, which packed attention does not")
     if values.get("use_bidirectional_attention"):
         reasons |= dict.fromkeys(PACKED, "its tokens attend to later ones (use_bidirectional_attention)")
+    if reason := _not_as_vllm_has_it(values):
+        reasons |= dict.fromkeys(DECODING, reason)
     for name, does in (("final_logit_softcapping", "caps"), ("logit_scale", "scales"), ("logits_scaling", "scales")):
         if values.get(name) not in (None, 1):
             reasons[Use.LANGUAGE] = f"{name}={values[name]} {does} its logits, which packed passes do not"
     return reasons
+
+
+def _not_as_vllm_has_it(values: Mapping[str, Any]) -> str | None:
+    """Why vLLM 0.32 computes another model of this configuration than transformers does; None if it does not."""
+    kind = str(values.get("model_type"))
+    if kind == "falcon" and values.get("alibi"):
+        return "transformers rounds its ALiBi biases to bfloat16 (alibi=true), and vLLM does not"
+    if kind in ("gpt_oss", "deepseek_v3") and values.get("tie_word_embeddings"):
+        return "vLLM gives it a head of its own, without weights (tie_word_embeddings=true)"
+    if kind in ("cohere", "cohere2", "gemma2") and values.get("tie_word_embeddings") is False:
+        return "vLLM takes the embedding for its head, whatever tie_word_embeddings is"
+    missing = [f"{name}={value!r}" for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
+               if kind == "deepseek_v3" and values.get(name) != value]
+    if missing:
+        return f"vLLM routes as transformers does only with {' and '.join(missing)} in its config.json"
+    return None
 
 
 def _by_transformers(kind: str) -> dict[Use, str]:

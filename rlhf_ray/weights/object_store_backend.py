@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm import ModelRegistry
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,13 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rlhf_ray.internals.vllm import (
-    begin_reload,
-    checkpoint_weights,
-    finish_reload,
-    load_checkpoint_weights,
-    register_corrected_models,
-)
+from rlhf_ray.internals.vllm import begin_reload, checkpoint_weights, finish_reload, load_checkpoint_weights
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
 
@@ -128,6 +123,11 @@ def backend_name(transport: str, gpus: float) -> str:
     if transport == BACKEND:
         return BACKEND
     return f"verified_{'gloo' if transport == 'nccl' and not gpus else transport}"
+
+
+def register_corrected_models() -> None:
+    """Let vLLM run `corrected_models` instead of its own, in this process."""
+    ModelRegistry.register_model("BloomForCausalLM", "rlhf_ray.weights.corrected_models:Bloom")
 
 
 register_corrected_models()

@@ -61,8 +61,6 @@ class Routes:
         self._model, self._config = model, config
         self.layers = dict(model.named_modules())
         """All layers of the model by path."""
-        self.ties = _ties(self.layers)
-        """By the path of the layer that tensors are routed to."""
         self._known: dict[str, list[Route]] = {}
         self._sources: dict[str, set[str]] = {}
         self._parameters: dict[str, set[str]] = {}
@@ -75,6 +73,9 @@ class Routes:
                         self._parameters.setdefault(route.layer, set()).add(route.parameter)
                     if all(route.tensor is tensor for route in routes):
                         self._known[part] = routes
+        self.ties = {path: [tie for tie in ties if tie.name in self._parameters.get(path, ())]
+                     for path, ties in _ties(self.layers).items()}
+        """By the path of the layer that tensors are routed to."""
 
     def sources(self, layer: str) -> set[str]:
         """Names of the parameters that a layer consists of."""

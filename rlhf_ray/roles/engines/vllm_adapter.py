@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.errors import ConfigError, WorkerError
-from rlhf_ray.internals.vllm import BACKENDS, model_class, register_corrected_models
+from rlhf_ray.internals.vllm import BACKENDS, model_class
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 
 if TYPE_CHECKING:
@@ -116,8 +115,9 @@ def _memory(generation: GenerationConfig) -> dict[str, Any]:
 def _operators(settings: EngineSettings) -> dict[str, Any]:
     """vLLM's rotary embedding on CPUs takes keys and queries for contiguous, which latent attention's are not, and so
     turns the wrong values; torch's own operations do not."""
-    latent = any(name.startswith("Deepseek") for name in settings.architectures)
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if latent and not settings.generation.gpus else {}
+    if settings.generation.gpus or not any(name.startswith("Deepseek") for name in settings.architectures):
+        return {}
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
@@ -140,6 +140,8 @@ def inspect_architectures(settings: EngineSettings) -> None:
     keeps CUDA uninitialised here, so on GPUs this is left to vLLM.
     """
     from vllm import ModelRegistry
+
+    from rlhf_ray.weights.object_store_backend import register_corrected_models
 
     register_corrected_models()
     if settings.generation.gpus > 0:

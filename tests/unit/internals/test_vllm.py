@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from vllm import SamplingParams
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -73,11 +74,45 @@ def test_the_setter_of_threads_comes_back():
     assert torch.set_num_threads is original
 
 
-def test_the_registry_knows_what_vllm_implements_itself():
-    assert internals.implements("LlamaForCausalLM") and not internals.implements("NoSuchForCausalLM")
-    assert not internals.implements("OlmoForCausalLM"), "vLLM runs transformers' own"
+def test_the_registry_has_a_class_for_what_vllm_runs():
     fused = internals.model_class("LlamaForCausalLM").packed_modules_mapping
     assert fused["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
+    assert internals.model_class("NoSuchForCausalLM") is None
+    for name in ("Olmo2ForCausalLM", *internals.BACKENDS):
+        assert internals.model_class(name).__module__.startswith(internals.TRANSFORMERS), READ_AGAIN
+
+
+def test_transformers_classes_stay_as_they_are_while_an_engine_starts():
+    from vllm.model_executor.models.transformers.base import Base
+
+    decorate, olmo = Base._decorate_cls_for_torch_compile, transformers.Olmo2Model
+    with internals.unchanged_transformers_classes(["LlamaForCausalLM"]):
+        assert Base._decorate_cls_for_torch_compile is decorate, "vLLM implements it"
+    with internals.unchanged_transformers_classes(["Olmo2ForCausalLM"]):
+        Base._decorate_cls_for_torch_compile(None, cls=olmo, dynamic_arg_dims=None, enable_if=None, is_encoder=False)
+    assert Base._decorate_cls_for_torch_compile is decorate and "__call__" not in vars(olmo)
+    assert "_decorate_cls_for_torch_compile" in Base._decorate_for_torch_compile.__code__.co_names, READ_AGAIN
+
+
+def test_experts_are_the_tensors_of_a_checkpoint():
+    tensor = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
+    parts = dict(internals.checkpoint_weights(
+        transformers.MixtralConfig(architectures=["MixtralForCausalLM"]),
+        [("model.layers.3.mlp.experts.gate_up_proj", tensor), ("model.norm.weight", tensor[0])]))
+    expected = {f"model.layers.3.block_sparse_moe.experts.{expert}.{name}.weight": part
+                for expert in range(2) for name, part in zip(("w1", "w3"), tensor[expert].chunk(2), strict=True)}
+    assert parts.keys() == {*expected, "model.norm.weight"}
+    assert all(torch.equal(parts[name], part) for name, part in expected.items())
+
+
+def test_experts_of_gpt_oss_are_passed_one_by_one():
+    tensor, name = torch.arange(12.0).view(3, 4), "model.layers.0.mlp.experts.gate_up_proj_bias"
+    parts = dict(internals.checkpoint_weights(transformers.GptOssConfig(), [(name, tensor)]))
+    assert {key: part.tolist() for key, part in parts.items()} == {
+        name.replace("experts.", f"experts.{i}."): tensor[i].tolist() for i in range(3)}
+    from vllm.model_executor.models import gpt_oss
+
+    assert "_try_load_streamed_expert" in gpt_oss.GptOssModel._load_weights_other.__code__.co_names, READ_AGAIN
 
 
 class Layer(nn.Module):
@@ -147,9 +182,9 @@ def test_weights_are_processed_once_more(model):
 
 
 def test_a_reload_replaces_the_weights_in_their_processed_form(model):
-    internals.begin_reload(model)
+    kernels = internals.begin_reload(model)
     model.load_weights([("layer.weight", torch.arange(6.0).view(2, 3))])
-    internals.finish_reload(model, None)
+    internals.finish_reload(model, None, kernels)
     assert torch.equal(model.layer.weight, torch.arange(6.0).view(2, 3).t())
 
 
@@ -160,8 +195,7 @@ def test_a_head_with_a_packed_copy_is_packed_again():
     model = nn.Sequential(head)
     record_metadata_for_reloading(model)
     for _ in range(2):
-        internals.begin_reload(model)
-        internals.finish_reload(model, None)
+        internals.finish_reload(model, None, internals.begin_reload(model))
         head.cpu_linear = torch.nn.functional.linear
     assert packed == [head]
     from vllm.model_executor.layers import utils

@@ -71,6 +71,7 @@ def saved(directory, family, **shape):
     return ModelConfig(path=str(directory))
 
 
+ROUTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 REFUSED = [
     ("gemma2", {}, PACKED, "softcapping"), ("vaultgemma", {}, PACKED, "softcapping"),
     ("nanochat", {}, {Use.LANGUAGE}, "final_logit_softcapping"),
@@ -78,13 +79,16 @@ REFUSED = [
     ("cohere2", {}, {Use.LANGUAGE}, "logit_scale"), ("cohere2", {}, {Use.SCALAR}, "sequence classifier"),
     ("granite", {"logits_scaling": 4.0}, {Use.LANGUAGE}, "logits_scaling=4.0"),
     ("granite", {}, {Use.SCALAR}, "sequence classifier"),
-    ("gpt_oss", {}, {*PACKED, Use.PUBLICATION}, "sinks|experts"), ("bloom", {}, PACKED, "interface"),
+    ("gpt_oss", {}, PACKED, "sinks"), ("bloom", {}, PACKED, "interface"),
     ("falcon", {}, PACKED, "interface"),
     ("mpt", {}, PACKED, "interface"), ("mamba", {}, PACKED, "state"), ("qwen3_next", {}, PACKED, "state"),
     ("nemotron", {}, PACKED, "row boundaries"),
-    *((name, {}, {Use.PUBLICATION}, "experts") for name in ("mixtral", "qwen2_moe", "qwen3_moe")),
-    *((name, {}, DECODING, "do_not_compile") for name in (
-        "glm", "gpt_neox", "olmo", "olmo2", "phi", "smollm3", "starcoder2")),
+    ("falcon", {"alibi": True}, DECODING, "ALiBi"), ("gpt_oss", {"tie_word_embeddings": True}, DECODING, "head"),
+    *((name, {"tie_word_embeddings": False}, DECODING, "embedding for its head") for name in (
+        "cohere", "cohere2", "gemma2")),
+    ("deepseek_v3", {**ROUTED, "tie_word_embeddings": True}, DECODING, "head"),
+    ("deepseek_v3", {"scoring_func": "sigmoid"}, DECODING, "routes .*topk_method='noaux_tc' in"),
+    ("deepseek_v3", {}, DECODING, "scoring_func='sigmoid' and topk_method"),
     ("bert", {}, PACKED, "both directions"), ("olmoe", {}, {Use.SCALAR}, "sequence classifier"),
     ("gemma3_text", {"use_bidirectional_attention": True}, PACKED, "later"),
 ]
@@ -103,8 +107,9 @@ def test_what_is_known_not_to_work_is_refused_by_name_and_reason(family, shape, 
 @pytest.mark.parametrize(("family", "shape", "uses"), [
     *((name, DECODERS[name], POLICY | PACKED) for name in (
         "gemma", "gemma3_text", "glm4", "gpt2", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3")),
-    ("granite", {}, POLICY), ("mixtral", {}, PACKED | {Use.GENERATION}), ("olmo2", {}, PACKED),
-    ("gemma2", {}, DECODING), ("cohere", {}, DECODING), ("falcon", {}, DECODING),
+    ("granite", {}, POLICY), ("mixtral", {}, POLICY | PACKED), ("olmo2", {}, POLICY | PACKED),
+    ("gemma2", {}, DECODING), ("cohere", {}, DECODING), ("falcon", {}, DECODING), ("bloom", {}, DECODING),
+    ("gpt_oss", {}, DECODING), ("deepseek_v3", ROUTED, DECODING),
     ("olmoe", {}, POLICY), ("seed_oss", {}, POLICY | PACKED),
 ])
 def test_what_is_right_or_not_known_is_let_through(family, shape, uses, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.errors import ModelError
+from rlhf_ray.internals.vllm import BACKENDS
 from rlhf_ray.planning.hardware import H100
 from rlhf_ray.planning.inference_memory import generator_memory
 from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, CACHE, MIB
@@ -92,6 +92,18 @@ class TestPrefill:
 
 
 @pytest.mark.parametrize("architectures", [["SeedOssForCausalLM"], ["NobodysForCausalLM"], []])
-def test_a_model_that_vllm_would_run_through_transformers_is_refused(architectures):
-    with pytest.raises(ModelError, match=r"no implementation of its own of .*'m'.*docs/models\.md"):
-        inspect_architectures(replace(settings(gpus=1), architectures=architectures))
+def test_a_model_that_vllm_runs_through_transformers_needs_no_process_to_inspect_it(architectures):
+    from vllm import ModelRegistry
+
+    inspect_architectures(replace(settings(), architectures=architectures))
+    for name in [n for n in architectures if n in ModelRegistry.models] or BACKENDS:
+        assert not hasattr(ModelRegistry.models[name], "module_name"), "vLLM has the class, not its name"
+
+
+def test_latent_attention_on_cpus_does_without_vllm_s_kernel_of_rotary_embeddings():
+    def operators(architecture, **generation):
+        given = replace(settings(**generation), architectures=[architecture])
+        return engine_arguments(given).compilation_config.custom_ops
+
+    assert operators("DeepseekV3ForCausalLM") == ["-rotary_embedding"]
+    assert not operators("DeepseekV3ForCausalLM", gpus=1) and not operators("LlamaForCausalLM")

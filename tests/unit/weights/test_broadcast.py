@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.errors import WeightsError
@@ -30,7 +31,8 @@ class Model:
 
 def engine_of(model):
     """vLLM's back-end of a generator's only worker."""
-    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0),
+                             model_config=SimpleNamespace(hf_config=LlamaConfig()))
     return VerifiedGlooEngine(None, config, torch.device("cpu"), model)
 
 

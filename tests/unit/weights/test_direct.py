@@ -75,6 +75,8 @@ class TestOffers:
 class TestLoader:
     @pytest.fixture
     def loader(self, offer):
+        from transformers import LlamaConfig
+
         from rlhf_ray.weights.nccl_ipc_backend import OfferInfo, VerifyingLoader, offer_info
 
         class Model:
@@ -83,7 +85,8 @@ class TestLoader:
             def load_weights(self, weights):
                 self.loaded |= dict(weights)
 
-        return Model(), lambda model: VerifyingLoader(model, OfferInfo(**json.loads(json.dumps(offer_info(offer[0])))))
+        return Model(), lambda model: VerifyingLoader(
+            model, LlamaConfig(), OfferInfo(**json.loads(json.dumps(offer_info(offer[0])))))
 
     def test_what_arrives_is_verified_before_the_model_has_it(self, loader, offer):
         model, load = loader

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+import transformers
 from torch import nn
 
 from rlhf_ray.weights.weight_loaders import Routes
@@ -34,7 +35,7 @@ def named(layer):
 def test_what_is_copied_between_two_tensors_loads_the_second_too():
     """A shadow copies a layer's parameters, loaders included, as the first of its tensors comes."""
     model = Transposing()
-    routes, double = Routes(model, {"layer.weight": (3, 2), "layer.bias": (2,)}), None
+    routes, double = Routes(model, transformers.LlamaConfig(), {"layer.weight": (3, 2), "layer.bias": (2,)}), None
     given = {"layer.weight": torch.arange(6.0).view(3, 2), "layer.bias": torch.tensor([7.0, 8.0])}
     for name, tensor in given.items():
         for route in routes.of(name, tensor):

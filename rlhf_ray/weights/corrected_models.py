@@ -1,4 +1,4 @@
-"""Bloom in vLLM, with the activation of its training."""
+"""Models of vLLM that compute something else than transformers', corrected. vLLM imports them when it needs them."""
 
 from __future__ import annotations
 
