@@ -10,10 +10,8 @@ from vllm.model_executor.models.bloom import BloomForCausalLM
 class Bloom(BloomForCausalLM):
     """Bloom with the tanh approximation of GELU.
 
-    Source: 0.32.0, model_executor/models/bloom.py (`BloomMLP.gelu_impl`), against transformers 5.19.0,
-    models/bloom/modeling_bloom.py (`bloom_gelu_forward`).
-    Missing: the activation is not in Bloom's configuration, and vLLM takes the exact GELU.
-    Otherwise: log-probabilities of Bloom models differ by about 0.001.
+    The activation is not in Bloom's configuration. transformers has the approximation (`bloom_gelu_forward`), vLLM
+    0.32.0 the exact GELU (`BloomMLP.gelu_impl`), with which log-probabilities differ by about 0.001.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
