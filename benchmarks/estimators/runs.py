@@ -18,7 +18,7 @@ STEPS = 24
 """Updates of 128 samples: 3,072 samples a run."""
 GROUPS = ("--coordinator.prompts_per_step=32", "--coordinator.samples_per_prompt=4")
 """Estimators that compare a prompt's samples make four of each of 32 prompts: 128 samples a step, as the others."""
-WITHOUT_CRITIC = ("--critic.cpus=0.1", "--critic.micro_batch_tokens=4096", "--critic.optimizer.learning_rate=1e-5")
+WITHOUT_CRITIC = ("--critic.cpus=0.1", "--critic.micro_batch_tokens=4096", "--critic.optimizer.learning_rate=9e-6")
 """Defaults in place of the recipe's critic, for estimators that train none."""
 OWN: dict[str, tuple[str, ...]] = {
     # Its advantages are divided by the group's deviation, about 2 units of reward here, and so is the penalty.

@@ -142,10 +142,12 @@ def _facts(plan: Plan) -> Table:
     table.add_row("disk", f"{gib(sum(plan.disk.values()))}: {files}")
     if estimate := plan.step_time:
         by_role = ", ".join(f"{name} {seconds_of(s)}" for name, s in estimate.roles.items())
-        step, steps = estimate.seconds, plan.config.run.steps
+        step, run = estimate.seconds, plan.config.run
         table.add_row("time", f"about {seconds_of(step)} per step ({estimate.samples_per_second:.3g} samples/s; "
                               f"{by_role}); the bottleneck is {estimate.bottleneck}")
-        table.add_row("", f"all {steps} steps: about {seconds_of(step * steps)}; an estimate, within a factor of two")
+        if run.epochs is None:
+            table.add_row("", f"all {run.steps} steps: about {seconds_of(step * run.steps)}; an estimate, within a "
+                              "factor of two")
     return table
 
 

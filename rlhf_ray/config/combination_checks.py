@@ -302,7 +302,7 @@ def check_phases(config: PPOConfig) -> None:
 def check_schedules(config: PPOConfig) -> None:
     """The warm-up leaves steps for the policy, and the adaptive coefficient stays positive."""
     a, samples = config.algorithm, config.coordinator.samples_per_step
-    if a.critic_warmup_steps >= config.run.steps:
+    if config.run.epochs is None and a.critic_warmup_steps >= config.run.steps:
         raise ValueError(
             f"algorithm.critic_warmup_steps={a.critic_warmup_steps} leaves no step of run.steps={config.run.steps} "
             "for the policy; lower it or raise run.steps")

@@ -111,7 +111,8 @@ _SFT = (
 )
 _PREFERENCES = (
     ConditionalFields(
-        ("run.steps",), _never, "this stage makes no updates: it samples a pair for each prompt once (prompts.limit)"),
+        ("run.steps", "run.epochs"), _never,
+        "this stage makes no updates: it samples a pair for each prompt once (prompts.limit)"),
     ConditionalFields(
         ("run.auto_resume",), lambda config, _: config.cluster.address is not None,
         "this stage saves no checkpoints to continue from"),

@@ -1,6 +1,7 @@
 """Learners: DeepSpeed, optimizer, schedule and memory."""
 
-from typing import Literal
+import math
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,7 +18,9 @@ class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019) with a learning-rate schedule."""
 
     learning_rate: float = Field(1e-5, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. The policy's default is 1e-6 (OpenRLHF, verl), the critic's 9e-6 (OpenRLHF), that of SFT 2e-5
+    (Touvron et al. 2023, Llama 2; TRL), that of reward models and process reward models 9e-6 (Ouyang et al. 2022, app.
+    C.2; OpenRLHF). With `lora` it is ten times that (Schulman et al. 2025, "LoRA Without Regret")."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decay (0.9, 0.95 as in Llama 2 and OpenRLHF)."""
     eps: float = Field(1e-8, gt=0)
@@ -28,6 +31,9 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 turns clipping off."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up."""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """Share of the run's optimizer steps that are warm-up, rounded up, in place of `warmup_steps` (transformers'
+    field; OpenRLHF: 0.03)."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after warm-up, over the optimizer steps of the whole run."""
     min_ratio: float = Field(0.0, ge=0, le=1)
@@ -35,6 +41,17 @@ class OptimizerConfig(Section):
     max_consecutive_skipped_updates: int = Field(3, ge=1)
     """End the run after this many consecutive updates in which no step was applied because no loss and gradient was
     finite (3 as in Axolotl's examples of a loss watchdog)."""
+
+    def warmup_of(self, total_steps: int) -> int:
+        """Number of warm-up steps among all optimizer steps of a run."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * total_steps)
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "OptimizerConfig":
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError(f"warmup_ratio={self.warmup_ratio:g} and warmup_steps={self.warmup_steps} both set the "
+                             "warm-up; leave one of them out")
+        return self
 
 
 class LoRAConfig(Section):
@@ -57,8 +74,15 @@ class LoRAConfig(Section):
         return self
 
 
+LORA_RATE = 10
+"""Learning rate with adapters over that of full training (Schulman et al. 2025, "LoRA Without Regret")."""
+
+
 class LearnerConfig(PlacementConfig):
     """A model under training on one or more data-parallel ranks (one worker each)."""
+
+    default_rate: ClassVar[float] = 1e-5
+    """Default of `optimizer.learning_rate` without adapters."""
 
     zero_stage: int = Field(1, ge=0, le=3)
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer state, 2 gradients too, 3 parameters too."""
@@ -75,12 +99,34 @@ class LearnerConfig(PlacementConfig):
     lora: LoRAConfig | None = None
     """Train low-rank adapters on a frozen model in its own precision; if empty, train the whole model."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_the_role(cls, given: Any) -> Any:
+        """Fill in the default learning rate, which depends on the role and on `lora`."""
+        if not isinstance(given, dict) or not isinstance(chosen := given.get("optimizer", {}), dict | OptimizerConfig):
+            return given
+        optimizer = dict(chosen) if isinstance(chosen, dict) else chosen.model_dump(exclude_unset=True)
+        rate = cls.default_rate if given.get("lora") is None else round(LORA_RATE * cls.default_rate, 12)
+        return {**given, "optimizer": {"learning_rate": rate, **optimizer}}
+
     @model_validator(mode="after")
     def _offload(self) -> "LearnerConfig":
         if self.offload_optimizer and not (self.gpus and self.zero_stage):
             raise ValueError("offload_optimizer moves optimizer state from GPU to CPU memory and needs gpus > 0 and "
                              f"zero_stage 1 to 3; here gpus={self.gpus:g} and zero_stage={self.zero_stage}")
         return self
+
+
+class SFTLearnerConfig(LearnerConfig):
+    """The learner of SFT."""
+
+    default_rate = 2e-5
+
+
+class RewardLearnerConfig(LearnerConfig):
+    """The learner of a reward model or a process reward model."""
+
+    default_rate = 9e-6
 
 
 class PPOLearnerConfig(LearnerConfig):
@@ -103,6 +149,8 @@ class PPOLearnerConfig(LearnerConfig):
 
 class PolicyConfig(PPOLearnerConfig):
     """The policy under training."""
+
+    default_rate = 1e-6
 
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights, updated with this decay after each optimizer step (Ouyang et

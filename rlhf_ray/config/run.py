@@ -14,6 +14,9 @@ class RunConfig(Section):
     """Directory for everything that the run writes; created if missing."""
     steps: int = Field(100, ge=1)
     """Total number of updates, counted from the beginning also after a resume."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training rows (of PPO: prompts) in place of `steps`, which becomes as many updates as these rows
+    fill, rounded up. The rows of a mix add up. Their number is counted before the run starts."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of new weights, data order and sampling. `evaluation.seed` is separate, so that runs can be compared."""
     upload: str | None = None
@@ -24,6 +27,19 @@ class RunConfig(Section):
     """Restart the run with --resume if its process died (killed, out of memory) or lost a worker, as long as each
     attempt saves a new checkpoint; and if it lost the cluster at `cluster.address`, once that responds again. Ctrl-C
     and SIGTERM end it."""
+
+    @property
+    def length(self) -> str:
+        """The number of steps, or of epochs, as text."""
+        number, unit = (self.steps, "step") if self.epochs is None else (self.epochs, "epoch")
+        return f"{number:g} {unit}{'' if number == 1 else 's'}"
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> "RunConfig":
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(f"epochs={self.epochs:g} and steps={self.steps} both set the number of updates; leave one "
+                             "of them out")
+        return self
 
 
 class PoolConfig(Section):

@@ -17,7 +17,7 @@ from rlhf_ray.config.data import (
     StepsConfig,
 )
 from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
-from rlhf_ray.config.learner import LearnerConfig, PolicyConfig, PPOLearnerConfig
+from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearnerConfig, SFTLearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
@@ -85,7 +85,7 @@ class SFTConfig(StageConfig):
     """Demonstrations."""
     training: SupervisedTrainingConfig = Field(default_factory=SupervisedTrainingConfig)
     """Batches and evaluation."""
-    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    learner: SFTLearnerConfig = Field(default_factory=SFTLearnerConfig)
     """The model under training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When to save."""
@@ -110,7 +110,7 @@ class RewardModelConfig(StageConfig):
     """Preference pairs."""
     training: RewardModelTrainingConfig = Field(default_factory=RewardModelTrainingConfig)
     """Loss, batches and evaluation."""
-    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    learner: RewardLearnerConfig = Field(default_factory=RewardLearnerConfig)
     """The model under training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When to save."""
@@ -127,7 +127,7 @@ class ProcessRewardConfig(StageConfig):
     """Tokens at which steps are judged, and the tokens predicted there."""
     training: SupervisedTrainingConfig = Field(default_factory=SupervisedTrainingConfig)
     """Batches and evaluation."""
-    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    learner: RewardLearnerConfig = Field(default_factory=RewardLearnerConfig)
     """The model under training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When to save."""
@@ -165,6 +165,8 @@ def check_revision(path: str | None, revision: str | None) -> None:
 
 class CriticConfig(PPOLearnerConfig):
     """The critic under training."""
+
+    default_rate = 9e-6
 
     backbone: Literal["own", "policy"] = "own"
     """A separate model, or a value head on the policy. With "policy", one model is trained with the settings of

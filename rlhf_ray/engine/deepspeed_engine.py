@@ -316,10 +316,11 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
     Warm-up rises from peak/warmup to the peak. Decay ends at `min_ratio` x peak on the last step.
     """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+    warmup = config.warmup_of(total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
     if config.decay == "constant":
         return config.learning_rate
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
     share = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * (config.min_ratio + (1 - config.min_ratio) * share)

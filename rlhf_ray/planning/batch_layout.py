@@ -23,7 +23,8 @@ def batch_layout_of(config: StageConfig) -> dict[str, str]:
     assert isinstance(config, SFTConfig | RewardModelConfig | ProcessRewardConfig)
     rows, longest = config.training.batch_size, config.data.max_tokens
     whole = "pairs of rows" if isinstance(config, RewardModelConfig) else "rows"
-    return {"update": f"{rows} {whole} of up to {longest} tokens, {config.run.steps} updates",
+    updates = f"{config.run.steps} updates" if config.run.epochs is None else config.run.length
+    return {"update": f"{rows} {whole} of up to {longest} tokens, {updates}",
             "micro-batches": micro_batches(config.learner, rows, longest * (2 if whole != "rows" else 1))}
 
 
@@ -35,7 +36,8 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
         "batch": f"{counted(c.prompts_per_step, 'prompt')} x {counted(c.samples_per_prompt, 'sample')} = {samples} "
                  f"samples of up to {tokens}",
         "updates": f"{counted(a.epochs, 'epoch')} x {counted(a.mini_batches, 'mini-batch', 'es')} of "
-                   f"{samples // a.mini_batches} samples, each an optimizer step; {counted(config.run.steps, 'step')}",
+                   f"{samples // a.mini_batches} samples, each an optimizer step; "
+                   + (config.run.length if config.run.epochs is None else f"{config.run.length} of the prompts"),
         "policy": micro_batches(config.policy, samples // a.mini_batches, longest),
     }
     if derive(config).starts_critic:

@@ -34,6 +34,7 @@ MINIMAL = {
 }
 OVERRIDES = [
     "--run.steps=0", "--run.steps=many", "--run.stepz=5", "--steps=5", "--polcy", "--run=5", "--run.dir=null",
+    "--run.epochs=2 --run.steps=3", "--policy.optimizer.warmup_ratio=0.1 --policy.optimizer.warmup_steps=3",
     "--policy.optimizer.betas=0.9", "--policy.optimizer.learning_rate=inf", "--algorithm.kl.kind=adaptve",
     "--policy.lora.rank=0", "--algorithm.mini_batches=3", "--coordinator.concurrency=15",
     "--coordinator.max_staleness=1 --generator.chunk=24", "--buffer.capacity_samples=127", "--buffer.capacity_mb=2",

@@ -28,7 +28,7 @@ def mean_loss(model_directory: Path, texts: list[str]) -> float:
     return float(torch.cat(losses).mean())
 
 
-SHARED = ["--critic.cpus=0.1", "--critic.micro_batch_tokens=4096", "--critic.optimizer.learning_rate=1e-5"]
+SHARED = ["--critic.cpus=0.1", "--critic.micro_batch_tokens=4096", "--critic.optimizer.learning_rate=9e-6"]
 """Defaults in place of the recipe's critic, which is not started."""
 
 

@@ -21,6 +21,14 @@ def test_warm_up_rises_evenly_to_the_peak():
     assert rates(6, warmup_steps=4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
 
 
+def test_warm_up_may_be_a_share_of_the_run():
+    assert rates(6, warmup_ratio=0.5) == pytest.approx([0.8 / 3, 1.6 / 3, 0.8, 0.8, 0.8, 0.8])
+    assert rates(10, warmup_ratio=0.11)[:3] == pytest.approx([0.4, 0.8, 0.8]), "rounded up"
+    assert rates(6, warmup_ratio=0.5, decay="linear") == pytest.approx(rates(6, warmup_steps=3, decay="linear"))
+    with pytest.raises(ValueError, match=r"warmup_ratio=0.5 and warmup_steps=3 both set the warm-up"):
+        rates(6, warmup_ratio=0.5, warmup_steps=3)
+
+
 def test_linear_decay_ends_at_its_floor_on_the_last_step():
     assert rates(5, decay="linear") == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
     assert rates(5, decay="linear", min_ratio=0.5) == pytest.approx([0.8, 0.7, 0.6, 0.5, 0.4])
