@@ -92,8 +92,8 @@ class AlgorithmConfig(Section):
     reward_clip: float | None = Field(None, gt=0)
     """Clip scores to ± this before they become token rewards (many use 5 or 10); off when empty."""
     missing_eos_penalty: float | None = Field(None, ge=0)
-    """Subtracted from the score of a response without an end-of-sequence token (TRL: 1.0 in its examples); off if
-    empty."""
+    """Subtracted from the score of a response that has not ended, with a stop token or a stop string (TRL: 1.0 in its
+    examples); off if empty."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Number of tokens before generator.sampling.max_tokens over which a length penalty grows linearly (DAPO, Yu et al.
     2025, soft overlong punishment); off if empty."""

@@ -86,14 +86,17 @@ def head_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
     return 2.0 * shape.vocabulary * shape.hidden * micro_batch.product_bytes
 
 
-def logits_bytes(shape: ModelShape, micro_batch: MicroBatch, answers: int, training: bool) -> float:
+def logits_bytes(
+    shape: ModelShape, micro_batch: MicroBatch, answers: int, training: bool, copies: int = 1
+) -> float:
     """Bytes of the logits that exist at the same time, and of their gradient in training.
 
     Args:
         answers: tokens of the micro-batch whose log-probability is computed.
+        copies: 2 if some logits are excluded in a copy, as stop tokens are before `min_tokens`.
     """
     if not shape.vocabulary:
         return 0.0
     rows = min(answers, max(1, LOGIT_ELEMENTS // shape.vocabulary))
     working = 3 * 2**24 * FLOAT if micro_batch.on_gpu else 0  # algorithms/logprobs.py processes this many at a time
-    return rows * shape.vocabulary * micro_batch.product_bytes * (2 if training else 1) + working
+    return rows * shape.vocabulary * micro_batch.product_bytes * (2 if training else 1) * copies + working

@@ -78,18 +78,21 @@ def cache_sequences(config: GenerationConfig, shape: ModelShape, memory: Memory,
     return memory.shown[CACHE] * spans / (shape.cache_bytes * longest)
 
 
-def scorer_memory(gpus: float, shape: ModelShape, micro_batch_tokens: int, longest: int, answers: float) -> Memory:
+def scorer_memory(
+    gpus: float, shape: ModelShape, micro_batch_tokens: int, longest: int, answers: float, logit_copies: int = 1
+) -> Memory:
     """Memory of a frozen model that scores: its weights, and a pass without gradients.
 
     Args:
         answers: share of the tokens whose log-probability is computed; 0 with a scalar head.
+        logit_copies: as in `logits_bytes`.
     """
     on_gpu = gpus > 0
     micro_batch = MicroBatch(micro_batch_tokens, longest, on_gpu, half_model=shape.bytes_per_value == 2)
     parts = {
         WEIGHTS: float(shape.weight_bytes),
         ACTIVATIONS: scoring_bytes(shape, micro_batch),
-        LOGITS: logits_bytes(shape, micro_batch, round(answers * micro_batch_tokens), training=False),
+        LOGITS: logits_bytes(shape, micro_batch, round(answers * micro_batch_tokens), False, logit_copies),
     }
     if not on_gpu:
         # Weights in the files' precision are memory-mapped; others are converted, so the files' pages count as well.

@@ -55,6 +55,8 @@ class Training:
     """Largest bucket of a publication; 0 for a model that is not published."""
     direct: bool = False
     """Whether weights are published from GPU to GPU, not through main memory (`weights.transport`)."""
+    logit_copies: int = 1
+    """As in `logits_bytes`."""
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -114,7 +116,8 @@ def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> 
     share, shape = -(-model.rows // config.workers), model.shape
     micro_batch = MicroBatch(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
                   half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing)
-    logits = logits_bytes(shape, micro_batch, round(model.answers * micro_batch.tokens), training=True)
+    logits = logits_bytes(
+        shape, micro_batch, round(model.answers * micro_batch.tokens), training=True, copies=model.logit_copies)
     layer = micro_batch.tokens * transient_bytes(shape, micro_batch)
     several = share * model.longest > micro_batch.tokens or stage_of(config) == 3  # stage 3 has a separate buffer
     before = state[GRADIENTS] * (1.0 if several else 0.5)

@@ -60,6 +60,7 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     longest = derived.longest_sample
     bucket = max(config.weights.bucket_mb * float(MIB), shape.vocabulary * shape.hidden * shape.bytes_per_value)
     answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
+    copies = 2 if config.generator.sampling.min_tokens and not config.generator.sampling.top_k else 1
     rows = config.coordinator.samples_per_step // config.algorithm.mini_batches
     through_memory = shape.weight_bytes if config.weights.transport == "object_store" else 0.0
     # One call to a scorer is a chunk, or with staleness, where chunks are batched, up to all samples in flight.
@@ -70,13 +71,13 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
         reference, frozen = config.reference, shapes(derived.reference_model, "reference")
         tokens = min(reference.micro_batch_tokens, samples * longest)
         roles.append(Role("reference", reference, (frozen,), derived.reference_model.path,
-                          lambda _: scorer_memory(reference.gpus, frozen, tokens, longest, answers)))
+                          lambda _: scorer_memory(reference.gpus, frozen, tokens, longest, answers, copies)))
     roles.append(_reward(config.rewards, config.reward, shapes, longest, samples))
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]
     roles.append(_learner("policy", config.policy, Training(
         shape, longest, answers, rows, config.policy.ema_decay is not None, bucket,
-        direct=config.weights.transport != "object_store"), named))
+        direct=config.weights.transport != "object_store", logit_copies=copies), named))
     if derived.starts_critic:
         critic = shapes(derived.critic_model, "critic").headless()
         roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0, rows), derived.critic_model.path))

@@ -65,4 +65,5 @@ def test_logits_come_in_pieces_of_bounded_size():
     micro_batch = MicroBatch(4096, 64, on_gpu=False)
     assert logits_bytes(shape, micro_batch, 4096, training=True) == 2 * 2**26 * FLOAT
     assert logits_bytes(shape, micro_batch, 16, training=True) == 2 * 16 * 2**17 * FLOAT
+    assert logits_bytes(shape, micro_batch, 16, training=True, copies=2) == 4 * 16 * 2**17 * FLOAT
     assert logits_bytes(shape.headless(), micro_batch, 4096, training=True) == 0

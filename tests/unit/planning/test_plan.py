@@ -48,6 +48,16 @@ class TestRecipes:
         assert all(load.share < 0.9 for load in plan.loads)
         assert len(plan.placement.workers) == sum(role.placement.workers for role in plan.roles)
 
+    def test_a_minimum_length_takes_a_second_copy_of_logits_and_top_k_takes_none(self):
+        def logits(*sampling):
+            options = [f"--generator.sampling.{option}" for option in sampling]
+            memory = planned("one_gpu_0.5b_grpo.yaml", "1x1xL40S", *options).memory
+            return {role: memory[role].shown["logits"] for role in ("policy", "reference")}
+
+        plain, copied = logits(), logits("min_tokens=8")
+        assert all(copied[role] > 1.2 * plain[role] for role in plain)
+        assert logits("min_tokens=8", "top_k=50") == plain
+
     def test_roles_of_the_large_one_keep_to_their_nodes(self):
         [nodes] = [param.values[1] for param in recipes() if "70b" in param.id]
         plan = planned("multi_node_70b_ppo.yaml", nodes)
