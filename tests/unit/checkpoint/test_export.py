@@ -236,5 +236,6 @@ def test_cards_of_models_and_adapters_say_the_stage_and_how_to_load_them(stage, 
         assert head in made.text and words in made.text
         assert {"rlhf", "rlhf-ray", stage.replace("_", "-")} <= set(made.data.tags)
         assert made.data.base_model == "owner/name"
+    assert ("num_labels=1)" in adapter_card(info, "model").text) is (stage == "reward_model")
     assert "lora" in adapter_card(info, "model").data.tags and adapter_card(info, "model").data.library_name == "peft"
     assert info.weights is None and info.rewards is None

@@ -236,8 +236,9 @@ def test_sources_that_are_not_mixed_by_their_weights_are_named(tmp_path):
     ledger = Ledger.create(tmp_path / "ledger.sqlite", facts)
     keys = [SampleKey(0, row, 0) for row in (0, 1)]
     ledger.admit(keys, [2, 0])
-    assert [p.invariant for p in problems(ledger.path, ended=False)] == [
-        "sources are handed out in proportion to their weights"]
+    (problem,) = problems(ledger.path, ended=False)
+    assert problem.invariant == "sources are handed out in proportion to their weights"
+    assert problem.violation == "2 of 2 prompts are of source 0, whose weight is 1 of 2"
 
 
 @MANY

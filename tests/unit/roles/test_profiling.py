@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,14 @@ from rlhf_ray.roles.profiling import TorchProfile, busiest, busiest_in_trace, co
 def test_a_profile_holds_what_was_computed_between_begin_and_end_and_nothing_else(tmp_path):
     profile, square = TorchProfile(), torch.ones(64, 64)
     torch.linalg.inv(square + torch.eye(64))
+    outside = time.perf_counter()
     profile.begin()
+    inside = time.perf_counter()
     for _ in range(5):
         square = square @ square / 64
+    inside = time.perf_counter() - inside
     found = profile.end(tmp_path / "t.trace.json.gz")
+    assert inside <= found.seconds <= time.perf_counter() - outside
     assert {o.name: o.calls for o in found.operators}["aten::mm"] == 5
     assert not any("inv" in o.name for o in found.operators)
     assert [o.own_ms for o in found.operators] == sorted((o.own_ms for o in found.operators), reverse=True)
