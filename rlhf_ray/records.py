@@ -261,6 +261,8 @@ class RewardScores:
     token_rewards: NDArray[np.float32] | None = None
     """[T] weighted rewards of single tokens, aligned with the rollout: part of `scores`. Zero where response_mask is
     False. The rest of a sample's score is on the response's last token; None: all of it."""
+    gold: NDArray[np.float32] | None = None
+    """[S] scores of the independent judge, which are no part of `scores`; None without one."""
 
 
 @dataclass(frozen=True)

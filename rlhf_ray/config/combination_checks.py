@@ -11,7 +11,14 @@ from typing import Any
 
 from rlhf_ray.config.bundle_assignment import worker_bundles
 from rlhf_ray.config.conditional_fields import check_effects
-from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, meet_on_every_gpu, placements_of
+from rlhf_ray.config.derived import (
+    buffer_capacity_mb,
+    concurrency_of,
+    derive,
+    meet_on_every_gpu,
+    placements_of,
+    reward_sections,
+)
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.rewards import ModelReward, ProcessReward
@@ -237,7 +244,7 @@ def check_deadlines(config: PPOConfig) -> None:
 def check_micro_batches(config: PPOConfig) -> None:
     """A micro-batch holds the longest row that a role receives, and a mini-batch a row for each rank."""
     derived, learners = derive(config), _learners(config)
-    local = any(isinstance(reward, ModelReward | ProcessReward) for reward in config.rewards.values())
+    local = any(isinstance(reward, ModelReward | ProcessReward) for reward in reward_sections(config).values())
     scorers = [*(["reference"] if derived.starts_reference else []), *(["reward"] if local else [])]
     for role in (*learners, *scorers):
         budget, response = getattr(config, role).micro_batch_tokens, derived.longest_response

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import derive, reward_sections
 from rlhf_ray.config.fields import changed_fields, format_value
 from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, ProcessReward, RegexReward
 from rlhf_ray.config.stages import (
@@ -171,7 +171,7 @@ _PPO = (
         "with reward.on_failure=fail the first sample without a score ends the run", "set on_failure to quarantine"),
     ConditionalFields(
         ("reward.micro_batch_tokens",),
-        lambda config, _: any(isinstance(r, ModelReward | ProcessReward) for r in config.rewards.values()),
+        lambda config, _: any(isinstance(r, ModelReward | ProcessReward) for r in reward_sections(config).values()),
         "none of `rewards` is a local model", "add one of type model or process"),
     ConditionalFields(
         ("rewards.*.aggregate",), lambda _, reward: reward.placement == "outcome",

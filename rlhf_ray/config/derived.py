@@ -7,8 +7,9 @@ from rlhf_ray.config.algorithm import OldLogprobs
 from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, VerifiableReward
+from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig
+from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import CriticConfig, PPOConfig, ReferenceConfig, StageConfig
 from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
 
@@ -58,6 +59,22 @@ class Derived:
     def policy_is_reference(self) -> bool:
         """Whether the reference is the frozen base of the policy's adapters."""
         return self.uses_reference and not self.starts_reference
+
+
+def judge_rewards(config: PPOConfig) -> dict[str, RewardConfig]:
+    """Components of the independent judge; none without one.
+
+    Raises:
+        ConfigError: `logging.judge` names no scorer.
+    """
+    judge = config.logging.judge
+    return {} if judge is None else scorer_rewards(judge, "logging.judge")
+
+
+def reward_sections(config: PPOConfig) -> dict[str, RewardConfig]:
+    """All that the reward scorer runs, by field: the rewards, and the judge's components."""
+    return {**{f"rewards.{name}": reward for name, reward in config.rewards.items()},
+            **{f"logging.judge ({name})": reward for name, reward in judge_rewards(config).items()}}
 
 
 def derive(config: PPOConfig) -> Derived:
@@ -139,7 +156,7 @@ def model_paths(config: StageConfig, role: str) -> list[str]:
     model = getattr(config, "model", None)
     paths = [model.path] if isinstance(model, ModelConfig) else []
     if isinstance(config, PPOConfig) and role == "reward":
-        paths += [reward.path for reward in config.rewards.values() if isinstance(reward, ModelReward)]
+        paths += [reward.path for reward in reward_sections(config).values() if isinstance(reward, ModelReward)]
     if isinstance(config, PPOConfig) and role in ("critic", "reference"):
         paths.append(getattr(derive(config), f"{role}_model").path)
     return paths

@@ -144,6 +144,15 @@ class JSONSchemaReward(VerifiableReward):
     """Timeout for a chunk; a schema's patterns can take exponential time on some texts."""
 
 
+class VaderReward(Section):
+    """Sentiment of the response alone by a lexicon and rules (VADER, Hutto and Gilbert 2014), from -1 to 1."""
+
+    type: Literal["vader"]
+    """VADER's compound score."""
+    weight: float = 1.0
+    """Factor of this component in the sum; negative for a penalty."""
+
+
 class HTTPReward(Section):
     """A service that scores batches over HTTP, such as `rlhf-ray serve-reward`."""
 
@@ -192,7 +201,7 @@ class HTTPReward(Section):
 
 RewardConfig = Annotated[
     ModelReward | ProcessReward | HTTPReward | FunctionReward | ExactMatchReward | NumberReward | RegexReward
-    | JSONSchemaReward,
+    | JSONSchemaReward | VaderReward,
     Field(discriminator="type"),
 ]
 

@@ -136,8 +136,9 @@ class ProcessRewardConfig(StageConfig):
 class SamplePairsConfig(Section):
     """Pairs of samples from one model, ranked by a judge."""
 
-    judge: Literal["vader"] = "vader"
-    """Judge that ranks the two samples of a pair."""
+    judge: str = Field("vader", min_length=1)
+    """Judge that ranks the two samples of a pair: a scorer as in `compare --scorer` (vader, a reward model,
+    exact_match, number, file.py:function, the address of a service, a .yaml file with `rewards`)."""
     min_margin: float = Field(0.1, ge=0)
     """Pairs whose scores differ by less are left out (and counted)."""
     output: str = Field("preferences.jsonl", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")

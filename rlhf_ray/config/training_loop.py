@@ -154,5 +154,7 @@ class LoggingConfig(Section):
     """Number of rollouts per step saved as text in samples/."""
     profile_step: int | None = Field(None, ge=1)
     """Step to profile, as `rlhf-ray profile` does for a running run; off if empty."""
-    judge: Literal["vader"] | None = None
-    """Independent judge that also scores responses (the "gold" score), and is never trained on."""
+    judge: str | None = Field(None, min_length=1)
+    """Independent judge that also scores responses (the "gold" score), and is never trained on: a scorer as in
+    `compare --scorer` (vader, a reward model, exact_match, number, file.py:function, the address of a service, a .yaml
+    file with `rewards`)."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlhf_ray.config.derived import concurrency_of, derive
+from rlhf_ray.config.derived import concurrency_of, derive, reward_sections
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
@@ -72,7 +72,7 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
         tokens = min(reference.micro_batch_tokens, samples * longest)
         roles.append(Role("reference", reference, (frozen,), derived.reference_model.path,
                           lambda _: scorer_memory(reference.gpus, frozen, tokens, longest, answers, copies)))
-    roles.append(_reward(config.rewards, config.reward, shapes, longest, samples))
+    roles.append(_reward(reward_sections(config), config.reward, shapes, longest, samples))
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]
     roles.append(_learner("policy", config.policy, Training(
@@ -110,11 +110,11 @@ def _learner(name: str, config: LearnerConfig, model: Training, named: str) -> R
 
 def _reward(rewards: Mapping[str, RewardConfig], scorer: ScorerConfig, shapes: Shapes, longest: int,
             samples: int) -> Role:
-    """Each worker holds all components of the rewards; functions run in separate processes. A call has up to `samples`
-    of up to `longest` tokens."""
-    models = [(name, reward) for name, reward in rewards.items()
+    """Each worker holds all components of the rewards and of the judge (by field); functions run in separate processes.
+    A call has up to `samples` of up to `longest` tokens."""
+    models = [(field, reward) for field, reward in rewards.items()
               if isinstance(reward, ModelReward | ProcessReward)]
-    model_shapes = [shapes(reward, f"rewards.{name}") for name, reward in models]
+    model_shapes = [shapes(reward, field) for field, reward in models]
     model_shapes = [shape.headless() if isinstance(reward, ModelReward) else shape
                     for shape, (_, reward) in zip(model_shapes, models, strict=True)]
     functions = sum(isinstance(reward, FunctionReward) for reward in rewards.values())

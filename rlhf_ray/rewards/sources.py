@@ -19,6 +19,7 @@ from rlhf_ray.config.rewards import (
     ProcessReward,
     RegexReward,
     RewardConfig,
+    VaderReward,
 )
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.answer_matching import exact_match_source, number_source
@@ -28,6 +29,7 @@ from rlhf_ray.rewards.local_model import PROBED, ModelSource
 from rlhf_ray.rewards.process_reward_model import ProcessModelSource
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, checked, finite_scores
 from rlhf_ray.rewards.regex_and_json_schema import json_schema_source, regex_source
+from rlhf_ray.rewards.sentiment import VaderSource
 
 
 def make_sources(
@@ -64,6 +66,8 @@ def make_source(
             return json_schema_source(name, config)
         case ProcessReward():
             return ProcessModelSource(name, config, policy, micro_batch_tokens, longest)
+        case VaderReward():
+            return VaderSource()
         case HTTPReward():
             return HTTPSource(name, config)
 

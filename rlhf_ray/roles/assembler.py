@@ -40,7 +40,7 @@ class Assembler:
         self.algorithm, self.logging, self._model, self._longest = algorithm, logging, model, longest
 
     def start(self) -> dict[str, float]:
-        """Load the tokenizer, which decodes texts for the samples folder and the judge."""
+        """Load the tokenizer, which decodes texts for the samples folder."""
         self._tokenizer = load_tokenizer(self._model)
         return {}
 
@@ -117,7 +117,7 @@ class Assembler:
 
         return EvaluationPart(
             rows=np.array([key.row for key in rollout.keys]), scores=rewards.scores, components=rewards.components,
-            gold=self._gold(responses),
+            gold=rewards.gold,
             kl=None if reference is None else sums(rollout.logprobs - reference.values),
             reference_logprobs=None if reference is None else sums(reference.values),
             lengths=np.add.reduceat(mask.astype(np.int64), starts), finished=finished(rollout),
@@ -191,8 +191,8 @@ class Assembler:
         reference, kl = experience.reference_logprobs, None
         if reference is not None:
             kl = np.add.reduceat(np.where(mask, experience.old_logprobs - reference, 0), starts).astype(np.float32)
-        prompts, responses = rollout_texts(self._tokenizer, rollout, count if self.logging.judge else keep_texts)
-        gold = self._gold(responses)
+        prompts, responses = rollout_texts(self._tokenizer, rollout, min(keep_texts, count))
+        gold = scores.rewards.gold
         texts = [
             {"prompt": prompts[i], "response": responses[i], "score": float(scores.rewards.scores[i]),
              "kl": None if kl is None else float(kl[i]), "gold": None if gold is None else float(gold[i]),
@@ -207,13 +207,6 @@ class Assembler:
             behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),
             samples=texts, gold=gold,
         )
-
-    def _gold(self, responses: Sequence[str]) -> np.ndarray | None:
-        if self.logging.judge is None:
-            return None
-        from rlhf_ray.data.sentiment import judge_scores
-
-        return judge_scores(list(responses))
 
 
 def _rest(scores: np.ndarray, steps: torch.Tensor | None) -> torch.Tensor:

@@ -1,35 +1,64 @@
 """Builds preference data: ranks two responses to the same prompt by a judge."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.sentiment import judge_scores
+from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.records import Rollout
-from rlhf_ray.rewards.protocol import finished, rollout_texts
+from rlhf_ray.records import Prompts, Rollout
+from rlhf_ray.rewards.protocol import finished, requests_of, rollout_texts
+from rlhf_ray.rewards.sources import make_sources
+
+MICRO_BATCH_TOKENS = 8192
 
 
 class PairRanker:
-    """Ranks pairs of responses. Keeps no state between calls."""
+    """Ranks pairs of responses. Keeps no state between calls.
 
-    def __init__(self, model: ModelConfig, min_margin: float) -> None:
+    Args:
+        judge: the judge's reward components.
+        longest: most tokens of a prompt with its response.
+    """
+
+    def __init__(
+        self, model: ModelConfig, judge: Mapping[str, RewardConfig], min_margin: float, longest: int
+    ) -> None:
         self._model, self._min_margin = model, min_margin
+        self._judge = make_sources(judge, model, MICRO_BATCH_TOKENS, longest)
 
-    def start(self) -> None:
-        """Load the tokenizer."""
+    async def start(self) -> None:
+        """Load the tokenizer and start the judge.
+
+        Raises:
+            ModelError, RewardError: the judge cannot work.
+        """
         self._tokenizer = load_tokenizer(self._model)
+        await self._judge.start()
 
-    def rank(self, rollout: Rollout) -> list[dict[str, Any] | None]:
+    async def rank(self, rollout: Rollout, rows: Prompts) -> list[dict[str, Any] | None]:
         """A preference row for each pair of adjacent samples of the rollout; None if the judge's scores differ by less
-        than the minimum margin."""
+        than the minimum margin.
+
+        Args:
+            rows: the prompts of the rollout's samples.
+
+        Raises:
+            RewardError: the judge has no score for a response.
+        """
         prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout.keys))
-        scores, ended = judge_scores(responses), finished(rollout)
-        rows: list[dict[str, Any] | None] = []
+        scores = (await self._judge.score(requests_of(rollout, rows, self._tokenizer))).scores
+        ended = finished(rollout)
+        pairs: list[dict[str, Any] | None] = []
         for i in range(0, len(responses), 2):
             better, worse = (i, i + 1) if scores[i] >= scores[i + 1] else (i + 1, i)
             margin = float(scores[better] - scores[worse])
-            rows.append(None if margin < self._min_margin else {
+            pairs.append(None if margin < self._min_margin else {
                 "prompt": prompts[i], "chosen": responses[better], "rejected": responses[worse],
                 "chosen_finished": bool(ended[better]), "rejected_finished": bool(ended[worse]), "margin": margin,
             })
-        return rows
+        return pairs
+
+    async def stop(self) -> None:
+        """Stop the judge."""
+        await self._judge.stop()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Literal, cast
 
 from rlhf_ray.config.model import ModelConfig
@@ -13,7 +14,7 @@ from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.rewards.failure_isolation import score_or_name_failed
 from rlhf_ray.rewards.local_model import PROBED
-from rlhf_ray.rewards.protocol import requests_of
+from rlhf_ray.rewards.protocol import RewardRequest, requests_of
 from rlhf_ray.rewards.sources import make_sources
 
 
@@ -21,21 +22,29 @@ class RewardScorer:
     """Scores rollouts with all reward sources, several at a time. A missing score is an error, never a zero."""
 
     def __init__(self, rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int,
-                 on_failure: Literal["fail", "quarantine"] = "fail", longest: int = PROBED) -> None:
-        """`policy` is the model whose tokenizer decodes rollouts (rows of up to `longest` tokens); `on_failure` as
-        in `RewardScorerConfig`."""
+                 on_failure: Literal["fail", "quarantine"] = "fail", longest: int = PROBED,
+                 judge: Mapping[str, RewardConfig] | None = None) -> None:
+        """
+        Args:
+            policy: the model whose tokenizer decodes rollouts (rows of up to `longest` tokens).
+            on_failure: as in `RewardScorerConfig`.
+            judge: components of the independent judge.
+        """
         self._policy, self._names_samples = policy, on_failure == "quarantine"
         self._sources = make_sources(rewards, policy, micro_batch_tokens, longest)
+        self._judge = make_sources(judge, policy, micro_batch_tokens, longest) if judge else None
 
     async def start(self) -> dict[str, float]:
         """Start all sources. Raises ModelError or RewardError if one cannot work."""
         began = time.perf_counter()
         self._tokenizer = load_tokenizer(self._policy)
         numbers = await self._sources.start()
+        if self._judge:
+            await self._judge.start()
         return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **numbers}
 
     async def score(self, rollout: Rollout, prompts: Prompts) -> RewardScores:
-        """One score per row.
+        """One score per sample, and the judge's.
 
         Args:
             prompts: the prompts of the rollout's rows.
@@ -45,6 +54,12 @@ class RewardScorer:
             RewardError: a source failed or returned a non-finite number; names the samples.
         """
         requests = requests_of(rollout, prompts, self._tokenizer)
+        rewards = await self._rewards(requests)
+        if self._judge is None:
+            return rewards
+        return replace(rewards, gold=(await self._judge.score(requests)).scores)
+
+    async def _rewards(self, requests: list[RewardRequest]) -> RewardScores:
         if self._names_samples:
             return await score_or_name_failed(self._sources.score, requests)
         try:
@@ -62,3 +77,5 @@ class RewardScorer:
     async def stop(self) -> None:
         """Stop processes and close connections."""
         await self._sources.stop()
+        if self._judge:
+            await self._judge.stop()

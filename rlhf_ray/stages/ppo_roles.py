@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
-from rlhf_ray.config.derived import derive, placements_of
+from rlhf_ray.config.derived import derive, judge_rewards, placements_of
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
@@ -53,7 +53,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
             "reward_scorer", RewardScorer, config.reward,
             lambda _: {"rewards": config.rewards, "policy": config.model,
                        "micro_batch_tokens": config.reward.micro_batch_tokens, "on_failure": config.reward.on_failure,
-                       "longest": _longest_row(config, "reward")},
+                       "longest": _longest_row(config, "reward"), "judge": judge_rewards(config)},
             shutdown_method="stop",
         ),
         assembler=runtime.spawn(

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import PreferencesStageConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
@@ -25,6 +26,7 @@ from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model, check_stop_tokens
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage
+from rlhf_ray.stages.scorers import check_scorer
 
 
 def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def preflight(config: PreferencesStageConfig) -> None:
     check_model(config.model, "model")
     check_family(config.model, "model", {Use.GENERATION})
     check_first_rows(config.prompts, config.model)
+    check_scorer(config.pairs.judge, config.model, "pairs.judge")
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
@@ -85,16 +88,19 @@ class _Sampler:
     def __init__(self, config: PreferencesStageConfig, runtime: Runtime) -> None:
         self._config, model = config, config.model
         generation, pool = config.generator, PlacementConfig(pool=config.generator.pool, cpus=0)
+        longest = config.prompts.max_tokens + generation.sampling.max_tokens
         self._generators = runtime.spawn(
             "generator", Generator, generation,
             lambda rank: {"model": model, "generation": generation, "seed": config.run.seed,
-                          "max_context": config.prompts.max_tokens + generation.sampling.max_tokens,
-                          "name": f"generator/{rank}"},
+                          "max_context": longest, "name": f"generator/{rank}"},
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         )
         self._dispatcher = WorkerDispatcher(self._generators, HealthMonitor())
         self._ranker = runtime.spawn("pair_ranker", PairRanker, pool,
-                                   lambda _: {"model": model, "min_margin": config.pairs.min_margin})
+                                     lambda _: {
+                                         "model": model, "judge": scorer_rewards(config.pairs.judge, "pairs.judge"),
+                                         "min_margin": config.pairs.min_margin, "longest": longest,
+                                     }, shutdown_method="stop")
         self._reader = runtime.spawn("prompt_reader", PromptReader, pool,
                                    lambda _: {"model": model, "directory": Path(config.run.dir).absolute()})
         self.prompts: PromptSource
@@ -133,4 +139,4 @@ class _Sampler:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
         prompts = await self.prompts.of(keys)
         call = await self._dispatcher.call("generate", prompts, keys, self._config.run.seed, work=len(keys))
-        return await self._ranker.call(0, "rank", call.ref).value()
+        return await self._ranker.call(0, "rank", call.ref, prompts).value()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import derive, judge_rewards
 from rlhf_ray.config.rewards import (
     FunctionReward,
     HTTPReward,
@@ -29,6 +29,7 @@ from rlhf_ray.rewards.answer_matching import has_number
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.sources import make_source
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_model, check_same_tokens
+from rlhf_ray.stages.scorers import check_scorer
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -39,7 +40,11 @@ def check_rewards(config: PPOConfig) -> None:
     """
     for name, reward in config.rewards.items():
         _check_source(config, name, reward)
-        _check_answers(config, name, reward)
+        _check_answers(config, f"rewards.{name}", reward)
+    if config.logging.judge is not None:
+        check_scorer(config.logging.judge, config.model, "logging.judge")
+        for name, reward in judge_rewards(config).items():
+            _check_answers(config, f"logging.judge ({name})", reward)
     derived = derive(config)
     if derived.starts_critic and config.critic.init == "reward":
         _refuse_labelled_critic(config)
@@ -100,7 +105,7 @@ async def _reward_errors_as_config(check: Coroutine[Any, Any, None]) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
+def _check_answers(config: PPOConfig, section: str, reward: RewardConfig) -> None:
     """Check the first rows of each local file for the columns that the reward reads, and for a number where one is
     needed."""
     columns = _columns(reward)
@@ -112,7 +117,7 @@ def _check_answers(config: PPOConfig, name: str, reward: RewardConfig) -> None:
         for i in range(len(rows)):
             row = rows.others(i, part.column)
             for key, column in columns:
-                where = f"rewards.{name}.{key}={column!r}: {rows.place(i)} ({field})"
+                where = f"{section}.{key}={column!r}: {rows.place(i)} ({field})"
                 _check_answer(reward, row, column, where)
 
 

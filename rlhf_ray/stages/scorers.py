@@ -6,14 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from pydantic import TypeAdapter, ValidationError
-
-from rlhf_ray.config.config_layers import read_yaml
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RewardConfig
-from rlhf_ray.data.sentiment import judge_scores
+from rlhf_ray.config.scorer_names import KNOWN, YAML, scorer_rewards
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
@@ -24,13 +21,8 @@ from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
 from rlhf_ray.roles.prompt_input import PromptInput
 
 MICRO_BATCH_TOKENS = 8192
-YAML = (".yaml", ".yml")
-RULES = ("exact_match", "number")
-"""Reward types that need only the column `answer`."""
-SECTIONS = r"rewards\.(exact_match|number|http|function|model)\b"
+SECTIONS = r"rewards\.(vader|exact_match|number|http|function|model)\b"
 """How errors name a scorer that was not read from a file."""
-KNOWN = ("vader, a reward model (directory or Hub name), exact_match or number (compare with the column `answer`), "
-         "file.py:function, the http address of a reward service, or a .yaml file with a `rewards` section")
 
 
 class Scorer(Protocol):
@@ -43,28 +35,12 @@ class Scorer(Protocol):
     async def stop(self) -> None: ...
 
 
-class JudgeScorer:
-    """The independent judge, which reads only the response."""
-
-    async def start(self) -> None:
-        """Nothing to load."""
-
-    async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
-        """VADER's compound score of each response, in [-1, 1]."""
-        return RewardAnswer(judge_scores([request.response for request in requests]))
-
-    async def stop(self) -> None:
-        """Nothing to release."""
-
-
 def scorer_of(name: str, model: ModelConfig) -> Scorer:
     """The scorer called `name` (see `KNOWN`) for answers of `model`; it is not started.
 
     Raises:
         ConfigError, ModelError: no such scorer exists.
     """
-    if name == "vader":
-        return JudgeScorer()
     from rlhf_ray.rewards.sources import make_sources
 
     return make_sources(rewards_of(name), model, MICRO_BATCH_TOKENS)
@@ -80,8 +56,6 @@ def check_scorer(name: str, model: ModelConfig, option: str) -> None:
     Raises:
         ConfigError, ModelError: naming the option.
     """
-    if name == "vader":
-        return
     with errors_name_option(name, option):
         for component, reward in rewards_of(name, option).items():
             try:
@@ -132,7 +106,7 @@ def check_labels(name: str, questions: Sequence[PromptInput]) -> None:
     Raises:
         DataError: names the first prompt without the column.
     """
-    columns = [] if name == "vader" else [getattr(r, "answer", None) for r in rewards_of(name).values()]
+    columns = [getattr(reward, "answer", None) for reward in rewards_of(name).values()]
     for column in filter(None, columns):
         for question in questions:
             if column not in question.metadata:
@@ -146,32 +120,10 @@ def rewards_of(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:
     Raises:
         ConfigError, ModelError: it is not one of `KNOWN`.
     """
-    if name in RULES:
-        return _parsed({name: {"type": name}}, f"{option} {name}")
-    if name.startswith(("http://", "https://")):
-        return _parsed({"http": {"type": "http", "urls": [name]}}, f"{option} {name}")
-    if Path(name).suffix in YAML:
-        return _parsed(_section(Path(name)), name)
-    if ":" in name:
-        return _parsed({"function": {"type": "function", "function": name}}, f"{option} {name}")
-    try:
-        check_model_directory(ModelConfig(path=name), option, argument=True)
-    except ModelError as error:
-        raise ModelError(f"{error} Name one of: {KNOWN}") from None
-    return _parsed({"model": {"type": "model", "path": name}}, f"{option} {name}")
-
-
-def _section(file: Path) -> Any:
-    """The `rewards` section of a YAML file, or the whole file when it is nothing else."""
-    if not file.is_file():
-        raise ConfigError(f"{file} does not exist; name one of: {KNOWN}")
-    values = read_yaml(file).values
-    return values.get("rewards", values)
-
-
-def _parsed(values: Any, source: str) -> dict[str, RewardConfig]:
-    try:
-        return TypeAdapter(dict[str, RewardConfig]).validate_python(values)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{source} is not a valid rewards section: {wrong}") from None
+    rewards = scorer_rewards(name, option)
+    if Path(name).suffix not in YAML and isinstance(model := rewards.get("model"), ModelReward):
+        try:
+            check_model_directory(model, option, argument=True)
+        except ModelError as error:
+            raise ModelError(f"{error} Name one of: {KNOWN}") from None
+    return rewards

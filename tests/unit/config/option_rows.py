@@ -7,7 +7,6 @@ the stages, all by default. It is one of
     Refused(paths, value, words)       the value is refused with these words, which name the reason
     Warned(paths, value, words)        the same with a warning
     Shown(paths, test)                 the test that shows it, by its id: for what takes a real run or a server
-    OneValue(paths)                    there is only one value
 
 `observe` must not echo the configuration: a plan's figure, an engine's argument, a computed number. To add a field, add
 its path to a row of the same kind, or a row; `given` holds other fields that it needs, by their paths.
@@ -71,11 +70,6 @@ class Warned(Row):
 @dataclass(frozen=True)
 class Shown(Row):
     test: str
-
-
-@dataclass(frozen=True)
-class OneValue(Row):
-    """A literal of one value, kept for others to come."""
 
 
 SUPERVISED = ("sft", "reward-model", "process-reward")
@@ -242,7 +236,9 @@ ROWS: list[Row] = [
     Shown(("logging.profile_step",),
           "tests/unit/coordinator/test_step_profile.py::test_the_named_step_is_profiled_and_no_other",
           stages=("ppo",)),
-    Shown(("logging.judge",), ASSEMBLER + "test_a_judge_hears_every_response", stages=("ppo",)),
+    Shown(("logging.judge",),
+          "tests/unit/roles/test_scorers.py::test_a_judge_scores_every_response_and_changes_no_reward",
+          stages=("ppo",)),
     Refused(("logging.samples_per_step",), 1, "generates no samples", stages=SUPERVISED),
     Refused(("logging.profile_step",), 1, "only PPO profiles steps", stages=SUPERVISED),
     Refused(("logging.judge",), "vader", "no responses to judge", stages=SUPERVISED),
@@ -402,7 +398,7 @@ ROWS: list[Row] = [
             sampled, given=EVALUATION),
     Differs(("evaluation.sampling.repetition_penalty",), (1.0, 1.5), sampled, given=EVALUATION),
     # Preferences
-    OneValue(("pairs.judge",)),
+    Shown(("pairs.judge",), "tests/unit/roles/test_texts.py::test_neighbours_form_pairs_and_the_better_is_chosen"),
     Shown(("pairs.min_margin",), "tests/unit/roles/test_texts.py::test_pairs_too_close_are_left_out_in_place"),
     Refused(("pairs.output",), "../pairs.jsonl", "pairs.output"),
     # Rewards

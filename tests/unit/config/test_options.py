@@ -8,7 +8,7 @@ from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +22,7 @@ from rlhf_ray.stages.compare import CompareOptions
 from rlhf_ray.stages.generate import GenerateOptions
 from tests.models import make_tiny_llama, make_tiny_reward_model
 from tests.unit.config.conftest import MINIMAL
-from tests.unit.config.option_rows import ROWS, Differs, OneValue, Refused, Row, Shown, Warned
+from tests.unit.config.option_rows import ROWS, Differs, Refused, Row, Shown, Warned
 
 ROOT = Path(__file__).parents[3]
 SERVICE, COMMANDS = {"serve-reward": ServingConfig}, {"generate": GenerateOptions, "compare": CompareOptions}
@@ -157,13 +157,3 @@ def functions_of(file: str) -> set[str]:
 def test_the_test_that_shows_it_exists(row):
     file, _, name = row.test.partition("::")
     assert name in functions_of(file), f"{row.test} is not there; name the test that shows {row.fields}"
-
-
-@pytest.mark.parametrize(("row", "stage", "path"), cases(OneValue))
-def test_a_field_of_one_value_has_one(row, stage, path):
-    section: Any = STAGES[stage]
-    *keys, last = path.split(".")
-    for key in keys:
-        section = sections_of(section.model_fields[key].annotation)[0]
-    annotation = section.model_fields[last].annotation
-    assert get_origin(annotation) is not None and len(get_args(annotation)) == 1

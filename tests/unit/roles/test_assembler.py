@@ -39,17 +39,18 @@ def two_rows() -> Rollout:
 
 @pytest.fixture
 def assemble(two_rows, policy_model):
-    """assemble(keep_texts, judge, **changes of the algorithm) -> (experience, summary)."""
+    """assemble(keep_texts, gold, **changes of the algorithm) -> (experience, summary)."""
 
-    def run(keep_texts=0, judge=None, ranks=1, terms=RewardTerms(COEF), steps=None, referenced=True,  # noqa: B008
+    def run(keep_texts=0, gold=None, ranks=1, terms=RewardTerms(COEF), steps=None, referenced=True,  # noqa: B008
             **changes):
         algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **changes)
-        assembler = Assembler(algorithm, LoggingConfig(judge=judge), policy_model, LONGEST)
+        assembler = Assembler(algorithm, LoggingConfig(), policy_model, LONGEST)
         assembler.start()
         whole = [TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, VALUES)]
         parts = {0: whole[1:], 1: whole, 2: [part.select([i]) for part in whole for i in (0, 1)]}[ranks]
         reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE)) if referenced else None
-        rewards = RewardScores(column(SCORES), token_rewards=None if steps is None else column(steps))
+        rewards = RewardScores(column(SCORES), token_rewards=None if steps is None else column(steps),
+                               gold=gold)
         return assembler.assemble(terms, keep_texts, ranks, two_rows, rewards, reference, *parts)
 
     return run
@@ -247,26 +248,19 @@ def test_kept_texts_show_prompt_response_and_numbers(assemble):
     assert summary.samples == [{"prompt": "w2", "response": "w3 w4", "score": 3.0, "kl": -0.5, "gold": None}]
 
 
-def test_an_evaluation_has_the_judges_scores_of_its_responses(two_rows, policy_model, monkeypatch):
-    monkeypatch.setattr("rlhf_ray.data.sentiment.judge_scores", lambda texts: np.array([len(text) for text in texts]))
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(judge="vader"), policy_model, LONGEST)
+def test_an_evaluation_has_the_judges_scores_of_its_responses(two_rows, policy_model):
+    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
     assembler.start()
-    part = assembler.measure(0, two_rows, [RewardScores(column(SCORES))], TokenScores(OFFSETS, column(REFERENCE)))
-    assert part.gold.tolist() == [len("w3 w4"), len("w7 w8 w9 w7")]
+    rewards = RewardScores(column(SCORES), gold=column([0.25, -0.5]))
+    part = assembler.measure(0, two_rows, [rewards], TokenScores(OFFSETS, column(REFERENCE)))
+    assert part.gold.tolist() == [0.25, -0.5]
 
 
-def test_a_judge_hears_every_response(assemble, monkeypatch):
-    heard = []
-
-    def judge(texts):
-        heard.extend(texts)
-        return column([0.25, -0.5])
-
-    monkeypatch.setattr("rlhf_ray.data.sentiment.judge_scores", judge)
-    _, summary = assemble(keep_texts=1, judge="vader")
-    assert heard == ["w3 w4", "w7 w8 w9 w7"]
+def test_a_judges_scores_are_in_the_summary_and_with_kept_texts(assemble):
+    experience, summary = assemble(keep_texts=1, gold=column([0.25, -0.5]))
     assert summary.gold.tolist() == [0.25, -0.5]
     assert [row["gold"] for row in summary.samples] == [0.25]
+    assert np.array_equal(experience.advantages, assemble()[0].advantages), "the policy does not learn from it"
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_ray.config.rewards import ExactMatchReward, FunctionReward, ModelReward
+from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.errors import RewardError
 from rlhf_ray.records import Prompts, offsets_of
 from rlhf_ray.roles.micro_batch import split_scores
@@ -21,7 +22,7 @@ def reward(path, **fields):
     return ModelReward(type="model", path=path, **fields)
 
 
-def scored(rollout, policy, rewards, budget=1000):
+def scored(rollout, policy, rewards, budget=1000, judge=None):
     """What a reward scorer says of the rollout, in an order of prompts that is not the rollout's."""
     order = list(reversed(range(len(rollout))))
     prompts = Prompts(
@@ -29,7 +30,7 @@ def scored(rollout, policy, rewards, budget=1000):
         rows=np.array(order), texts=[f"prompt {i}" for i in order], metadata=[{"answer": str(i)} for i in order])
 
     async def ask():
-        scorer = RewardScorer(rewards, policy, budget)
+        scorer = RewardScorer(rewards, policy, budget, judge=judge)
         try:
             await scorer.start()
             return await scorer.score(rollout, prompts)
@@ -117,6 +118,17 @@ def test_components_are_weighed_and_added_up(rollout, policy_model, reward_model
 def test_a_single_model_s_score_is_its_own_to_the_bit(rollout, policy_model, reward_model):
     answer = scored(rollout, policy_model, {"main": reward(reward_model.path)})
     assert answer.scores.tobytes() == answer.components["main"].tobytes()
+
+
+@pytest.mark.parametrize("name", ["model", "number", "yaml"])
+def test_a_judge_scores_every_response_and_changes_no_reward(name, rollout, policy_model, reward_model, tmp_path):
+    """Any scorer: a model, a rule that reads the prompts' answers, a weighted sum."""
+    (tmp_path / "sum.yaml").write_text("rewards: {a: {type: exact_match, wrong: 0.25, weight: 4}, b: {type: vader}}\n")
+    judge = scorer_rewards({"model": reward_model.path, "number": "number", "yaml": str(tmp_path / "sum.yaml")}[name])
+    match = {"match": ExactMatchReward(type="exact_match", wrong=0.25)}
+    answer, expected = scored(rollout, policy_model, match, judge=judge), scored(rollout, policy_model, judge)
+    assert answer.gold.tolist() == expected.scores.tolist() and expected.gold is None
+    assert answer.scores.tolist() == [0.25] * 3 and answer.components.keys() == {"match"}
 
 
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")  # of the call that is refused

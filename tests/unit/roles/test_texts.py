@@ -1,11 +1,14 @@
 """Rollouts as text, and pairs ranked by a judge."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.rewards.protocol import finished, rollout_texts
 from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.pair_ranker import PairRanker
@@ -41,17 +44,36 @@ def test_finished_means_ended_by_itself():
     assert finished(made).tolist() == [True, False, False]
 
 
+JUDGE = """
+def judge(prompts, responses, labels):
+    return [{scores}[response] + 8 * (label["topic"] != prompt)
+            for prompt, response, label in zip(prompts, responses, labels)]
+"""
+
+
 @pytest.fixture
-def rank(policy_model, monkeypatch):
-    """rank(scores, min_margin): the preference rows of two prompts with two responses each, judged so."""
+def rank(policy_model, tmp_path):
+    """rank(scores, min_margin): the preference rows of two prompts with two responses each, judged so by a function
+    that also reads the prompts and their other columns."""
 
     def run(scores, min_margin):
-        monkeypatch.setattr("rlhf_ray.roles.pair_ranker.judge_scores",
-                            lambda texts: np.array([scores[text] for text in texts], dtype=np.float32))
-        ranker = PairRanker(policy_model, min_margin)
-        ranker.start()
+        (tmp_path / "judge.py").write_text(JUDGE.format(scores=scores))
+        judge = scorer_rewards(f"{tmp_path / 'judge.py'}:judge", "pairs.judge")
         made = rollout_of([[0, 1]] * 4, ["stop", "length", "stop", "stop"])
-        return ranker.rank(replace(made, tokens=np.array([2, 10, 2, 11, 3, 12, 3, 13], dtype=np.int32)))
+        made = replace(made, tokens=np.array([2, 10, 2, 11, 3, 12, 3, 13], dtype=np.int32),
+                       keys=[SampleKey(0, row, sample) for row in (4, 7) for sample in (0, 1)])
+        prompts = Prompts(offsets_of([1, 1]), np.array([2, 3], np.int32), ["w2", "w3"],
+                          [{"topic": "w2"}, {"topic": "w3"}], np.array([4, 7]))
+
+        async def ranked():
+            ranker = PairRanker(policy_model, judge, min_margin, longest=8)
+            await ranker.start()
+            try:
+                return await ranker.rank(made, prompts)
+            finally:
+                await ranker.stop()
+
+        return asyncio.run(ranked())
 
     return run
 

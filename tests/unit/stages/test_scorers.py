@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.config.rewards import ExactMatchReward, FunctionReward, HTTPReward, ModelReward, NumberReward
+from rlhf_ray.config.rewards import (
+    ExactMatchReward,
+    FunctionReward,
+    HTTPReward,
+    ModelReward,
+    NumberReward,
+    VaderReward,
+)
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.protocol import RewardRequest
@@ -43,9 +50,10 @@ def test_each_name_is_the_source_it_says(tmp_path):
     reward = str(make_tiny_reward_model(tmp_path / "reward", 16))
     (tmp_path / "r.yaml").write_text("rewards: {sum: {type: number, weight: 2}}\nrun: {steps: 3}\n")
     found = {name: rewards_of(name) for name in (
-        "exact_match", "number", "http://localhost:1", "tests/judge.py:score", reward, str(tmp_path / "r.yaml"))}
+        "exact_match", "number", "vader", "http://localhost:1", "tests/judge.py:score", reward,
+        str(tmp_path / "r.yaml"))}
     kinds = [type(next(iter(rewards.values()))) for rewards in found.values()]
-    assert kinds == [ExactMatchReward, NumberReward, HTTPReward, FunctionReward, ModelReward, NumberReward]
+    assert kinds == [ExactMatchReward, NumberReward, VaderReward, HTTPReward, FunctionReward, ModelReward, NumberReward]
     assert found[str(tmp_path / "r.yaml")]["sum"].weight == 2
 
 
