@@ -30,6 +30,10 @@ class StubGroup:
         """As `WorkerGroup.call`."""
         raise NotImplementedError
 
+    def replica(self, rank: int) -> list[int]:
+        """As `WorkerGroup.replica`: stand-ins hold no models."""
+        return [rank]
+
     def incarnation(self, rank: int) -> int:
         """As `WorkerGroup.incarnation`: stand-ins do not die."""
         return 1

@@ -16,6 +16,7 @@ from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_n
 from rlhf_ray.cluster.resource_pools import Pools, Seat
 from rlhf_ray.cluster.shared_memory import removed_after
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.stages import ScorerConfig
 from rlhf_ray.errors import RLHFError
 
 KILLED_S = 2.0
@@ -54,6 +55,7 @@ class WorkerGroup:
                 role's name when empty.
         """
         self.role, self._section = role, section or role
+        self._shards = placement.shards if isinstance(placement, ScorerConfig) else 1
         self.call_timeout_s = call_timeout_s
         self._class, self._placement, self._pools = actor_class(cls), placement, pools
         self._concurrency = 1000 if is_async(cls) else 1
@@ -71,6 +73,12 @@ class WorkerGroup:
         """Present ranks in order, with gaps where workers were removed."""
         return sorted(self._workers)
 
+    def replica(self, rank: int) -> list[int]:
+        """The ranks that hold one copy of the role's models together with `rank`, itself included. They make every call
+        together, and are started together."""
+        first = rank - rank % self._shards
+        return list(range(first, first + self._shards))
+
     def incarnation(self, rank: int) -> int:
         """Number of the rank's present process, counted from 1."""
         return self._worker(rank).fence.incarnation
@@ -86,8 +94,22 @@ class WorkerGroup:
 
     async def start(self, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call every role's `start`; returns the results in rank order. Raises the same errors as `values`."""
-        return list(await asyncio.gather(*(self.start_one(rank, *args, timeout_s=timeout_s)
-                                           for rank in self.ranks)))
+        firsts = [rank for rank in self.ranks if rank == self.replica(rank)[0]]
+        started = await asyncio.gather(*(self.start_replica(rank, *args, timeout_s=timeout_s) for rank in firsts))
+        return [result for results in started for result in results]
+
+    async def start_replica(self, rank: int, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """As `start`, for the ranks of a replica. If they are several, they also get an address at which to join, and
+        how long to wait for each other, as further arguments."""
+        ranks = self.replica(rank)
+        if len(ranks) > 1:
+            args = (*args, await self.rendezvous(ranks[0], timeout_s), self.call_timeout_s)
+        return list(await asyncio.gather(*(self.start_one(each, *args, timeout_s=timeout_s) for each in ranks)))
+
+    async def rendezvous(self, rank: int, timeout_s: float | None = None) -> str:
+        """An address on a rank's node at which others can join it."""
+        host = await self.call(rank, "node_host", timeout_s=timeout_s).value()
+        return str(await self.call(rank, "rendezvous", host, timeout_s=timeout_s).value())
 
     async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
         """Call one role's `start`, record the worker's processes, so that they can be killed in any state, and start

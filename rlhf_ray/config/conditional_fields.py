@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
 from rlhf_ray.config.derived import derive, reward_sections
 from rlhf_ray.config.fields import changed_fields, format_value
-from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, ProcessReward, RegexReward
+from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, HTTPReward, RegexReward
 from rlhf_ray.config.stages import (
     PPOConfig,
     PreferencesStageConfig,
@@ -170,8 +170,8 @@ _PPO = (
         ("reward.quarantine_limit",), lambda _, reward: reward.on_failure == "quarantine",
         "with reward.on_failure=fail the first sample without a score ends the run", "set on_failure to quarantine"),
     ConditionalFields(
-        ("reward.micro_batch_tokens",),
-        lambda config, _: any(isinstance(r, ModelReward | ProcessReward) for r in reward_sections(config).values()),
+        ("reward.micro_batch_tokens", "reward.shards"),
+        lambda config, _: any(isinstance(r, LOCAL_MODELS) for r in reward_sections(config).values()),
         "none of `rewards` is a local model", "add one of type model or process"),
     ConditionalFields(
         ("rewards.*.aggregate",), lambda _, reward: reward.placement == "outcome",

@@ -47,6 +47,10 @@ class ProcessReward(ModelConfig):
     al. 2024), product (Lightman et al. 2023), mean, or last."""
 
 
+LOCAL_MODELS = (ModelReward, ProcessReward)
+"""Components whose model runs in the reward scorers, sharded with `reward.shards`."""
+
+
 class FunctionReward(Section):
     """A Python function of your own that maps a batch to scores, in a separate process."""
 

@@ -196,6 +196,20 @@ class ScorerConfig(PlacementConfig):
 
     micro_batch_tokens: int = Field(8192, ge=8)
     """Maximum number of tokens in one forward pass."""
+    shards: int = Field(1, ge=1)
+    """Workers that hold one copy of a model together, each a shard of every parameter (ZeRO-3), for models larger than
+    one GPU; `workers` is a multiple of it. They make every pass together, each over its share of the rows."""
+
+    @model_validator(mode="after")
+    def _whole_copies(self) -> Self:
+        if self.workers % self.shards:
+            raise ValueError(f"workers={self.workers} is not a multiple of shards={self.shards}, so the last copy of "
+                             "the model would lack some; set workers to "
+                             f"{-(-self.workers // self.shards) * self.shards}")
+        if self.shards > 1 and 0 < self.gpus < 1:
+            raise ValueError(f"shards={self.shards} exchanges parameters by NCCL, which refuses two processes on one "
+                             f"GPU, but gpus={self.gpus:g} shares GPUs; set gpus to 1")
+        return self
 
 
 class ReferenceConfig(ScorerConfig):

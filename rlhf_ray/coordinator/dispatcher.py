@@ -1,16 +1,21 @@
 """Dispatch of calls to the workers of a group: least loaded first, repeated on another worker when one is lost."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
-from rlhf_ray.errors import WorkerLost
+from rlhf_ray.errors import WorkerError, WorkerLost, first_line
 from rlhf_ray.observability.spans import StepClock, Task
 
 T = TypeVar("T")
+SIBLING_GRACE_S = 5.0
+"""Time for the other ranks of a sharded model to end a call in which one has failed."""
 
 
 class WorkerDispatcher:
@@ -21,6 +26,9 @@ class WorkerDispatcher:
         """`health` decides what the loss of a worker means."""
         self.group, self.health = group, health
         self.scheduler = LeastLoadedScheduler(group)
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By the first rank of a sharded model: its ranks take one call at a time, so that all take them in the same
+        order."""
 
     async def call(self, method: str, *arguments: Any, phase: str = "", work: int = 1, outputs: int = 1) -> Call:
         """Call the least loaded worker, and wait for the end of the call.
@@ -64,18 +72,73 @@ class WorkerDispatcher:
         """
         rank = await self.scheduler.acquire(work)
         try:
-            call = self.group.call(rank, method, *arguments, outputs=outputs)
-            await finished(call, phase, self.health.clock)
+            call = await self._called(self.group.replica(rank), method, *arguments, phase=phase, outputs=outputs)
             value = None if index is None else await call.value(index)
             self.scheduler.finished[rank] += 1
             return call, value
         finally:
             self.scheduler.release(rank, work)
 
+    async def _called(self, ranks: Sequence[int], method: str, *arguments: Any, phase: str, outputs: int) -> Call:
+        """The call, finished. Ranks of a sharded model make it together; the first one's results are the call's."""
+        if len(ranks) == 1:
+            return await finished(self.group.call(ranks[0], method, *arguments, outputs=outputs), phase,
+                                  self.health.clock)
+        async with self._turns[ranks[0]]:
+            calls = [self.group.call(rank, method, *arguments, outputs=outputs) for rank in ranks]
+            await self._finished_together(calls, phase)
+            return calls[0]
+
+    async def _finished_together(self, calls: Sequence[Call], phase: str) -> None:
+        """Wait until all ranks of a sharded model have made the same call.
+
+        When one fails, the others may wait for it in a collective call without end, or fail because of it. So they get
+        only `SIBLING_GRACE_S`; then all of them are replaced, unless they have all ended with results or with the
+        role's own errors, which leave them in step.
+
+        Raises:
+            WorkerLost: a rank was lost, or has left the others waiting.
+            RLHFError: the role's own error.
+        """
+        tasks = [asyncio.ensure_future(finished(call, phase, self.health.clock)) for call in calls]
+        try:
+            _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting and not any(map(_rank_lost, _errors(tasks))):
+                _, waiting = await asyncio.wait(waiting, timeout=SIBLING_GRACE_S)
+            errors = _errors(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if not errors:
+            return
+        if lost := [error for error in errors if _rank_lost(error)]:
+            raise lost[0]
+        in_step = not waiting and not any(isinstance(error, WorkerError) for error in errors)
+        none_began = len(errors) == len(calls) and all(isinstance(error, WorkerLost) for error in errors)
+        if in_step or none_began:
+            raise errors[0]
+        error, call = next((error, call) for call, task in zip(calls, tasks, strict=True) for error in _errors([task]))
+        broke = WorkerLost(f"{call.worker} left the others that hold its model waiting: {first_line(error)}", call.role,
+                           call.rank, call.fence.incarnation, call.method, "broke", time.monotonic() - call.started)
+        if isinstance(error, WorkerLost):  # an argument is lost, and has to be produced again
+            self.health.lost(broke)
+            raise error
+        raise broke from error
+
     def lost(self, error: WorkerLost, work: int = 0) -> Decision:
         """Report the loss of a call of `work` to the health monitor; returns what it means for the call. A loss in
         another group is not this group's to handle."""
         return self.health.lost(error, work) if error.role == self.group.role else Decision.FAIL
+
+
+def _errors(tasks: Iterable[asyncio.Task[Call]]) -> list[BaseException]:
+    """Errors of the tasks that have failed so far."""
+    return [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception()) is not None]
+
+
+def _rank_lost(error: BaseException) -> bool:
+    """Whether an error is the loss of a worker rather than of an object."""
+    return isinstance(error, WorkerLost) and error.kind != "result"
 
 
 async def retry_on_lost_object(make: Callable[[], Awaitable[T]], most: int) -> T:

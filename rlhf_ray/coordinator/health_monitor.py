@@ -199,21 +199,26 @@ class HealthMonitor:
         return oldest
 
     def _replace(self, scheduler: LeastLoadedScheduler, error: WorkerLost, work: int, silent_s: float | None) -> None:
-        group, rank = scheduler.group, error.rank
+        group = scheduler.group
+        ranks = group.replica(error.rank)  # those that hold a model together are replaced together
+        rank = ranks[0]
         worker = group.role, rank
-        if worker in self._set_aside or rank not in group.ranks:
-            if rank in group.ranks:
-                group.give_up(rank, str(error))
-        elif error.incarnation != group.incarnation(rank):
+        if worker in self._set_aside or error.rank not in group.ranks:
+            if error.rank in group.ranks:
+                group.give_up(error.rank, str(error))
+        elif error.incarnation != group.incarnation(error.rank):
             pass  # it was replaced already
         elif worker in self.down:
-            group.give_up(rank, str(error))  # the new worker may hang before it is readmitted
+            for each in ranks:
+                group.give_up(each, str(error))  # the new worker may hang before it is readmitted
         else:
-            processes = group.processes(rank)
+            processes = group.processes(error.rank)
             loss = self.down[worker] = Loss(error, self.clock.now(), silent_s, processes.pid if processes else None)
             scheduler.leave_out(rank)
-            group.give_up(rank, str(error))
-            self.log.lost(f"{_described(loss)}; it is restarted"
+            for each in ranks:
+                group.give_up(each, str(error))
+            others = ", ".join(f"{group.role}/{each}" for each in ranks if each != error.rank)
+            self.log.lost(f"{_described(loss)}; it is restarted" + (f" with {others}" if others else "")
                           + ("" if scheduler.any_up else ", and no other worker is available meanwhile"))
             self._replacements[worker] = asyncio.create_task(
                 self._restart_until_ready(scheduler, rank), name=f"replacement of {group.role}/{rank}")
@@ -245,8 +250,8 @@ class HealthMonitor:
     async def _restart(self, scheduler: LeastLoadedScheduler, rank: int, reason: str) -> None:
         group = scheduler.group
         loss = self.down[group.role, rank]
-        await group.respawn(rank, reason)
-        await group.start_one(rank, timeout_s=self._config.start_timeout_s)
+        await asyncio.gather(*(group.respawn(each, reason) for each in group.replica(rank)))
+        await group.start_replica(rank, timeout_s=self._config.start_timeout_s)
 
         def readmit() -> None:
             del self.down[group.role, rank]

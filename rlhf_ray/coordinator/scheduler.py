@@ -1,4 +1,7 @@
-"""Which worker of a group gets the next call: the one with the least work under way, of those that are available."""
+"""Which worker of a group gets the next call: the one with the least work under way, of those that are available.
+
+Ranks that hold a model together count as one worker, under the first of them.
+"""
 
 import asyncio
 from bisect import bisect_left, insort
@@ -18,10 +21,10 @@ class LeastLoadedScheduler:
         self.group = group
         self.finished: Counter[int] = Counter()
         """Calls that each rank has finished; consecutive restarts of a rank are counted between two of them."""
-        self._load = dict.fromkeys(group.ranks, 0)
-        self._order = [(0, rank) for rank in group.ranks]
+        self._load = {rank: 0 for rank in group.ranks if rank == group.replica(rank)[0]}
+        self._order = [(0, rank) for rank in self._load]
         """(load, rank) of every available worker, sorted."""
-        self._up = set(group.ranks)
+        self._up = set(self._load)
         self._failed: RLHFError | None = None
         self._waiting: set[asyncio.Future[None]] = set()
 

@@ -82,6 +82,34 @@ def _smallest_budget(descending: NDArray[np.int64], max_tokens: int) -> int:
     return low
 
 
+def rows_of_rank(count: int, rank: int, world: int) -> RowNumbers:
+    """The contiguous rows of `count` that a rank processes in `inference_plan`."""
+    return np.array_split(np.arange(count), world)[rank]
+
+
+def inference_plan(
+    lengths: Any, budget: int, rank: int = 0, world: int = 1, lockstep: bool = False
+) -> list[RowNumbers]:
+    """This rank's share of some rows as micro-batches for a forward pass.
+
+    Each rank gets contiguous rows, so the ranks' results can be concatenated. In lockstep (ZeRO-3 gathers parameters
+    from all ranks in every forward pass) all ranks get the same number of micro-batches; if one has fewer, it repeats
+    its first.
+
+    Args:
+        lengths: [N] tokens per row.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    shares = [rows_of_rank(len(lengths), each, world) for each in range(world)]
+    plans = [[share[rows] for rows in micro_batches(lengths[share], budget)] if len(share) else []
+             for share in shares]
+    mine = plans[rank]
+    if lockstep:
+        filler = mine[0] if mine else np.array([0])
+        mine = mine + [filler] * (max(map(len, plans)) - len(mine))
+    return mine
+
+
 def rank_plan(lengths: Any, ranks: int, max_tokens: int) -> list[list[RowNumbers]]:
     """Each rank's micro-batches of row numbers, the same number of them on every rank.
 

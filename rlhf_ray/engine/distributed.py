@@ -1,13 +1,16 @@
-"""The process group of a learner's ranks, one worker process per rank: gloo on CPUs, NCCL on GPUs."""
+"""The process group of a model's ranks, one worker process per rank: gloo on CPUs, NCCL on GPUs."""
 
 import os
 import socket
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rlhf_ray.internals.deepspeed import import_muon_uncompiled, skip_shared_memory_kernel
+
+T = TypeVar("T")
 
 
 def free_address(host: str) -> str:
@@ -57,6 +60,13 @@ def largest_of_ranks(numbers: list[float]) -> list[float]:
     """Element-wise maximum over all ranks; a collective call."""
     largest: list[float] = _reduced(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
     return largest
+
+
+def gather_objects(own: T) -> list[T]:
+    """Each rank's object, in rank order; a collective call."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
 
 
 def _reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:

@@ -39,8 +39,8 @@ def gather_shards(shard: Tensor, shape: torch.Size) -> Tensor:
 
 
 def shard_parameters(module: nn.Module, config: dict[str, Any]) -> None:
-    """Replace every parameter by this rank's shard of it, on its device, trained ones in float32. A collective call;
-    rank 0's weights are used.
+    """Replace every parameter by this rank's shard of it, on its device, trained ones in float32 and frozen ones in
+    their precision. A collective call; rank 0's weights are used.
 
     DeepSpeed can shard a whole module too, but moves it to the device first, where a model that only fits sharded
     does not fit. So layers are sharded one after another. Their weights arrive as mapped pages of files

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from rlhf_ray.models.model_families import runs_packed
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits
+from rlhf_ray.models.shard import Place, place_whole
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class EncodedRow:
 class Classifier:
     """A frozen classifier on this process's device, of which one label is the score."""
 
-    def __init__(self, config: ModelConfig, label: int | str | None = None, probability: bool = False) -> None:
+    def __init__(self, config: ModelConfig, label: int | str | None = None, probability: bool = False,
+                 place: Place = place_whole) -> None:
         """
         Args:
             label: name or number of one of several labels.
             probability: score by the label's probability rather than its logit.
+            place: puts the module where its passes run.
 
         Raises:
             ModelError: the model cannot be loaded, or is not a classifier with this label.
@@ -52,10 +55,9 @@ class Classifier:
         labels = len(label_names(config))
         shape = pretrained_config(config)
         self._packs = runs_packed(shape)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = load_scalar_model(config, new_head=False, packed=self._packs, labels=labels)
-        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._model = load_scalar_model(config, new_head=False, packed=self._packs, labels=labels)
         self._packed = PackedScalarModel(self._model)
+        self._device = place(self._packed)
         self.encodes = not hasattr(self._model, "score")
         """Whether the model is an encoder, which has tokens of its own at the ends of a text."""
         self.reads_pairs = self.encodes and labels == 1
@@ -67,17 +69,20 @@ class Classifier:
         self.vocabulary = int(shape.get_text_config().vocab_size)
         """Number of token ids."""
 
-    def compare(self, worker: str, longest: int, budget: int) -> dict[str, float]:
+    def compare(
+        self, worker: str, longest: int, budget: int, largest: Callable[[list[float]], list[float]] | None = None
+    ) -> dict[str, float]:
         """Compare packed passes with transformers' own, if the model runs on packed rows; see `ParityProbe.check`.
 
         Args:
             longest: maximum tokens of a row.
             budget: maximum tokens of a forward pass.
+            largest: as for `ParityProbe`.
         """
         if not self._packs:
             return {}
         limits = RowLimits.of(self._model.config, longest, budget)
-        return ParityProbe(self._packed, limits, self._device).check(worker)
+        return ParityProbe(self._packed, limits, self._device, largest=largest).check(worker)
 
     def digest(self) -> str:
         """Hex digest of the configuration and of every weight in the loaded precision."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import ModelReward
-from rlhf_ray.data.batching import micro_batches
+from rlhf_ray.data.batching import RowNumbers, inference_plan, rows_of_rank
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, sample_names
 from rlhf_ray.rewards.request_encoding import encode_request, encode_text
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 
 Config = TypeVar("Config", bound=ModelConfig)
+Result = TypeVar("Result")
 PROBED = 1024
 """Tokens of the longest row in a comparison with transformers if the length of rows is unknown."""
 
@@ -37,23 +40,28 @@ class LocalSource(ABC, Generic[Config]):
     """The kind of model, for messages: "reward model"."""
 
     def __init__(self, name: str, config: Config, policy: ModelConfig, micro_batch_tokens: int,
-                 longest: int = PROBED) -> None:
+                 longest: int = PROBED, shard: Shard = WHOLE, turn: asyncio.Lock | None = None) -> None:
         """
         Args:
             name: the component's name in `rewards`.
             policy: the model whose tokenizer gave the requests' token ids.
             micro_batch_tokens: most tokens of one forward pass; a longer row is processed alone.
             longest: most tokens of the policy's rows.
+            shard: the part of the model in this process.
+            turn: held during passes. Sources with sharded models share one, so that all ranks make the passes of
+                different models in the same order.
         """
+        self._shard = shard
         self._config, self._policy, self._budget, self._rows = config, policy, micro_batch_tokens, longest
         self._who = f"the {self.KIND} {config.path!r} (rewards.{name})"
         self._field = f"rewards.{name}"
-        self._busy = asyncio.Lock()
+        self._busy = turn or asyncio.Lock()
 
     async def start(self) -> Mapping[str, float]:
         """Load the model; returns the measurements of `ParityProbe.check`. Raises ModelError when the model is missing,
         is of another kind, or gives other results on packed rows."""
-        return await asyncio.to_thread(self._load)
+        async with self._busy:
+            return await asyncio.to_thread(self._load)
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         """Score every response.
@@ -74,6 +82,24 @@ class LocalSource(ABC, Generic[Config]):
     @abstractmethod
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         """Score every response; called by one thread at a time."""
+
+    def _divided(
+        self, lengths: NDArray[np.int64], budget: int, results_of: Callable[[list[RowNumbers]], Sequence[Result]]
+    ) -> list[Result]:
+        """Each row's result. The ranks of a sharded model divide the rows, and each gets the results of all.
+
+        Args:
+            lengths: [N] tokens of the rows.
+            results_of: returns [N] results, of which those of the rows in the given micro-batches count.
+        """
+        rank, world = self._shard.rank, self._shard.world
+        results = results_of(inference_plan(lengths, budget, rank, world, lockstep=not self._shard.is_whole))
+        if self._shard.is_whole:
+            return list(results)
+        from rlhf_ray.engine.distributed import gather_objects
+
+        shares = gather_objects([results[row] for row in rows_of_rank(len(lengths), rank, world)])
+        return [result for share in shares for result in share]
 
     def _check_context(self, requests: Sequence[RewardRequest], lengths: NDArray[np.int64], longest: int | None,
                        counted: str = "tokens") -> None:
@@ -101,22 +127,24 @@ class ModelSource(LocalSource[ModelReward]):
     KIND = "reward model"
 
     def _load(self) -> Mapping[str, float]:
+        from rlhf_ray.engine.frozen_model import largest_of, place_of
         from rlhf_ray.models.classifier import Classifier
 
         self._model: Classifier = Classifier(
-            self._config, self._config.label, probability=self._config.value == "probability")
+            self._config, self._config.label, probability=self._config.value == "probability",
+            place=place_of(self._shard))
         self._tokenizer = load_tokenizer(self._config, ends=False)
         self._same_ids = (not self._model.encodes
                           and tokenizer_digest(self._tokenizer) == tokenizer_digest(load_tokenizer(self._policy)))
-        return self._model.compare(self._who, self._rows, self._budget)
+        return self._model.compare(self._who, self._rows, self._budget, largest_of(self._shard))
 
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         rows = [self._encode(request) for request in requests]
         lengths = np.array([len(row.ids) for row in rows])
         self._check_context(requests, lengths, self._model.longest)
-        scores = self._model.scores(rows, micro_batches(lengths, max(self._budget, int(lengths.max()))))
+        scores = self._divided(lengths, max(self._budget, int(lengths.max())), partial(self._model.scores, rows))
         return RewardAnswer(finite_scores(
-            scores, requests, self._who,
+            np.array(scores, dtype=np.float32), requests, self._who,
             "fix the model (a NaN usually means its weights are damaged or its precision too low)."))
 
     def _encode(self, request: RewardRequest) -> EncodedRow:

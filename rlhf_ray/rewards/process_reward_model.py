@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from rlhf_ray.config.rewards import Aggregate, ProcessReward
-from rlhf_ray.data.batching import micro_batches
+from rlhf_ray.data.batching import RowNumbers
 from rlhf_ray.data.chat import ChatTemplate, PromptText
 from rlhf_ray.data.encoding import encode_prompts
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
+from rlhf_ray.engine.frozen_model import largest_of, place_of
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packed_model import PackedStepModel, good_probabilities
@@ -42,12 +43,12 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         self._steps = load_steps(self._config, self._field)
         self._tokenizer, self._policy_tokenizer = load_tokenizer(self._config), load_tokenizer(self._policy)
         self._ids = StepTokens.of(self._steps, self._tokenizer)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_causal_lm(self._config)
         self._longest = getattr(model.config, "max_position_embeddings", None)
-        self._model = PackedStepModel(model).to(self._device).eval().requires_grad_(False)
+        self._model = PackedStepModel(model)
+        self._device = place_of(self._shard)(self._model)
         limits = RowLimits.of(model.config, self._rows, self._budget)
-        return ParityProbe(self._model, limits, self._device).check(self._who)
+        return ParityProbe(self._model, limits, self._device, largest=largest_of(self._shard)).check(self._who)
 
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         steps = [steps_of(request, self._steps.separator, self._policy_tokenizer) for request in requests]
@@ -82,16 +83,23 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         rows, places = self._ids.rows(self._tokenizer, prompts, solutions)
         lengths = np.array([len(row) for row in rows])
         self._check_context(requests, lengths, self._longest, "tokens, placeholders included,")
-        probabilities: list[NDArray[np.float64]] = [np.zeros(0)] * len(rows)
         with_steps = np.flatnonzero([len(marks) > 0 for marks in places])
-        for part in micro_batches(lengths[with_steps], max(self._budget, int(lengths.max()))):
-            batch = with_steps[part]
-            starts = np.cumsum(lengths[batch]) - lengths[batch]
-            marks = [start + np.array(places[i]) for start, i in zip(starts, batch, strict=True)]
-            logits = self._model(*self._tensors([rows[i] for i in batch], lengths[batch], np.concatenate(marks)))
-            good = good_probabilities(logits, self._ids.good, self._ids.bad).double().cpu().numpy()
-            for i, values in zip(batch, np.split(good, np.cumsum([len(m) for m in marks])[:-1]), strict=True):
-                probabilities[i] = values
+
+        def judged(plan: list[RowNumbers]) -> list[NDArray[np.float64]]:
+            found: dict[int, NDArray[np.float64]] = {}
+            for part in plan:
+                batch = with_steps[part]
+                starts = np.cumsum(lengths[batch]) - lengths[batch]
+                marks = [start + np.array(places[i]) for start, i in zip(starts, batch, strict=True)]
+                logits = self._model(*self._tensors([rows[i] for i in batch], lengths[batch], np.concatenate(marks)))
+                good = good_probabilities(logits, self._ids.good, self._ids.bad).double().cpu().numpy()
+                found |= zip(part, np.split(good, np.cumsum([len(m) for m in marks])[:-1]), strict=True)
+            return [found.get(row, np.zeros(0)) for row in range(len(with_steps))]
+
+        probabilities: list[NDArray[np.float64]] = [np.zeros(0)] * len(rows)
+        of_rows = self._divided(lengths[with_steps], max(self._budget, int(lengths.max())), judged)
+        for row, values in zip(with_steps, of_rows, strict=True):
+            probabilities[row] = values
         self._check_finite(probabilities, requests)
         return probabilities
 

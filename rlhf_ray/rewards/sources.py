@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import (
+    LOCAL_MODELS,
     ExactMatchReward,
     FunctionReward,
     HTTPReward,
@@ -21,6 +22,7 @@ from rlhf_ray.config.rewards import (
     RewardConfig,
     VaderReward,
 )
+from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.answer_matching import exact_match_source, number_source
 from rlhf_ray.rewards.function_source import FunctionSource
@@ -33,15 +35,23 @@ from rlhf_ray.rewards.sentiment import VaderSource
 
 
 def make_sources(
-    rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int, longest: int = PROBED
+    rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int, longest: int = PROBED,
+    shard: Shard = WHOLE,
 ) -> WeightedSum:
-    """All components of a run's reward, not started yet."""
-    return WeightedSum({name: (config.weight, make_source(name, config, policy, micro_batch_tokens, longest))
-                        for name, config in rewards.items()})
+    """All components of a run's reward, not started yet.
+
+    Args:
+        shard: the part of every local model in this process. Only the first rank has components without one.
+    """
+    turn = None if shard.is_whole else asyncio.Lock()
+    return WeightedSum({
+        name: (config.weight, make_source(name, config, policy, micro_batch_tokens, longest, shard, turn))
+        for name, config in rewards.items() if shard.rank == 0 or isinstance(config, LOCAL_MODELS)})
 
 
 def make_source(
-    name: str, config: RewardConfig, policy: ModelConfig, micro_batch_tokens: int, longest: int = PROBED
+    name: str, config: RewardConfig, policy: ModelConfig, micro_batch_tokens: int, longest: int = PROBED,
+    shard: Shard = WHOLE, turn: asyncio.Lock | None = None,
 ) -> RewardSource:
     """One component, not started yet.
 
@@ -50,10 +60,11 @@ def make_source(
         policy: whose tokenizer made the token ids of requests.
         micro_batch_tokens: most tokens of one forward pass, for local models.
         longest: most tokens of the policy's rows.
+        shard, turn: of local models, see `LocalSource`.
     """
     match config:
         case ModelReward():
-            return ModelSource(name, config, policy, micro_batch_tokens, longest)
+            return ModelSource(name, config, policy, micro_batch_tokens, longest, shard, turn)
         case FunctionReward():
             return FunctionSource(name, config)
         case ExactMatchReward():
@@ -65,7 +76,7 @@ def make_source(
         case JSONSchemaReward():
             return json_schema_source(name, config)
         case ProcessReward():
-            return ProcessModelSource(name, config, policy, micro_batch_tokens, longest)
+            return ProcessModelSource(name, config, policy, micro_batch_tokens, longest, shard, turn)
         case VaderReward():
             return VaderSource()
         case HTTPReward():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.data.batching import rank_plan
+from rlhf_ray.data.batching import inference_plan, rank_plan
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.deepspeed_engine import StepResult, TrainEngine
 from rlhf_ray.models.lora import Adapters
@@ -21,7 +21,7 @@ from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.records import Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.async_checkpoint import Writers
 from rlhf_ray.roles.learner_state import LearnerState
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, inference_plan, score_columns, share_of
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, score_columns, share_of
 from rlhf_ray.roles.profiling import TorchProfile
 from rlhf_ray.roles.publication import Publication, PublishedModel
 
@@ -164,7 +164,7 @@ class Learner:
         """Columns of scores of this rank's contiguous share (`inference_plan`) of all rows; `forward` as for
         `score_columns`."""
         rollout = concatenated(rollouts)
-        plan = inference_plan(rollout, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
+        plan = inference_plan(rollout.lengths, self.config.micro_batch_tokens, self.rank, self.world, self.lockstep)
         scores = score_columns(rollout, plan, self.engine.device, forward, columns)
         return [share_of(column, self.rank, self.world) for column in scores]
 

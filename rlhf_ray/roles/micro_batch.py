@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rlhf_ray.algorithms.logprobs import SamplingMask
-from rlhf_ray.data.batching import micro_batches
+from rlhf_ray.data.batching import rows_of_rank
 from rlhf_ray.engine.distributed import sum_over_ranks
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.records import Ragged, Rollout, TokenScores, offsets_of, row_indices
+from rlhf_ray.records import Rollout, TokenScores, offsets_of, row_indices
 
 
 @dataclass(frozen=True)
@@ -98,28 +98,9 @@ def score_columns(
     return [TokenScores(offsets=np.asarray(rollout.offsets), values=column) for column in values]
 
 
-def inference_plan(
-    record: Ragged, budget: int, rank: int = 0, world: int = 1, lockstep: bool = False
-) -> list[np.ndarray]:
-    """This rank's share of a record's rows as micro-batches for a forward pass.
-
-    Each rank gets contiguous rows, so the ranks' results can be concatenated. In lockstep (ZeRO-3 gathers parameters
-    from all ranks in every forward pass) all ranks get the same number of micro-batches; if one has fewer, it repeats
-    its first.
-    """
-    shares = np.array_split(np.arange(len(record)), world)
-    plans = [[share[rows] for rows in micro_batches(record.lengths[share], budget)] if len(share) else []
-             for share in shares]
-    mine = plans[rank]
-    if lockstep:
-        filler = mine[0] if mine else np.array([0])
-        mine = mine + [filler] * (max(map(len, plans)) - len(mine))
-    return mine
-
-
 def share_of(scores: TokenScores, rank: int, world: int) -> TokenScores:
     """The contiguous rows that `inference_plan` assigns to `rank`."""
-    rows = np.array_split(np.arange(len(scores)), world)[rank]
+    rows = rows_of_rank(len(scores), rank, world)
     first, last = (rows[0], rows[-1] + 1) if len(rows) else (0, 0)
     offsets = scores.offsets
     return TokenScores(offsets=offsets_of(np.diff(offsets[first : last + 1])),

@@ -3,19 +3,21 @@
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, cast
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
-from rlhf_ray.errors import SampleError
+from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.rewards.failure_isolation import score_or_name_failed
 from rlhf_ray.rewards.local_model import PROBED
 from rlhf_ray.rewards.protocol import RewardRequest, requests_of
-from rlhf_ray.rewards.sources import make_sources
+from rlhf_ray.rewards.sources import WeightedSum, make_sources
 
 
 class RewardScorer:
@@ -23,20 +25,41 @@ class RewardScorer:
 
     def __init__(self, rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int,
                  on_failure: Literal["fail", "quarantine"] = "fail", longest: int = PROBED,
-                 judge: Mapping[str, RewardConfig] | None = None) -> None:
+                 judge: Mapping[str, RewardConfig] | None = None, shard: Shard = WHOLE) -> None:
         """
         Args:
             policy: the model whose tokenizer decodes rollouts (rows of up to `longest` tokens).
             on_failure: as in `RewardScorerConfig`.
             judge: components of the independent judge.
+            shard: the part of every reward model in this process. The ranks make every call together, one at a time,
+                and the first one's answer counts: it alone has the sources without a model.
         """
-        self._policy, self._names_samples = policy, on_failure == "quarantine"
-        self._sources = make_sources(rewards, policy, micro_batch_tokens, longest)
-        self._judge = make_sources(judge, policy, micro_batch_tokens, longest) if judge else None
+        self._policy, self._names_samples, self._shard = policy, on_failure == "quarantine", shard
+        self._sources = make_sources(rewards, policy, micro_batch_tokens, longest, shard)
+        self._judge = make_sources(judge, policy, micro_batch_tokens, longest, shard) if judge else None
+        self._turn = asyncio.Lock()
 
-    async def start(self) -> dict[str, float]:
-        """Start all sources. Raises ModelError or RewardError if one cannot work."""
+    def rendezvous(self, host: str) -> str:
+        """An address at which the ranks of sharded models can join; called on the first, whose node is `host`."""
+        from rlhf_ray.engine.distributed import free_address
+
+        return free_address(host)
+
+    async def start(self, address: str = "", timeout_s: float = 0.0) -> dict[str, float]:
+        """Start all sources.
+
+        Args:
+            address: where the ranks of sharded models join.
+            timeout_s: longest wait of any of their collective calls for the other ranks, in seconds.
+
+        Raises:
+            ModelError, RewardError: a source cannot work.
+        """
         began = time.perf_counter()
+        if not self._shard.is_whole:
+            from rlhf_ray.engine.distributed import join
+
+            await asyncio.to_thread(join, address, self._shard.rank, self._shard.world, timeout_s)
         self._tokenizer = load_tokenizer(self._policy)
         numbers = await self._sources.start()
         if self._judge:
@@ -57,16 +80,35 @@ class RewardScorer:
         rewards = await self._rewards(requests)
         if self._judge is None:
             return rewards
-        return replace(rewards, gold=(await self._judge.score(requests)).scores)
+        return replace(rewards, gold=(await self._score(self._judge, requests)).scores)
 
     async def _rewards(self, requests: list[RewardRequest]) -> RewardScores:
         if self._names_samples:
-            return await score_or_name_failed(self._sources.score, requests)
+            return await score_or_name_failed(partial(self._score, self._sources), requests)
         try:
-            return await self._sources.score(requests)
+            return await self._score(self._sources, requests)
         except SampleError as error:
             raise SampleError(f"{str(error).rstrip('.')}. Or drop such prompts, within a budget, by setting "
                               "reward.on_failure=quarantine") from error
+
+    async def _score(self, sources: WeightedSum, requests: Sequence[RewardRequest]) -> RewardScores:
+        """The sources' scores. If a source fails on one rank, all ranks raise its error, so that they go on alike."""
+        if self._shard.is_whole:
+            return await sources.score(requests)
+        from rlhf_ray.engine.distributed import gather_objects
+
+        scores: RewardScores | None = None
+        own_error: RewardError | None = None
+        async with self._turn:
+            try:
+                scores = await sources.score(requests)
+            except RewardError as error:
+                own_error = error
+            failed = [each for each in await asyncio.to_thread(gather_objects, own_error) if each is not None]
+        if failed:
+            raise failed[0]
+        assert scores is not None
+        return scores
 
     async def score_each(self, *records: Rollout | Prompts) -> list[RewardScores]:
         """As `score`, for several rollouts concurrently: `records` are all rollouts, then the prompts of each."""

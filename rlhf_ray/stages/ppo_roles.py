@@ -11,13 +11,14 @@ from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.derived import derive, judge_rewards, placements_of
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.stages import PPOConfig, ScorerConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.model_families import Use, check_family
+from rlhf_ray.models.shard import Shard
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
@@ -46,14 +47,16 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
         ),
         reference=runtime.spawn(
             "reference_scorer", ReferenceScorer, config.reference,
-            lambda _: {"model": derived.reference_model, "micro_batch_tokens": config.reference.micro_batch_tokens,
-                       "temperature": temperature, "longest": _longest_row(config, "reference")},
+            lambda rank: {"model": derived.reference_model, "micro_batch_tokens": config.reference.micro_batch_tokens,
+                          "temperature": temperature, "longest": _longest_row(config, "reference"),
+                          "shard": _shard(config.reference, rank)},
         ) if derived.starts_reference else None,
         reward=runtime.spawn(
             "reward_scorer", RewardScorer, config.reward,
-            lambda _: {"rewards": config.rewards, "policy": config.model,
-                       "micro_batch_tokens": config.reward.micro_batch_tokens, "on_failure": config.reward.on_failure,
-                       "longest": _longest_row(config, "reward"), "judge": judge_rewards(config)},
+            lambda rank: {"rewards": config.rewards, "policy": config.model,
+                          "micro_batch_tokens": config.reward.micro_batch_tokens,
+                          "on_failure": config.reward.on_failure, "longest": _longest_row(config, "reward"),
+                          "judge": judge_rewards(config), "shard": _shard(config.reward, rank)},
             shutdown_method="stop",
         ),
         assembler=runtime.spawn(
@@ -82,6 +85,11 @@ def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
     return {"config": learner, "model": model, "rank": rank, "world": learner.workers, "seed": config.run.seed,
             "total_steps": max(1, steps) * config.algorithm.epochs * config.algorithm.mini_batches,
             "algorithm": config.algorithm, "longest": _longest_row(config, role)}
+
+
+def _shard(config: ScorerConfig, rank: int) -> Shard:
+    """The part of its models that a scorer's rank holds."""
+    return Shard(rank % config.shards, config.shards)
 
 
 def _longest_row(config: PPOConfig, role: str) -> int:

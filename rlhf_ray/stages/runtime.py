@@ -119,8 +119,7 @@ def scratch(config: StageConfig) -> Iterator[dict[str, str]]:
 
 async def start_learners(group: WorkerGroup, timeout_s: float) -> list[Any]:
     """Let the ranks of a learner rendezvous and build their engines, within `timeout_s`."""
-    host = await group.call(0, "node_host", timeout_s=timeout_s).value()
-    address = await group.call(0, "rendezvous", host, timeout_s=timeout_s).value()
+    address = await group.rendezvous(0, timeout_s)
     return await group.start(address, group.call_timeout_s, timeout_s=timeout_s)
 
 

@@ -64,6 +64,9 @@ class LossyGenerators(StandInGroup):
             raise self.unrestartable
         await self.call(rank, "start").value()
 
+    async def start_replica(self, rank, timeout_s):
+        await self.start_one(rank, timeout_s)
+
 
 class ReplacementHarness:
     """A dispatcher over generators that are replaced when they are lost."""

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_ray.data.batching import inference_plan
 from rlhf_ray.records import Ragged, TokenScores, offsets_of
-from rlhf_ray.roles.micro_batch import MicroBatch, inference_plan, score_columns, share_of
+from rlhf_ray.roles.micro_batch import MicroBatch, score_columns, share_of
 
 
 def test_response_tokens_by_hand(rollout):
@@ -80,7 +81,7 @@ def test_the_ranks_shares_put_together_are_the_whole(lengths, world, budget, loc
     offsets, shares = offsets_of(lengths), []
     for rank in range(world):
         done = np.zeros_like(values)
-        for rows in inference_plan(record(lengths), budget, rank, world, lockstep and len(lengths) > 0):
+        for rows in inference_plan(lengths, budget, rank, world, lockstep and len(lengths) > 0):
             assert len(rows) * max(np.array(lengths)[rows]) <= budget
             for row in rows:
                 done[offsets[row] : offsets[row + 1]] = values[offsets[row] : offsets[row + 1]]
@@ -93,17 +94,17 @@ def test_the_ranks_shares_put_together_are_the_whole(lengths, world, budget, loc
 @settings(deadline=None, max_examples=60)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), world=st.integers(1, 3))
 def test_in_lockstep_every_rank_makes_as_many_forward_passes(lengths, world):
-    counts = [len(inference_plan(record(lengths), 24, rank, world, lockstep=True)) for rank in range(world)]
+    counts = [len(inference_plan(lengths, 24, rank, world, lockstep=True)) for rank in range(world)]
     assert len(set(counts)) == 1
-    alone = [len(inference_plan(record(lengths), 24, rank, world)) for rank in range(world)]
+    alone = [len(inference_plan(lengths, 24, rank, world)) for rank in range(world)]
     assert counts[0] == max(alone)
 
 
 def test_a_rank_that_is_short_repeats_its_own_rows_or_borrows_the_first():
-    plans = [inference_plan(record([8, 8, 2, 2]), 8, rank, 2, lockstep=True) for rank in (0, 1)]
+    plans = [inference_plan([8, 8, 2, 2], 8, rank, 2, lockstep=True) for rank in (0, 1)]
     assert [[rows.tolist() for rows in plan] for plan in plans] == [[[0], [1]], [[2, 3], [2, 3]]]
-    assert [rows.tolist() for rows in inference_plan(record([5]), 8, 1, 2, lockstep=True)] == [[0]]
-    assert inference_plan(record([5]), 8, 1, 2) == []
+    assert [rows.tolist() for rows in inference_plan([5], 8, 1, 2, lockstep=True)] == [[0]]
+    assert inference_plan([5], 8, 1, 2) == []
 
 
 @pytest.mark.parametrize("rank, rows", [(0, [0, 1]), (1, [2])])
@@ -115,7 +116,7 @@ def test_shares_are_contiguous(rollout, rank, rows):
 
 
 def test_without_ranks_the_plan_is_that_of_all_rows():
-    plan = inference_plan(record([4, 5, 6]), 100)
+    plan = inference_plan([4, 5, 6], 100)
     assert sorted(np.concatenate(plan).tolist()) == [0, 1, 2]
 
 
