@@ -4,11 +4,13 @@ from math import ceil
 
 from rlhf_ray.config.derived import concurrency_of, derive, reference_in_words
 from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.config.stages import (
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
     RewardModelConfig,
+    ScorerConfig,
     SFTConfig,
     StageConfig,
 )
@@ -42,7 +44,11 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
     }
     if derive(config).starts_critic:
         found["critic"] = micro_batches(config.critic, samples // a.mini_batches, longest)
-    found["reference"] = reference_in_words(config)
+    copies = _copies(config.reference) if derive(config).starts_reference else ""
+    found["reference"] = reference_in_words(config) + copies
+    if config.reward.shards > 1:
+        found["reward"] = rewards_in_words({name: dict(reward) for name, reward in config.rewards.items()}) + _copies(
+            config.reward)
     chunk = config.generator.chunk
     found["generators"] = (f"{config.generator.workers} x up to {config.generator.max_sequences} sequences at a time, "
                            f"in chunks of {chunk}; up to {concurrency_of(c, config.generator)} samples in flight")
@@ -50,6 +56,14 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
     found["staleness"] = (f"{counted(c.max_staleness, 'version')} at most; the buffer holds up to "
                           f"{config.buffer.capacity_samples or held} samples")
     return found
+
+
+def _copies(config: ScorerConfig) -> str:
+    """Copies of a sharded model, as text."""
+    copies = config.workers // config.shards
+    if config.shards == 1:
+        return ""
+    return f"; {copies} {'copy' if copies == 1 else 'copies'} of {config.shards} shards (ZeRO 3)"
 
 
 def counted(number: int, what: str, plural: str = "s") -> str:

@@ -29,8 +29,10 @@ def suggest_change(config: StageConfig, load: Load, fullness: Fullness) -> str:
     if load.device is None:
         return "No single change of the configuration makes it fit: use nodes with more memory, or a smaller model"
     role = next(iter(load.roles))
-    field = "tensor_parallel" if isinstance(getattr(config, role, None), GenerationConfig) else "workers"
-    return (f"No change of the memory-saving fields makes it fit: use more GPUs ({role}.{field} and pools), larger "
+    section = getattr(config, role, None)
+    more = (f"{role}.tensor_parallel" if isinstance(section, GenerationConfig) else
+            f"{role}.workers, {role}.shards" if isinstance(section, ScorerConfig) else f"{role}.workers")
+    return (f"No change of the memory-saving fields makes it fit: use more GPUs ({more} and pools), larger "
             "GPUs, or a smaller model")
 
 
@@ -54,6 +56,9 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
             yield name, "offload_optimizer", True
     for name, section in sections.items():
         if isinstance(section, ScorerConfig):
+            for shards in range(section.shards + 1, section.workers + 1):
+                if section.workers % shards == 0:
+                    yield name, "shards", shards
             for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
                 yield name, "micro_batch_tokens", budget
         if isinstance(section, GenerationConfig) and section.cache_mb is None and learners:

@@ -3,6 +3,7 @@
 from math import isfinite
 
 from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.stages import ScorerConfig
 from rlhf_ray.planning.activations import MicroBatch, logits_bytes, scoring_bytes
 from rlhf_ray.planning.hardware import Hardware
 from rlhf_ray.planning.memory_breakdown import (
@@ -10,15 +11,18 @@ from rlhf_ray.planning.memory_breakdown import (
     BUFFERS,
     CACHE,
     ENGINE_CORE,
+    GATHERED,
     GENERATOR,
     GPU_CONTEXT,
     GPU_HOST,
+    LEARNER,
     LOGITS,
     MIB,
     RUNTIME,
     SCORER,
     WEIGHTS,
     Memory,
+    peak_of,
 )
 from rlhf_ray.planning.model_shape import ModelShape
 
@@ -79,24 +83,35 @@ def cache_sequences(config: GenerationConfig, shape: ModelShape, memory: Memory,
 
 
 def scorer_memory(
-    gpus: float, shape: ModelShape, micro_batch_tokens: int, longest: int, answers: float, logit_copies: int = 1
+    config: ScorerConfig, shape: ModelShape, samples: int, longest: int, answers: float, logit_copies: int = 1
 ) -> Memory:
-    """Memory of a frozen model that scores: its weights, and a pass without gradients.
+    """Memory of a rank with a frozen model that scores: its weights or its shard of them, and a pass without gradients.
+
+    A sharded model also has the layers that DeepSpeed leaves gathered. It is loaded before it is sharded: weights in
+    the files' precision are mapped pages, which the ranks of a node share, others a copy in each rank.
 
     Args:
+        samples: most samples of a call, which the ranks of a model divide.
         answers: share of the tokens whose log-probability is computed; 0 with a scalar head.
         logit_copies: as in `logits_bytes`.
     """
-    on_gpu = gpus > 0
+    on_gpu, sharded = config.gpus > 0, config.shards > 1
+    micro_batch_tokens = min(config.micro_batch_tokens, -(-samples // config.shards) * longest)
     micro_batch = MicroBatch(micro_batch_tokens, longest, on_gpu, half_model=shape.bytes_per_value == 2)
     parts = {
-        WEIGHTS: float(shape.weight_bytes),
+        WEIGHTS: shape.weight_bytes / config.shards,
         ACTIVATIONS: scoring_bytes(shape, micro_batch),
         LOGITS: logits_bytes(shape, micro_batch, round(answers * micro_batch_tokens), False, logit_copies),
     }
-    if not on_gpu:
-        # Weights in the files' precision are memory-mapped; others are converted, so the files' pages count as well.
-        converted = shape.saved_bytes not in (None, shape.bytes_per_value)
-        mapped = shape.parameters * float(shape.saved_bytes or 0) if converted else 0.0
-        return Memory(host={**parts, BUFFERS: mapped, RUNTIME: SCORER})
-    return Memory(device={**parts, RUNTIME: GPU_CONTEXT}, host={RUNTIME: SCORER + GPU_HOST})
+    # Weights in the files' precision are memory-mapped; others are converted, so the files' pages count as well.
+    converted = shape.saved_bytes not in (None, shape.bytes_per_value)
+    mapped = shape.parameters * float(shape.saved_bytes or 0) if converted else 0.0
+    if not sharded:
+        if not on_gpu:
+            return Memory(host={**parts, BUFFERS: mapped, RUNTIME: SCORER})
+        return Memory(device={**parts, RUNTIME: GPU_CONTEXT}, host={RUNTIME: SCORER + GPU_HOST})
+    parts[BUFFERS] = min(GATHERED, shape.parameters) * float(shape.bytes_per_value)
+    loading = {WEIGHTS: float(shape.weight_bytes) if converted else shape.weight_bytes / config.shards, BUFFERS: mapped}
+    if on_gpu:
+        return Memory(device={**parts, RUNTIME: GPU_CONTEXT}, host={**loading, RUNTIME: LEARNER + GPU_HOST})
+    return Memory(host=peak_of({**parts, RUNTIME: LEARNER}, {**loading, RUNTIME: LEARNER}))

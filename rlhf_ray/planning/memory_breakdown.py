@@ -48,7 +48,8 @@ def peak_of(*moments: Mapping[str, float]) -> dict[str, float]:
 
 
 LEARNER = 680 * MIB
-"""Learner process: Python, torch, transformers, DeepSpeed and its optimizer, Ray."""
+"""Process of a learner, or of a scorer with a sharded model: Python, torch, transformers, DeepSpeed and its optimizer,
+Ray."""
 ADAPTERS = 50 * MIB
 """Additional memory of a learner with adapters: peft and its imports."""
 SCORER = 555 * MIB

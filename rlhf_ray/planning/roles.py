@@ -68,10 +68,9 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     samples = concurrency_of(config.coordinator, config.generator) if batched else config.generator.chunk
     roles = [_generator(config.generator, shape, named, longest, bucket, through_memory)]
     if derived.starts_reference:
-        reference, frozen = config.reference, shapes(derived.reference_model, "reference")
-        tokens = min(reference.micro_batch_tokens, samples * longest)
-        roles.append(Role("reference", reference, (frozen,), derived.reference_model.path,
-                          lambda _: scorer_memory(reference.gpus, frozen, tokens, longest, answers, copies)))
+        frozen = shapes(derived.reference_model, "reference")
+        roles.append(Role("reference", config.reference, (frozen,), derived.reference_model.path,
+                          lambda _: scorer_memory(config.reference, frozen, samples, longest, answers, copies)))
     roles.append(_reward(reward_sections(config), config.reward, shapes, longest, samples))
     roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
               _reader("prompt_reader", config.assembler.pool)]
@@ -120,8 +119,7 @@ def _reward(rewards: Mapping[str, RewardConfig], scorer: ScorerConfig, shapes: S
     functions = sum(isinstance(reward, FunctionReward) for reward in rewards.values())
 
     def memory(_: Hardware = CORE) -> Memory:
-        tokens = min(scorer.micro_batch_tokens, samples * longest)
-        parts = [scorer_memory(scorer.gpus, shape, tokens, longest, 0.0) for shape in model_shapes]
+        parts = [scorer_memory(scorer, shape, samples, longest, 0.0) for shape in model_shapes]
         whole = combined_memory(parts or [Memory(host={RUNTIME: float(SMALL)})])
         host = {**whole.host, RUNTIME: whole.host.get(RUNTIME, 0.0) + functions * SMALL}
         return Memory(device=whole.device, host=host)

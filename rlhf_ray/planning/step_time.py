@@ -5,11 +5,12 @@ Rates are those of data sheets times the shares in `hardware.py`; lengths are as
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.config.stages import PPOConfig, ScorerConfig, StageConfig
 from rlhf_ray.planning.batch_layout import passes
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.learner_memory import stage_of, trained
@@ -67,7 +68,8 @@ def _ppo(
     took = {"generator": generation_s(roles["generator"], devices["generator"], work)}
     for name in ("reference", "reward"):
         if name in roles:
-            took[name] = scoring_s(roles[name], devices[name], work)
+            took[name] = max(scoring_s(roles[name], devices[name], work),
+                             gathering_s(roles[name], devices[name], work, config.generator.chunk))
     learning = [name for name in ("policy", "critic") if name in roles]
     for name in learning:
         spared = name == "policy" and derive(config).old_logprobs != "policy"
@@ -111,6 +113,19 @@ def scoring_s(role: Role, device: Hardware, work: Workload) -> float:
     units = place.workers * (max(place.gpus, 1) if place.gpus else place.threads)
     return CALL_S + sum(work.samples * shape.row_flops(work.row) / (
         units * device.flops * device.forward_share * precision(role, shape)) for shape in role.models)
+
+
+def gathering_s(role: Role, device: Hardware, work: Workload, chunk: int) -> float:
+    """Seconds in which the ranks of sharded models gather weights: once for each micro-batch of a call, while they
+    compute. A call has `chunk` samples, which the ranks of a model divide."""
+    place = role.placement
+    assert isinstance(place, ScorerConfig)
+    if place.shards == 1:
+        return 0.0
+    calls = work.samples / chunk / (place.workers / place.shards)
+    each = ceil(chunk * work.row / place.shards / place.micro_batch_tokens)
+    return CALL_S + calls * each * sum(
+        Group(shape, device, place.shards).gather_s(shape.bytes_per_value) for shape in role.models)
 
 
 def update_s(role: Role, device: Hardware, work: Workload) -> float:

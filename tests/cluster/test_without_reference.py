@@ -13,7 +13,7 @@ from tests.models import make_tiny_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 ALGORITHM = {"estimator": "grpo", "epochs": 2, "mini_batches": 2, "kl": {"coef": 0.0, "kind": "fixed"}}
-SECTIONS = {**SMALL, "run": {"steps": 2}, "algorithm": ALGORITHM, "pools": {"default": {"cpus": 2}}}
+SECTIONS = {**SMALL, "run": {"steps": 2}, "algorithm": ALGORITHM, "pools": {"default": {"cpus": 2}}, "critic": None}
 MEASURED = {"kl/sequence", "policy/kl_penalty", "eval/kl", "eval/perplexity", "time/reference"}
 """Metrics that are computed from a reference, or about its work."""
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
+from rlhf_ray.config.stages import ScorerConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.planning.inference_memory import scorer_memory
 from rlhf_ray.planning.model_lookup import KNOWN, read_shape, shape_of
@@ -51,7 +52,7 @@ def test_the_models_precision_is_the_configurations(tmp_path):
 def test_weights_in_another_precision_than_their_files_take_both(tmp_path):
     same = shape_of(written(tmp_path / "a", {**LLAMA, "dtype": "bfloat16"}), "model")
     other = shape_of(written(tmp_path / "b", {**LLAMA, "torch_dtype": "float32"}), "model")
-    each = [scorer_memory(0.0, shape, 64, 64, 1.0).host_bytes for shape in (same, other)]
+    each = [scorer_memory(ScorerConfig(), shape, 1, 64, 1.0).host_bytes for shape in (same, other)]
     assert each[1] - each[0] == 4 * same.parameters
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from rlhf_ray.cli.plan_report import plan_as_json, plan_as_values
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PolicyConfig
 from rlhf_ray.config.load import load
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.stages import PPOConfig, ScorerConfig
+from rlhf_ray.planning.inference_memory import scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
 from rlhf_ray.planning.memory_breakdown import GIB
 from rlhf_ray.planning.model_lookup import shape_of
@@ -76,6 +78,38 @@ class TestRecipes:
         assert plan.memory["policy"].host_bytes < plan.roles[0].models[0].weight_bytes / 2
         assert sum(first.holders["policy/0"].values()) > plan.roles[0].models[0].weight_bytes
         assert [sum(other.holders["policy/8"].values()) for other in others] == [plan.memory["policy"].host_bytes]
+
+
+class TestShardedScorer:
+    """Bytes of one rank with a shard of a frozen model."""
+
+    def memory(self, **fields):
+        shape = ModelShape(hidden=8192, layers=80, heads=64, kv_heads=8, intermediate=28672, vocabulary=128256,
+                           saved_bytes=2)
+        return shape, scorer_memory(ScorerConfig(workers=4, micro_batch_tokens=64, **fields), shape, 8, 32, 0.5)
+
+    def test_weights_are_divided_and_what_is_gathered_is_counted(self):
+        shape, whole = self.memory(gpus=1)
+        _, sharded = self.memory(gpus=1, shards=4)
+        assert whole.device["weights"] == shape.weight_bytes and "buffers" not in whole.device
+        assert sharded.device["weights"] == shape.weight_bytes / 4
+        assert sharded.device["buffers"] == 1e9 * shape.bytes_per_value, "stage3_max_live_parameters"
+        assert sharded.device["activations"] == whole.device["activations"], "two rows for each rank"
+
+    def test_weights_of_another_precision_lie_whole_in_main_memory_while_they_are_loaded(self):
+        shape, mapped = self.memory(gpus=1, shards=4)
+        other = replace(shape, saved_bytes=4)
+        config = ScorerConfig(workers=4, shards=4, micro_batch_tokens=64, gpus=1)
+        converted = scorer_memory(config, other, 8, 32, 0.5)
+        assert mapped.host["weights"] == shape.weight_bytes / 4
+        assert converted.host["weights"] + converted.host["buffers"] == shape.weight_bytes + 4 * shape.parameters
+
+    def test_the_report_names_copies_and_shards(self):
+        [nodes] = [param.values[1] for param in recipes() if "70b" in param.id]
+        plan = planned("multi_node_70b_ppo.yaml", nodes)
+        assert plan.geometry["reference"].endswith("; 2 copies of 4 shards (ZeRO 3)") and "reward" not in plan.geometry
+        few = planned("multi_node_70b_ppo.yaml", nodes, "--generator.chunk=1")
+        assert few.step_time.roles["reference"] > 2 * plan.step_time.roles["reference"], "gathered each call"
 
 
 class TestLearner:
@@ -211,9 +245,8 @@ class TestVerdict:
     @pytest.mark.parametrize(("recipe", "nodes", "worse", "role", "field"), [
         ("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.kv_cache_mb=60000", "generator", "generator.kv_cache_mb="),
         ("eight_gpu_8b_ppo.yaml", "1x8xH100", "--critic.zero_stage=1", "critic", "critic.zero_stage=3"),
-        ("multi_node_70b_ppo.yaml", "2x8xB200(label=role:generation)+1x8xB200(label=role:policy)+"
-         "1x8xB200(label=role:policy)+1x8xH100(label=role:judges)", "--policy.workers=16", "reference",
-         "reference.workers and pools"),
+        ("multi_node_70b_ppo.yaml", "2x8xH100(label=role:generation)+4x8xH100(label=role:policy)+"
+         "2x8xH100(label=role:judges)", "--reference.shards=1", "reference", "reference.shards=2"),
     ])
     def test_the_role_whose_memory_is_the_problem_comes_first_then_what_to_set(self, recipe, nodes, worse, role, field):
         refusal = planned(recipe, nodes, worse).refused[0]
