@@ -204,14 +204,22 @@ def label_names(config: ModelConfig) -> list[str]:
     return _heads_and_labels(config, repr(config.path))[1]
 
 
-def has_scalar_head(config: ModelConfig) -> bool:
-    """Whether a model is a sequence classifier with one label, from its configuration alone.
+def has_scalar_head(config: ModelConfig, field: str = "") -> bool:
+    """Whether a model has a head with one output (a sequence classifier with one label) rather than none (a language
+    model), from its configuration alone.
+
+    Args:
+        field: the section of the configuration that names the model, for the message.
 
     Raises:
-        ModelError: the configuration cannot be read.
+        ModelError: the configuration cannot be read, or the model is a classifier with several labels.
     """
-    heads, names = _heads_and_labels(config, repr(config.path))
-    return _is_classifier(heads) and len(names) == 1
+    named = f"{field}.path={config.path!r}" if field else repr(config.path)
+    heads, names = _heads_and_labels(config, named)
+    if _is_classifier(heads) and len(names) > 1:
+        raise ModelError(f"{named} is a classifier with {len(names)} labels, and a critic has one value for each "
+                         "state: name a classifier with one label, or a language model, which gets a new head")
+    return _is_classifier(heads)
 
 
 def _is_classifier(architectures: list[str]) -> bool:

@@ -4,6 +4,7 @@ from rlhf_ray.config.derived import derive
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.failpoints import armed
+from rlhf_ray.models.loading import has_scalar_head
 from rlhf_ray.models.model_families import POLICY, Use, check_family
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.stages.ppo_roles import check_pretraining_text
@@ -46,6 +47,7 @@ def preflight(config: PPOConfig) -> None:
     if derived.starts_critic:
         if config.critic.path:
             _check_other_model(config, derived.critic_model, "critic")
+            has_scalar_head(derived.critic_model, "critic")
         source = "critic" if config.critic.path else f"critic.init={config.critic.init}"
         check_family(derived.critic_model, source, {Use.SCALAR}, rows)
         check_adapters(config.critic, derived.critic_model, "critic", scalar=True)

@@ -22,9 +22,9 @@ from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.rows import brief
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
-from rlhf_ray.errors import ConfigError, DataError, RewardError
-from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
-from rlhf_ray.models.model_families import Use, check_family
+from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
+from rlhf_ray.models.loading import check_scalar_head, load_tokenizer, pretrained_config
+from rlhf_ray.models.model_families import Use, check_family, runs_packed
 from rlhf_ray.rewards.answer_matching import has_number
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.sources import make_source
@@ -83,6 +83,10 @@ def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> No
     field = f"rewards.{name}"
     check_model(reward, field, ends=False)
     check_scalar_head(reward, field, reward.label)
+    if config.reward.shards > 1 and not runs_packed(shape := pretrained_config(reward)):
+        raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is scored on "
+                         f"padded rows, and reward.shards={config.reward.shards} divides models on packed rows only: "
+                         "set reward.shards to 1, or use a model of a family that packs (docs/models.md)")
     if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward, ends=False)):
         check_context(reward, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                       ("prompts.max_tokens", "generator.sampling.max_tokens"))

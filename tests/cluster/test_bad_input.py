@@ -12,7 +12,7 @@ import pytest
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cli.main import main
 from rlhf_ray.observability.metrics import read_metrics
-from tests.cluster.conftest import SMALL
+from tests.cluster.conftest import SMALL, VOCAB
 from tests.cluster.processes import descendants
 from tests.models import make_tiny_llama, make_tiny_reward_model
 
@@ -92,6 +92,32 @@ def test_a_reference_or_critic_that_cannot_read_the_policy_s_tokens(refused, tmp
     assert f"{section}.path ('{other}') have different tokenizers" in message and f"Leave {section}.path" in message
     message = refused(f"--{section}.path={tmp_path}/nowhere")
     assert f"{section}.path='{tmp_path}/nowhere': no such directory" in message
+
+
+@pytest.fixture
+def encoder(files, tmp_path):
+    """encoder(labels) -> a classifier that reads both ways, with the policy's tokenizer."""
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    def save(labels):
+        shape = BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=1,
+                           intermediate_size=32, max_position_embeddings=256, num_labels=labels)
+        BertForSequenceClassification(shape).save_pretrained(tmp_path / "encoder")
+        AutoTokenizer.from_pretrained(files.policy).save_pretrained(tmp_path / "encoder")
+        return tmp_path / "encoder"
+
+    return save
+
+
+def test_a_critic_of_a_classifier_with_several_labels(refused, encoder):
+    message = refused(f"--critic.path={encoder(3)}")
+    assert "critic.path=" in message and "classifier with 3 labels" in message and "one label" in message
+
+
+def test_shards_of_a_reward_model_that_does_not_pack(refused, encoder):
+    rewards = {"main": {"type": "model", "path": str(encoder(1))}}
+    message = refused("--reward.shards=2", "--reward.workers=2", rewards=rewards)
+    assert "rewards.main.path=" in message and "'bert'" in message and "set reward.shards to 1" in message
 
 
 def test_a_tokenizer_with_ids_that_the_model_lacks(refused, files, tmp_path):

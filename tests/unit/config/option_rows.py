@@ -450,6 +450,13 @@ ROWS: list[Row] = [
             given={"rewards.NAME": {"type": "number"}}),
     # Roles that are not started
     Refused(("reference.workers",), 2, "frozen base is the reference", given={"policy.lora.rank": 4}),
+    Warned(("reference.workers",), 2, "nothing needs a reference", given={"algorithm.kl.coef": 0}),
+    Differs(("reference.path",), (None, "other"), lambda config, _: derive(config).reference_model.path),
+    Differs(("critic.path",), (None, "other"), lambda config, _: derive(config).critic_model.path),
+    Differs(of_roles("shards", ("reference", "reward")), (1, 2), plan,
+            given={"reference.workers": 2, "reward.workers": 2}),
+    Refused(("reward.shards",), 2, "none of `rewards` is a local model",
+            given={"rewards.NAME": {"type": "number"}, "reward.workers": 2}),
     Refused(("critic.workers",), 2, "uses no critic", given={"algorithm.estimator": "reinforce"}),
     Refused(("critic.workers",), 2, "one model is trained", given={"critic.backbone": "policy"}),
     Differs(("critic.backbone",), ("own", "policy"), plan),

@@ -82,7 +82,7 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--algorithm.estimator=reinforce", "--critic.path=c"], ["critic.path=c", "uses no critic"]),
         ("ppo", ["--critic.init=reward", "--critic.path=c"], ["path='c' and init=reward", "leave path empty"]),
         ("ppo", ["--reference.shards=2", "--reference.workers=3"], ["workers=3 is not a multiple of shards=2", "4"]),
-        ("ppo", ["--reward.shards=2", "--reward.workers=2", "--reward.gpus=0.5"], ["shards=2", "gpus=0.5", "gpus to 1"]),
+        ("ppo", ["--reward.shards=2", "--reward.workers=2", "--reward.gpus=0.5"], ["shards=2", "gpus=0.5", "to 1"]),
         ("ppo", ["--reference.revision=main"], ["revision='main' without path", "set path"]),
         ("ppo", ["--policy.lora={}", "--reference.threads=2"], ["reference.threads=2", "frozen base"]),
         ("ppo", ["--rewards.main.weight=0"], ["the weight of each of main is 0"]),
