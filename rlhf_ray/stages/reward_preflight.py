@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.config.derived import derive, judge_rewards
+from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
 from rlhf_ray.config.rewards import (
     FunctionReward,
     HTTPReward,
@@ -45,6 +45,10 @@ def check_rewards(config: PPOConfig) -> None:
         check_scorer(config.logging.judge, config.model, "logging.judge")
         for name, reward in judge_rewards(config).items():
             _check_answers(config, f"logging.judge ({name})", reward)
+    if config.reward.shards > 1:
+        for field, reward in reward_sections(config).items():
+            if isinstance(reward, ModelReward):
+                _check_packs(reward, field, config.reward.shards)
     derived = derive(config)
     if derived.starts_critic and config.critic.init == "reward":
         _refuse_labelled_critic(config)
@@ -83,13 +87,17 @@ def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> No
     field = f"rewards.{name}"
     check_model(reward, field, ends=False)
     check_scalar_head(reward, field, reward.label)
-    if config.reward.shards > 1 and not runs_packed(shape := pretrained_config(reward)):
-        raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is scored on "
-                         f"padded rows, and reward.shards={config.reward.shards} divides models on packed rows only: "
-                         "set reward.shards to 1, or use a model of a family that packs (docs/models.md)")
     if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward, ends=False)):
         check_context(reward, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                       ("prompts.max_tokens", "generator.sampling.max_tokens"))
+
+
+def _check_packs(reward: ModelReward, field: str, shards: int) -> None:
+    """Refuse to shard a model that is scored on padded rows, by passes that ranks do not make together."""
+    if not runs_packed(shape := pretrained_config(reward)):
+        raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is scored on "
+                         f"padded rows, and reward.shards={shards} divides models on packed rows only: set "
+                         "reward.shards to 1, or use a model of a family that packs (docs/models.md)")
 
 
 async def _try_start(config: PPOConfig, name: str, reward: RewardConfig) -> None:
