@@ -1,19 +1,28 @@
 """Causal attention over packed rows, as an attention implementation of transformers.
 
-Rows must not attend to each other. Instead of a `[T, T]` block-diagonal mask, whose cost grows with the square of the
-whole micro-batch, queries, keys and values are laid out as `[N, L]` grids for scaled-dot-product attention and gathered
-back, on CPUs and GPUs alike. This costs copies of all four, and attention over N · L² pairs of positions instead of the
-rows' own pairs. The difference is small because micro-batches hold rows in order of length and each grid holds only a
-few adjacent rows (`Packing.blocks`). All other layers run on real tokens only. No variable-length kernel is used.
+Rows must not attend to each other. On GPUs torch's variable-length kernel computes this in half precision. Otherwise,
+instead of a `[T, T]` block-diagonal mask, whose cost grows with the square of the whole micro-batch, queries, keys and
+values are laid out as `[N, L]` grids and gathered back. This costs copies of all four, and attention over N · L² pairs
+of positions instead of the rows' own pairs. The difference is small because micro-batches hold rows in order of length
+and each grid holds only a few adjacent rows (`Packing.blocks`). All other layers run on real tokens only.
+
+Each layer of a model may have another kind of attention, which transformers' families pass with every call: a sliding
+window (`sliding_window`), a soft-cap of scores (`softcap`), sinks (`s_aux`).
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
+from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.cpu.short_rows import HeadGrids, ShortRowAttention, takes_short_rows
 from rlhf_ray.models.packing import Packing
@@ -24,9 +33,31 @@ NEUTRAL = {
     "use_cache": "passes over packed rows keep no keys and values",
     "output_attentions": "no pass here requests attention weights",
 }
-"""Further arguments that transformers families pass to attention, and why they have no effect. Other arguments must be
-None, except a `sliding_window` that no row exceeds: `softcap` caps scores, `s_aux` are sinks, `position_bias` is added
-to scores, `encoder_hidden_states` belong to another text."""
+"""Further arguments that transformers' families pass to attention, and why they have no effect. Other arguments must be
+None: `position_bias` is added to scores, `encoder_hidden_states` belong to another text."""
+LARGEST_SCORES = 2**26
+"""Scores of one grid that exist at a time where they are computed explicitly, in elements: 256 MiB of float32."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one layer's attention computes beyond softmax(Q K' scale) V over a row's earlier tokens."""
+
+    dropout: float = 0.0
+    """Probability of dropping an attention weight."""
+    scale: float | None = None
+    """Factor of the scores; None for 1/sqrt(D)."""
+    window: int | None = None
+    """Number of last tokens that a token attends to, itself included; None for all."""
+    softcap: float | None = None
+    """Scores s become c tanh(s / c) (Gemma Team 2024, section 2)."""
+    sinks: Tensor | None = None
+    """[heads] additional scores in the softmax that have no value (OpenAI 2025, GPT-OSS, section 2.2)."""
+
+    @property
+    def has_own_scores(self) -> bool:
+        """Whether no kernel computes this kind."""
+        return self.softcap is not None or self.sinks is not None
 
 
 class _Scatter(torch.autograd.Function):
@@ -65,6 +96,9 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     packing: Packing | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of `[1, heads, T, D]` queries over packed rows; returns `[1, T, heads, D]` as transformers expects.
@@ -78,29 +112,38 @@ def packed_attention(
     if packing is None:
         raise ValueError(f"attention {NAME!r} needs packing=Packing(...), which {_family(module)} did not receive "
                          "or does not pass on; use 'sdpa' for padded batches")
-    _refuse_other_kinds(module, packing, {"attention_mask": attention_mask, **others})
+    _refuse_other_kinds(module, {"attention_mask": attention_mask, **others})
+    kind = Kind(dropout, scaling, sliding_window, softcap, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if takes_short_rows(q, k, packing, dropout):
+    plain = not kind.has_own_scores and (sliding_window is None or packing.longest <= sliding_window)
+    if plain and q.shape[-1] == v.shape[-1] and takes_short_rows(q, k, packing, dropout):
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         return ShortRowAttention.apply(q, k, v, HeadGrids.of(packing, q.shape[1]), scale)[None], None
+    kernel = variable_length_kernel()
+    if kernel is not None and _fits_kernel(q, v, kind):
+        return attend_variable_length(kernel, packing, q, k, v, kind)[None], None
     blocks, filler = packing.blocks, len(q) - packing.tokens
     parts = [x.split([*(block.tokens for block in blocks), filler]) for x in (q, k, v)]
-    outputs = [_attend(block, q, k, v, dropout, scaling) for block, q, k, v in zip(blocks, *parts, strict=False)]
+    outputs = [_attend(block, q, k, v, kind) for block, q, k, v in zip(blocks, *parts, strict=False)]
+    return _with_filler(outputs, filler)[None], None
+
+
+def _with_filler(outputs: list[Tensor], filler: int) -> Tensor:
+    """The outputs one after the other, then zeros."""
     if filler:
-        outputs.append(outputs[0].new_zeros(filler, *outputs[0].shape[1:]))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+        outputs = [*outputs, outputs[0].new_zeros(filler, *outputs[0].shape[1:])]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _refuse_other_kinds(module: torch.nn.Module, packing: Packing, others: Mapping[str, Any]) -> None:
-    """Reject arguments and modules for which causal attention within each row is not what the model computes."""
-    unsupported = [name for name, value in others.items() if value is not None and name not in NEUTRAL and not (
-        (name == "sliding_window" and packing.longest <= value) or (name == "is_causal" and value))]
+def _refuse_other_kinds(module: torch.nn.Module, others: Mapping[str, Any]) -> None:
+    """Reject arguments and modules that make attention something else than `Kind` describes."""
+    unsupported = [name for name, value in others.items()
+                   if value is not None and name not in NEUTRAL and not (name == "is_causal" and value)]
     if unsupported:
         name, value = unsupported[0], others[unsupported[0]]
         what = f"{name}={value}" if isinstance(value, int | float | str) else f"{name} (a {type(value).__name__})"
-        rows = f", with rows of up to {packing.longest} tokens" if name == "sliding_window" else ""
-        raise ModelError(f"{_family(module)} calls attention with {what}{rows}, which packed attention does not "
-                         "compute; use a model without it, or rows within the window (see docs/models.md)")
+        raise ModelError(f"{_family(module)} calls attention with {what}, which packed attention does not compute; "
+                         "use a model without it (see docs/models.md)")
     if getattr(module, "is_causal", True) is False:
         raise ModelError(f"{_family(module)} lets tokens attend to later ones (is_causal=False), which packed "
                          "attention does not; use a causal model (see docs/models.md)")
@@ -111,20 +154,98 @@ def _family(module: torch.nn.Module) -> str:
     return type(module).__name__ + (f" of the family {kind!r}" if kind else "")
 
 
-def _attend(
-    packing: Packing, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
+@cache
+def variable_length_kernel() -> Callable[..., Tensor] | None:
+    """`torch.nn.attention.varlen.varlen_attn`; None where torch has none that takes windows and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    takes = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= takes.keys() else None
+
+
+def _fits_kernel(query: Tensor, value: Tensor, kind: Kind) -> bool:
+    """Whether FlashAttention 2, which `varlen_attn` calls, computes this: half precision on an Ampere GPU or later,
+    heads of one size up to 256, neither dropout nor own scores."""
+    size = query.shape[-1]
+    return (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not kind.dropout
+            and not kind.has_own_scores and size == value.shape[-1] and size <= 256 and size % 8 == 0
+            and torch.cuda.get_device_capability(query.device) >= (8, 0))
+
+
+def attend_variable_length(
+    kernel: Callable[..., Tensor], packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: Kind
 ) -> Tensor:
+    """[T, heads, D] outputs of `[T, heads, D]` queries, keys and values by a kernel like `varlen_attn`, whose windows
+    count the tokens before the query."""
+    before = -1 if kind.window is None else kind.window - 1
+    q, k, v = (x[: packing.tokens] for x in (query, key, value))
+    out = kernel(q, k, v, packing.boundaries, packing.boundaries, packing.longest, packing.longest,
+                 scale=kind.scale, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1])
+    return _with_filler([out], len(query) - packing.tokens)
+
+
+def _attend(packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
     """[T, heads, D] outputs of `[T, heads, D]` queries, keys and values, with all rows in one grid."""
-    size = packing.rows * packing.longest
+    size, length = packing.rows * packing.longest, packing.longest
     q, k, v = (
         (x if packing.is_grid else _Scatter.apply(x, packing.grid_index, size))
-        .reshape(packing.rows, packing.longest, *x.shape[1:]).transpose(1, 2)
+        .reshape(packing.rows, length, *x.shape[1:]).transpose(1, 2)
         for x in (query, key, value)
     )
-    out = scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    if kind.has_own_scores:
+        out = _attend_by_scores(q, k, v, kind)
+    else:
+        windowed = kind.window is not None and kind.window < length
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=_visible(0, length, 0, kind.window, q.device) if windowed else None,
+            dropout_p=kind.dropout, is_causal=not windowed, scale=kind.scale, enable_gqa=q.shape[1] != k.shape[1])
     flat = out.transpose(1, 2).reshape(size, *out.shape[1::2])
     return flat if packing.is_grid else _Gather.apply(flat, packing.grid_index)
+
+
+def _visible(first: int, end: int, first_key: int, window: int | None, device: torch.device) -> Tensor:
+    """[end - first, end - first_key] whether the queries at positions from `first` attend to the keys from
+    `first_key`."""
+    query = torch.arange(first, end, device=device)[:, None]
+    key = torch.arange(first_key, end, device=device)
+    causal = key <= query
+    return causal if window is None else causal & (key > query - window)
+
+
+def _attend_by_scores(query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+    """[N, heads, L, D] outputs with explicit scores. Where all of them would be too large, only those of some queries
+    exist at a time, and the backward pass computes them again."""
+    rows, heads, length, _ = query.shape
+    step = max(1, LARGEST_SCORES // (rows * heads * length))
+    outputs = []
+    for first in range(0, length, step):
+        end = min(first + step, length)
+        start = 0 if kind.window is None else max(0, first - kind.window + 1)
+        visible = _visible(first, end, start, kind.window, query.device)
+        arguments = (query[:, :, first:end], key[:, :, start:end], value[:, :, start:end], visible, kind)
+        outputs.append(_weighted_values(*arguments) if step >= length
+                       else checkpoint(_weighted_values, *arguments, use_reentrant=False))
+    return torch.cat(outputs, 2)
+
+
+def _weighted_values(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, kind: Kind) -> Tensor:
+    """[N, heads, l, D] outputs of l queries over s keys; softmax in float32, as transformers' own."""
+    rows, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    scale = size ** -0.5 if kind.scale is None else kind.scale
+    scores = (query.reshape(rows, -1, groups * length, size) @ key.mT).view(rows, heads, length, -1) * scale
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    scores = wide(scores).masked_fill(~visible, -torch.inf)
+    if kind.sinks is not None:
+        sinks = kind.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(rows, heads, length, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    weights = drop(weights, kind.dropout).to(value.dtype)
+    return (weights.view(rows, -1, groups * length, weights.shape[-1]) @ value).view(rows, heads, length, -1)
 
 
 def register() -> str:

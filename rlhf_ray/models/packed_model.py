@@ -13,6 +13,7 @@ from rlhf_ray.algorithms.logprobs import SamplingMask, masked_distributions, tok
 from rlhf_ray.algorithms.logprobs import entropy as entropy_of
 from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.models.cpu.linear import filler_of
+from rlhf_ray.models.output_head import logits_of
 from rlhf_ray.models.packing import Packing
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ def token_logprobs_and_entropies(
 ) -> tuple[Tensor, Tensor | None]:
     """[n] log-probabilities of `targets` [n] given the states `hidden` [n, hidden] before them, and [n] entropies or
     None. With several chunks only the logits of one exist at a time; the backward pass recomputes them."""
-    head, count, filler = model.get_output_embeddings(), len(targets), filler_of(targets)
+    count, filler = len(targets), filler_of(targets)
     hidden, targets = pad(hidden, (0, 0, 0, filler)), pad(targets, (0, filler))
 
     def columns_of(states: Tensor, tokens: Tensor, mask: SamplingMask | None) -> tuple[Tensor, ...]:
-        logits = head(states)
+        logits = logits_of(model, states)
         if mask:
             logits, tokens = masked_distributions(logits, tokens, mask)
         logits = logits[None]
@@ -168,8 +169,7 @@ class PackedStepModel(nn.Module):
             placeholders: [P] flat positions. Each prediction uses its row up to and including the placeholder.
         """
         hidden = hidden_states(self.model, tokens, packing).index_select(0, placeholders)
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits
+        return logits_of(self.model, hidden)
 
 
 def good_probabilities(logits: Tensor, good: int, bad: int) -> Tensor:

@@ -54,6 +54,11 @@ class Packing:
         return self.lengths.cumsum(0)
 
     @cached_property
+    def boundaries(self) -> Tensor:
+        """[N + 1] int32 flat position of each row's first token, and after the last row's end."""
+        return torch.cat([self.ends.new_zeros(1), self.ends]).to(torch.int32)
+
+    @cached_property
     def row_of_token(self) -> Tensor:
         """[T] row number of each token."""
         return torch.repeat_interleave(torch.arange(self.rows, device=self.lengths.device), self.lengths)
