@@ -115,7 +115,7 @@ def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_di
     import shutil
 
     from rlhf_ray.config.model import ModelConfig, NewModelConfig
-    from rlhf_ray.models.loading import config_from_hub
+    from rlhf_ray.models.config_json import config_from_hub
     from rlhf_ray.planning.model_lookup import shape_of
     from rlhf_ray.planning.model_shape import ModelShape
     from rlhf_ray.planning.plan import make_plan

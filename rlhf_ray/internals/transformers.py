@@ -35,6 +35,16 @@ def supports_sdpa(model: PreTrainedModel) -> bool:
     return bool(model._supports_sdpa)
 
 
+def supports_attention_interface(model: type[PreTrainedModel]) -> bool:
+    """Whether a family calls registered attention implementations, and passes on to them what its model is given.
+
+    Source: 5.19.0, modeling_utils.py (`PreTrainedModel._supports_attention_backend`).
+    Missing: transformers documents it for authors of models, without a way to ask.
+    Otherwise: learners of families that are not listed in `model_families` run on padded rows, or fail when they start.
+    """
+    return bool(model._supports_attention_backend)
+
+
 def is_checkpointed(layer: nn.Module) -> bool:
     """Whether a layer's activations are computed again in the backward pass (when it is in train mode).
 

@@ -1,8 +1,7 @@
-"""Sequence classifiers of any architecture as scorers: on packed rows if tested, on padded rows otherwise.
+"""Sequence classifiers of any architecture as scorers.
 
-Decoders score a row at its last token, whatever that token is; encoders use their own head. Families that were not
-tested on packed rows (see `families.runs_packed`) run on rows padded to the longest of a micro-batch, with
-transformers' own attention.
+Decoders score a row at its last token, whatever that token is, by the same passes as learners. Encoders use their own
+head, on rows padded to the longest of a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.models.loading import check_scalar_head, label_names, load_scalar_model, pretrained_config
-from rlhf_ray.models.model_families import runs_packed
+from rlhf_ray.models.loading import check_scalar_head, label_names, load_scalar_model
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits
@@ -53,9 +51,7 @@ class Classifier:
         """
         self._label, self._probability = check_scalar_head(config, label=label), probability
         labels = len(label_names(config))
-        shape = pretrained_config(config)
-        self._packs = runs_packed(shape)
-        self._model = load_scalar_model(config, new_head=False, packed=self._packs, labels=labels)
+        self._model = load_scalar_model(config, new_head=False, labels=labels)
         self._packed = PackedScalarModel(self._model)
         self._device = place(self._packed)
         self.encodes = not hasattr(self._model, "score")
@@ -66,20 +62,20 @@ class Classifier:
         """Whether it is an encoder with several labels, which reads prompt and response as one text."""
         self.longest = _context(self._model)
         """Maximum number of tokens of a row; None if the model does not set one."""
-        self.vocabulary = int(shape.get_text_config().vocab_size)
+        self.vocabulary = int(self._model.config.get_text_config().vocab_size)
         """Number of token ids."""
 
     def compare(
         self, worker: str, longest: int, budget: int, largest: Callable[[list[float]], list[float]] | None = None
     ) -> dict[str, float]:
-        """Compare packed passes with transformers' own, if the model runs on packed rows; see `ParityProbe.check`.
+        """Compare a decoder's passes with transformers' own; see `ParityProbe.check`.
 
         Args:
             longest: maximum tokens of a row.
             budget: maximum tokens of a forward pass.
             largest: as for `ParityProbe`.
         """
-        if not self._packs:
+        if self.encodes:
             return {}
         limits = RowLimits.of(self._model.config, longest, budget)
         return ParityProbe(self._packed, limits, self._device, largest=largest).check(worker)
@@ -99,7 +95,7 @@ class Classifier:
         scores = np.zeros(len(rows), dtype=np.float32)
         for numbers in plan:
             part = [rows[i] for i in numbers]
-            logits = self._packed_logits(part) if self._packs else self._padded_logits(part)
+            logits = self._encoder_logits(part) if self.encodes else self._decoder_logits(part)
             scores[numbers] = self._chosen(logits.reshape(len(part), -1)).cpu().numpy()
         return scores
 
@@ -110,23 +106,19 @@ class Classifier:
         exclusive = logits.shape[1] > 1 and self._model.config.problem_type != "multi_label_classification"
         return (logits.softmax(-1) if exclusive else logits.sigmoid())[:, self._label]
 
-    def _packed_logits(self, rows: Sequence[EncodedRow]) -> Tensor:
+    def _decoder_logits(self, rows: Sequence[EncodedRow]) -> Tensor:
         tokens = torch.as_tensor(np.concatenate([row.ids for row in rows]).astype(np.int64), device=self._device)
         packing = Packing.of(np.array([len(row.ids) for row in rows]), self._device)
         return last_token_scores(self._packed(tokens, packing), packing)
 
-    def _padded_logits(self, rows: Sequence[EncodedRow]) -> Tensor:
+    def _encoder_logits(self, rows: Sequence[EncodedRow]) -> Tensor:
         packing = Packing.of(np.array([len(row.ids) for row in rows]), self._device)
         inputs = {"input_ids": self._grid(packing, [row.ids for row in rows], self._model.config.pad_token_id or 0)}
         inputs["attention_mask"] = self._grid(packing, [np.ones_like(row.ids) for row in rows], 0)
         if any(row.types is not None for row in rows):  # rows of token ids without types are one text
             types = [np.zeros_like(row.ids) if row.types is None else row.types for row in rows]
             inputs["token_type_ids"] = self._grid(packing, types, 0)
-        if self.encodes:
-            return self._model(**inputs).logits.float()
-        hidden = self._model.base_model(**inputs, use_cache=False).last_hidden_state
-        last = hidden[torch.arange(packing.rows, device=self._device), packing.lengths - 1]
-        return self._model.score(last).float()
+        return self._model(**inputs).logits.float()
 
     def _grid(self, packing: Packing, columns: Sequence[NDArray[np.int32]], fill: int) -> Tensor:
         flat = torch.as_tensor(np.concatenate(columns).astype(np.int64), device=self._device)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
+from rlhf_ray.models.config_json import HUB_TIMEOUT_S, local_configuration, pretrained_config
+from rlhf_ray.models.model_families import why_padded
+from rlhf_ray.models.scalar_head import classifier_class
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-HUB_TIMEOUT_S = 10.0
 
 
 def check_model_directory(config: ModelConfig, field: str, *, argument: bool = False) -> None:
@@ -69,17 +70,6 @@ def check_on_hub(name: str, revision: str | None, field: str) -> None:
         ) from error
 
 
-def config_from_hub(model: ModelConfig) -> dict[str, Any] | None:
-    """config.json of a model on the Hub or in its local cache, without any weights; None if it is not available."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        file = hf_hub_download(model.path, "config.json", revision=model.revision, etag_timeout=HUB_TIMEOUT_S)
-        return dict(json.loads(Path(file).read_text(encoding="utf-8")))
-    except Exception:  # no such name, gated, offline, no JSON: callers report it
-        return None
-
-
 def load_tokenizer(config: ModelConfig | NewModelConfig, ends: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a model: its own, or the one that the configuration names.
 
@@ -124,7 +114,7 @@ def _tokenizer_class(directory: Path) -> Any:
 
 
 def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -> PreTrainedModel:
-    """A causal language model ready for packed forward passes (see `packed_model.PackedLanguageModel`).
+    """A causal language model for `packed_model.PackedLanguageModel`.
 
     Args:
         mapped: see `_mapped`.
@@ -139,14 +129,11 @@ def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -
     return (_mapped if mapped else _load)(AutoModelForCausalLM, config)
 
 
-def load_scalar_model(
-    config: ModelConfig, new_head: bool, packed: bool = True, mapped: bool = False, labels: int = 1
-) -> PreTrainedModel:
+def load_scalar_model(config: ModelConfig, new_head: bool, mapped: bool = False, labels: int = 1) -> PreTrainedModel:
     """A backbone with a scalar head per token: a reward model or a critic.
 
     Args:
         new_head: initialise the head with small zero-centred random weights instead of requiring one in the files.
-        packed: use attention over packed rows; otherwise transformers' own, over padded rows.
         mapped: see `_mapped`; does not affect a new head.
         labels: outputs of the head in the files, if it has several.
 
@@ -154,16 +141,15 @@ def load_scalar_model(
         ModelError: the model cannot be loaded, or has no one-label head although `new_head` is False.
     """
     import torch
-    from transformers import AutoModelForSequenceClassification
 
     if not new_head and labels == 1:
         check_scalar_head(config)
     load = _mapped if mapped else _load
-    model = load(AutoModelForSequenceClassification, config, packed=packed, num_labels=labels)
+    model = load(classifier_class(pretrained_config(config)), config, num_labels=labels)
     if new_head:
         model.score.to(getattr(torch, config.dtype))
         # Ouyang et al. 2022 and Huang et al. 2024 start scalar heads with std 1/sqrt(hidden + 1).
-        torch.nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
+        torch.nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
     return model
 
 
@@ -234,30 +220,6 @@ def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool = False) 
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
-
-
-def local_configuration(config: ModelConfig) -> dict[str, Any]:
-    """config.json of a local model, without transformers' defaults; {} for a model on the Hub.
-
-    Raises:
-        ValueError: the file is not valid JSON.
-    """
-    file = Path(config.path) / "config.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-
-
-def pretrained_config(config: ModelConfig) -> PretrainedConfig:
-    """A model's Hugging Face configuration.
-
-    Raises:
-        ModelError: the configuration is missing or damaged, or needs remote code that is not trusted.
-    """
-    from transformers.models.auto.configuration_auto import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(config.path, **config.trust)
-    except Exception as error:  # an unknown type, a field of another type, no JSON: each raises its own error
-        raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
 
 
 def _heads_and_labels(config: ModelConfig, named: str) -> tuple[list[str], list[str]]:
@@ -331,16 +293,15 @@ def stored_precisions(config: ModelConfig) -> set[torch.dtype]:
     return {kinds[name] for name in stored & kinds.keys()}
 
 
-def _load(
-    auto: Any, config: ModelConfig, packed: bool = True, dtype: Literal["auto"] | None = None, **more: Any
-) -> PreTrainedModel:
-    """Load the model; `dtype="auto"` keeps the files' precision, None uses the configured one."""
+def _load(auto: Any, config: ModelConfig, dtype: Literal["auto"] | None = None, **more: Any) -> PreTrainedModel:
+    """Load the model, with attention over packed rows where its family can run on them; `dtype="auto"` keeps the files'
+    precision, None uses the configured one."""
     import torch
 
     from rlhf_ray.models.attention import register
     from rlhf_ray.models.cpu.linear import use_onednn
 
-    attention = {"attn_implementation": register()} if packed else {}
+    attention = {} if why_padded(pretrained_config(config)) else {"attn_implementation": register()}
     try:
         return use_onednn(auto.from_pretrained(
             config.path, dtype=dtype or getattr(torch, config.dtype), use_safetensors=True, **config.trust,

@@ -8,7 +8,8 @@ from torch import nn
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.loading import pretrained_config
+from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.scalar_head import new_classifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,12 +31,11 @@ def check_targets(targets: list[str], model: ModelConfig, field: str, scalar: bo
     """
     if targets == [ALL_LINEAR]:
         return
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM
 
-    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    shape = pretrained_config(model)
+    shape, build = pretrained_config(model), new_classifier if scalar else AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        skeleton = auto.from_config(shape, trust_remote_code=model.trust_remote_code)
+        skeleton = build(shape, trust_remote_code=model.trust_remote_code)
     chosen_layers(skeleton, targets, field)
 
 

@@ -1,9 +1,11 @@
 """Model families (`model_type` of a config.json): which uses are supported, which are rejected, and why.
 
-Each use of each family below was tested with a tiny random model in float32: packed passes against transformers'
+Each use of each family below was tested with a tiny random model: passes over rows together against transformers'
 forward pass of each row alone, vLLM against the same before and after a publication. A use that is known not to work is
-rejected from the model's configuration alone. A family or use that is not listed runs only if packed passes agree with
-padded ones in the comparison that every learner and scorer makes at its start (`parity`).
+rejected from the model's configuration alone. A family or use that is not listed runs only if its passes agree with
+transformers' own in the comparison that every learner and scorer makes at its start (`parity`).
+
+Rows are packed where a family's attention calls ours with all that it needs, and padded where not (`why_padded`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.loading import local_configuration, pretrained_config
+from rlhf_ray.internals.transformers import supports_attention_interface
+from rlhf_ray.models.config_json import local_configuration, pretrained_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,9 +28,9 @@ class Use(Enum):
     """What a model is used for; the value is its description in error messages."""
 
     LANGUAGE = "log-probabilities of tokens (policy, reference, SFT, process reward model)"
-    """Packed passes of a language model."""
+    """Passes of a language model."""
     SCALAR = "a scalar head (critic, reward model under training)"
-    """Packed passes of a sequence classifier with one label."""
+    """Passes of a sequence classifier with one label."""
     GENERATION = "generation with vLLM"
     PUBLICATION = "new weights for vLLM while it runs (PPO)"
 
@@ -47,37 +50,37 @@ class Family:
     """Uses that were tested against transformers."""
     refused: Mapping[Use, str] = field(default_factory=dict)
     """Uses that are rejected, and why. Uses in neither were not tested."""
-    plain: bool = True
-    """Whether transformers' defaults for entries missing in its config.json set nothing of `_SPECIAL`."""
+    padded: str | None = None
+    """Why its rows are padded, as transformers computes them; None for packed rows."""
 
 
-_NO_HEAD = "transformers has no sequence classifier for it"
-_OWN = "its attention bypasses transformers' attention interface, so packed rows would attend to each other"
-_RECURRENT = "its layers carry a state from token to token, and would carry it from one packed row to the next"
+_OWN = "its attention bypasses transformers' attention interface"
+_RECURRENT = "its layers carry a state from token to token"
 _NO_BOUNDARIES = "it does not pass row boundaries on to its attention"
-_SINKS = "its attention has sinks (s_aux), which packed attention does not compute"
+_MASK_ONLY = "its sliding window is only in transformers' attention mask"
+_WEIGHTS = "transformers changes its weights when it switches between training and evaluation"
+_ENCODER = "it reads a text in both directions"
+_CHUNKS = "its attention is cut into chunks (attention_chunk_size)"
 
 FAMILIES: dict[str, Family] = {
     **{name: Family() for name in (
-        "gemma", "glm", "glm4", "gpt2", "gpt_neox", "llama", "mixtral", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2",
+        "cohere", "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
+        "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "opt", "phi", "phi3", "qwen2",
         "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2")},
-    **{name: Family(plain=False) for name in ("gemma3_text", "mistral")},
-    "deepseek_v3": Family(DECODING),
-    "gemma2": Family(DECODING, plain=False),
-    "granite": Family(EVERYTHING - {Use.SCALAR}, {Use.SCALAR: _NO_HEAD}),
-    **{name: Family(DECODING, {Use.SCALAR: _NO_HEAD}, plain=False) for name in ("cohere", "cohere2")},
-    "falcon": Family(DECODING, dict.fromkeys(PACKED, _OWN)),
-    "bloom": Family(DECODING, dict.fromkeys(PACKED, _OWN)),
-    "mpt": Family(frozenset(), dict.fromkeys(PACKED, _OWN)),
-    "gpt_oss": Family(DECODING, dict.fromkeys(PACKED, _SINKS)),
-    **{name: Family(frozenset(), dict.fromkeys(PACKED, _SINKS))
-       for name in ("granite_swa", "granitemoe_swa", "mimo_v2_flash")},
-    **{name: Family(DECODING, dict.fromkeys(PACKED, _NO_BOUNDARIES)) for name in ("nemotron", "stablelm")},
-    "moshi": Family(frozenset(), dict.fromkeys(PACKED, _NO_BOUNDARIES)),
-    **{name: Family(frozenset(), dict.fromkeys(PACKED, _RECURRENT)) for name in (
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "minimax", "nemotron_h",
-        "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm")},
+    "olmo3": Family(PACKED),
+    **{name: Family(padded=_OWN) for name in ("bloom", "falcon")},
+    "mpt": Family(PACKED, padded=_OWN),
+    **{name: Family(padded=_NO_BOUNDARIES) for name in ("nemotron", "stablelm")},
+    "moshi": Family(frozenset(), padded=_NO_BOUNDARIES),
+    **{name: Family(PACKED, padded=_RECURRENT) for name in (
+        "bamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next",
+        "recurrent_gemma")},
+    **{name: Family(frozenset(), padded=_RECURRENT)
+       for name in ("falcon_h1", "falcon_mamba", "qwen3_5_moe_text", "qwen3_5_text", "xlstm")},
+    "rwkv": Family(frozenset(), dict.fromkeys(PACKED, _WEIGHTS)),
 }
+WINDOW_IN_MASK = frozenset({"doge", "phimoe", "qwen2_moe"})
+"""Families that do not pass their sliding window to attention."""
 
 
 def check_family(
@@ -87,7 +90,7 @@ def check_family(
 
     Args:
         section: the section of the configuration that names the model, or the argument of a command.
-        longest: tokens of the longest row of packed passes, and the field that sets it.
+        longest: tokens of the longest row of passes, and the field that sets it.
 
     Raises:
         ModelError: names the field, the family, the reason and what to do.
@@ -108,21 +111,39 @@ def check_family(
                                  "it to that, or use a model without one")
 
 
-def runs_packed(shape: PretrainedConfig) -> bool:
-    """Whether scalar models of this configuration were tested to give transformers' results on packed rows as long as
-    their context."""
-    values, known = _values(shape), FAMILIES.get(shape.model_type)
-    return (known is not None and Use.SCALAR in known.supported and Use.SCALAR not in _refused(values)
-            and all(limit >= shape.max_position_embeddings for limit, *_ in _limits(values)))
+def why_padded(shape: PretrainedConfig) -> str | None:
+    """Why a decoder of this configuration runs on padded rows with transformers' own attention; None if it runs on
+    packed rows."""
+    values, family = _values(shape), FAMILIES.get(shape.model_type)
+    if values.get("use_bidirectional_attention") or (family is None and _by_transformers(shape.model_type)):
+        return _ENCODER
+    if _has_layers(values, "attention_chunk_size", "chunked_attention"):
+        return _CHUNKS
+    if shape.model_type in WINDOW_IN_MASK and _has_layers(values, "sliding_window", "sliding_attention"):
+        return _MASK_ONLY
+    if family is None and not _calls_attention_interface(shape):
+        return _OWN
+    return family.padded if family else None
 
 
-def refusals(model: ModelConfig) -> dict[Use, str]:
-    """The uses for which `check_family` rejects a model, and why.
+def _has_layers(values: Mapping[str, Any], size: str, kind: str) -> bool:
+    """Whether this size is set, and a layer is of the kind that it is for."""
+    return bool(values.get(size)) and kind in (values.get("layer_types") or [kind])
 
-    Raises:
-        ModelError: the configuration cannot be read.
-    """
-    return _refused(_configuration(model))
+
+def _calls_attention_interface(shape: PretrainedConfig) -> bool:
+    """Whether transformers has this family's decoder and says that it supports registered attention implementations."""
+    from transformers import MODEL_MAPPING
+
+    return type(shape) in MODEL_MAPPING and is_decoder(shape) and supports_attention_interface(
+        MODEL_MAPPING[type(shape)])
+
+
+def is_decoder(shape: PretrainedConfig) -> bool:
+    """Whether this is a decoder that transformers has."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    return type(shape) in MODEL_FOR_CAUSAL_LM_MAPPING and type(shape) not in MODEL_FOR_MASKED_LM_MAPPING
 
 
 def _supporting(uses: Collection[Use]) -> list[str]:
@@ -132,7 +153,7 @@ def _supporting(uses: Collection[Use]) -> list[str]:
 def _configuration(model: ModelConfig) -> dict[str, Any]:
     """A model's configuration, including transformers' defaults where they matter here.
 
-    A local file of a plain family that sets none of `_SPECIAL` is read directly: importing transformers' class for it
+    A local file of a known family that sets nothing unusual is read directly: importing transformers' class for it
     would take two seconds.
 
     Raises:
@@ -142,16 +163,11 @@ def _configuration(model: ModelConfig) -> dict[str, Any]:
         values = local_configuration(model)
     except ValueError as error:
         raise ModelError(f"no model could be loaded from {model.path!r}: config.json: {error}") from error
-    family = FAMILIES.get(str(values.get("model_type")))
-    special = any(values.get(name) for name in _SPECIAL) or any(
+    special = values.get("use_bidirectional_attention") or any(
         rope.get("rope_type", rope.get("type", "default")) != "default" for rope in _ropes(values))
-    if family is not None and family.plain and not special:
+    if values.get("model_type") in FAMILIES and not special:
         return values
     return _values(pretrained_config(model))
-
-
-_SPECIAL = ("attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale",
-            "logits_scaling", "sliding_window", "use_bidirectional_attention")
 
 
 def _values(shape: PretrainedConfig) -> dict[str, Any]:
@@ -171,15 +187,10 @@ def _refused(values: Mapping[str, Any]) -> dict[Use, str]:
     kind = str(values.get("model_type"))
     family = FAMILIES.get(kind)
     reasons = dict(family.refused) if family else _by_transformers(kind)
-    if values.get("attn_logit_softcapping"):
-        reasons |= dict.fromkeys(PACKED, "attn_logit_softcapping caps its attention, which packed attention does not")
     if values.get("use_bidirectional_attention"):
         reasons |= dict.fromkeys(PACKED, "its tokens attend to later ones (use_bidirectional_attention)")
     if reason := _not_as_vllm_has_it(values):
         reasons |= dict.fromkeys(DECODING, reason)
-    for name, does in (("final_logit_softcapping", "caps"), ("logit_scale", "scales"), ("logits_scaling", "scales")):
-        if values.get(name) not in (None, 1):
-            reasons[Use.LANGUAGE] = f"{name}={values[name]} {does} its logits, which packed passes do not"
     return reasons
 
 
@@ -201,23 +212,15 @@ def _not_as_vllm_has_it(values: Mapping[str, Any]) -> str | None:
 
 def _by_transformers(kind: str) -> dict[Use, str]:
     """The reasons that transformers' own lists give for a family that is not listed here."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    if kind not in CONFIG_MAPPING:
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_MASKED_LM_MAPPING:
         return {}
-    if CONFIG_MAPPING[kind] in MODEL_FOR_MASKED_LM_MAPPING:
-        return dict.fromkeys(EVERYTHING, "it reads a text in both directions")
-    return {} if CONFIG_MAPPING[kind] in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING else {Use.SCALAR: _NO_HEAD}
+    return dict.fromkeys(EVERYTHING, _ENCODER)
 
 
 def _limits(values: Mapping[str, Any]) -> Iterator[tuple[int, str, str]]:
-    """(tokens, what limits them, why) of the longest row for which packed passes compute what the model does."""
-    layers = values.get("layer_types") or ["sliding_attention", "chunked_attention"]
-    whole = "packed attention covers whole rows, and would train another model than vLLM runs"
-    for name, kind, what in (("sliding_window", "sliding_attention", "sliding window"),
-                             ("attention_chunk_size", "chunked_attention", "attention_chunk_size")):
-        if values.get(name) and kind in layers:
-            yield int(values[name]), what, whole
+    """(tokens, what limits them, why) of the longest row for which passes compute what the model does."""
     for rope in _ropes(values):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limit = rope.get("original_max_position_embeddings") or values["max_position_embeddings"]

@@ -1,5 +1,6 @@
 """Transformers models on packed rows, as the modules that DeepSpeed wraps: language model, scalar model, actor-critic
-with a shared backbone, process reward model. All computation with parameters happens in `forward`."""
+with a shared backbone, process reward model. All computation with parameters happens in `forward`. Inputs and outputs
+are packed; a family that cannot run on packed rows gets them padded (`hidden_states`)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_ray.algorithms.logprobs import SamplingMask, masked_distributions, token_logprobs
 from rlhf_ray.algorithms.logprobs import entropy as entropy_of
 from rlhf_ray.algorithms.masking import wide
+from rlhf_ray.internals.transformers import attention_implementation
+from rlhf_ray.models.attention import NAME as PACKED_ATTENTION
 from rlhf_ray.models.cpu.linear import filler_of
 from rlhf_ray.models.output_head import logits_of
 from rlhf_ray.models.packing import Packing
@@ -19,10 +22,22 @@ from rlhf_ray.models.packing import Packing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+def runs_packed(model: "PreTrainedModel") -> bool:
+    """Whether the model was loaded with attention over packed rows."""
+    return attention_implementation(model) == PACKED_ATTENTION
+
+
 def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) -> Tensor:
-    """[T, hidden] last hidden states of packed rows."""
+    """[T, hidden] last hidden states of packed rows: in one row with attention over packed rows if the model was loaded
+    with it, else in a grid with transformers' own attention. Rows are padded at their ends, which a causal model never
+    sees from the tokens before."""
+    backbone = model.get_decoder()
+    if not runs_packed(model):
+        mask = packing.to_grid(torch.ones_like(tokens))
+        grid = backbone(input_ids=packing.to_grid(tokens), attention_mask=mask, use_cache=False).last_hidden_state
+        return packing.from_grid(grid)
     filler = filler_of(tokens)
-    output = model.base_model(
+    output = backbone(
         input_ids=pad(tokens, (0, filler))[None], position_ids=pad(packing.positions, (0, filler))[None],
         use_cache=False, packing=packing,
     )
@@ -129,8 +144,9 @@ class PackedActorCritic(nn.Module):
     def __init__(self, model: "PreTrainedModel", temperature: float = 1.0, chunks: Chunks = CHUNKS) -> None:
         super().__init__()
         self.model, self.temperature, self.chunks = model, temperature, chunks
-        self.value_head = nn.Linear(model.config.hidden_size, 1, bias=False)
-        nn.init.normal_(self.value_head.weight, std=(model.config.hidden_size + 1) ** -0.5)  # as `load_scalar_model`
+        size = model.get_output_embeddings().in_features
+        self.value_head = nn.Linear(size, 1, bias=False)
+        nn.init.normal_(self.value_head.weight, std=(size + 1) ** -0.5)  # as `load_scalar_model`
 
     def forward(
         self, tokens: Tensor, packing: Packing, predicted: Tensor, entropy: bool = False,

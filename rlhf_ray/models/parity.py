@@ -1,10 +1,9 @@
 """Compares packed passes with transformers' own, with the same weights, before a worker starts.
 
-A family with features that packed attention or our output heads do not support (soft-caps, logit scales, sinks,
-attention biases) would silently be trained or scored wrong. So each worker first compares: a few rows of random tokens,
-including one of the longest length that the run admits, through every code path for such rows, against transformers'
-padded forward pass; for learners the gradients too. The run's state is not touched: neither random-number generators
-nor gradient buffers.
+A family with features that packed attention does not support would silently be trained or scored wrong. So each worker
+first compares: a few rows of random tokens, including one of the longest length that the run admits, through every code
+path for such rows, against transformers' padded forward pass; for learners the gradients too. The run's state is not
+touched: neither random-number generators nor gradient buffers.
 """
 
 import time
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from rlhf_ray.errors import ModelError, first_line
 from rlhf_ray.models.cpu.short_rows import LONGEST
-from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
+from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel, runs_packed
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity_pass import PassResult, dropout_disabled, logits_in_pieces, replace_forward, run_pass
 from rlhf_ray.models.transformers_forward import (
@@ -205,8 +204,10 @@ class ParityProbe:
         longest = longest_affordable_row(self._model, self._limits.longest)
         if longest > top:
             rest = max(self._limits.budget - longest, 24)
-            yield (self._draw([longest, min(longest // 2, rest * 2 // 3), min(longest // 4, rest // 3)]),
-                   [CodePath(f"rows of up to {longest} tokens")])
+            lengths = [longest, min(longest // 2, rest * 2 // 3), min(longest // 4, rest // 3)]
+            if not runs_packed(self._model):  # each row takes as many cells as the longest
+                lengths = lengths[: max(1, self._limits.budget // longest)]
+            yield self._draw(lengths), [CodePath(f"rows of up to {longest} tokens")]
 
     def _draw(self, lengths: list[int]) -> ProbeRows:
         """Random rows of these lengths; their first and last positions and some in between are compared."""
@@ -226,9 +227,9 @@ class ParityProbe:
         packing = replace(Packing.of(np.array([len(row) for row in rows.rows]), self._device),
                           block_tokens=path.block_tokens)
         elements = -(-len(rows.flat) // 3) * self._model.config.get_text_config().vocab_size
+        cells = torch.arange(packing.tokens, device=self._device) if runs_packed(self._model) else packing.grid_index
         with logits_in_pieces(self._module, elements) if path.chunked_logits else ExitStack():
-            return run_pass(self._module, lambda: self._outputs(rows, packing),
-                           torch.arange(packing.tokens, device=self._device), self._weights(len(rows.flat)))
+            return run_pass(self._module, lambda: self._outputs(rows, packing), cells, self._weights(len(rows.flat)))
 
     def _outputs(self, rows: ProbeRows, packing: Packing) -> tuple[Tensor, ...]:
         """The columns of `reference_outputs` from a packed pass."""

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.transformers import attention_implementation, supports_sdpa
 from rlhf_ray.models.cpu.linear import OneDNNLinear
-from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel
+from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel, runs_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,16 +103,24 @@ def transformers_layers(model: "PreTrainedModel", attention: str) -> Iterator[No
 
 
 def attention_implementation_for(model: "PreTrainedModel", rows: int, tokens: int) -> str:
-    """The attention implementation of transformers that supports this family and fits in memory for these rows."""
+    """The attention implementation of transformers that supports this family and fits in memory for these rows; for
+    models that run on padded rows, their own (Falcon's "eager" adds its ALiBi twice)."""
+    if not runs_packed(model):
+        return attention_implementation(model)
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
-    if rows * heads * tokens**2 <= LARGEST_SCORES or not supports_sdpa(model):
+    if rows * heads * tokens**2 <= LARGEST_SCORES or not _is_right_with_sdpa(model):
         return "eager"
     return "sdpa"
 
 
+def _is_right_with_sdpa(model: "PreTrainedModel") -> bool:
+    """Whether "sdpa" computes what the model defines; it ignores soft-caps."""
+    return supports_sdpa(model) and not getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+
+
 def longest_affordable_row(model: "PreTrainedModel", tokens: int) -> int:
     """The longest row, up to `tokens`, that transformers' own attention computes in bounded memory."""
-    if supports_sdpa(model):
+    if _is_right_with_sdpa(model):
         return tokens
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     return min(tokens, int((LARGEST_SCORES / heads) ** 0.5))

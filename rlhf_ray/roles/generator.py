@@ -22,7 +22,8 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
-from rlhf_ray.models.loading import load_tokenizer, parameter_shapes, pretrained_config
+from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
 from rlhf_ray.records import (
     Prompts,
     Rollout,

@@ -20,7 +20,8 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.chat import Messages
 from rlhf_ray.data.encoding import flat_tokens
 from rlhf_ray.errors import DataError
-from rlhf_ray.models.loading import load_tokenizer, pretrained_config
+from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.rewards.protocol import RewardRequest, requests_of
 from rlhf_ray.roles.generator import Generator

@@ -204,6 +204,6 @@ def _all(part: Part, verdict: Verdict, found: str, advice: str) -> list[Outcome]
 
 def _model_type(model: ModelConfig) -> str:
     """The model's family. Raises ModelError if its configuration cannot be read."""
-    from rlhf_ray.models.loading import pretrained_config
+    from rlhf_ray.models.config_json import pretrained_config
 
     return str(pretrained_config(model).model_type)

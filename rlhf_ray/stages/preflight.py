@@ -18,7 +18,8 @@ from rlhf_ray.data.inspection import check_rows, check_some_are_left
 from rlhf_ray.data.row_readers import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
-from rlhf_ray.models.loading import check_model_directory, load_tokenizer, local_configuration
+from rlhf_ray.models.config_json import local_configuration
+from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.planning.local_machine import this_machine

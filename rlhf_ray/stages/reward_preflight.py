@@ -23,8 +23,9 @@ from rlhf_ray.data.rows import brief
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
-from rlhf_ray.models.loading import check_scalar_head, load_tokenizer, pretrained_config
-from rlhf_ray.models.model_families import Use, check_family, runs_packed
+from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
+from rlhf_ray.models.model_families import Use, check_family, is_decoder
 from rlhf_ray.rewards.answer_matching import has_number
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.sources import make_source
@@ -48,7 +49,7 @@ def check_rewards(config: PPOConfig) -> None:
     if config.reward.shards > 1:
         for field, reward in reward_sections(config).items():
             if isinstance(reward, ModelReward):
-                _check_packs(reward, field, config.reward.shards)
+                _check_decoder(reward, field, config.reward.shards)
     derived = derive(config)
     if derived.starts_critic and config.critic.init == "reward":
         _refuse_labelled_critic(config)
@@ -92,12 +93,11 @@ def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> No
                       ("prompts.max_tokens", "generator.sampling.max_tokens"))
 
 
-def _check_packs(reward: ModelReward, field: str, shards: int) -> None:
-    """Refuse to shard a model that is scored on padded rows, by passes that ranks do not make together."""
-    if not runs_packed(shape := pretrained_config(reward)):
-        raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is scored on "
-                         f"padded rows, and reward.shards={shards} divides models on packed rows only: set "
-                         "reward.shards to 1, or use a model of a family that packs (docs/models.md)")
+def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:
+    """Refuse to shard an encoder, whose passes the ranks do not make together."""
+    if not is_decoder(shape := pretrained_config(reward)):
+        raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is no decoder, and "
+                         f"reward.shards={shards} divides decoders only: set reward.shards to 1, or use a decoder")
 
 
 async def _try_start(config: PPOConfig, name: str, reward: RewardConfig) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError, RLHFError
-from rlhf_ray.models.loading import pretrained_config
+from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.model_families import Use
 from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator

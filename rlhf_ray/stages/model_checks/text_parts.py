@@ -8,7 +8,8 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.chat import ChatTemplate, Messages
 from rlhf_ray.data.tokenizer import check_vocabulary
 from rlhf_ray.errors import DataError, ModelError, first_line
-from rlhf_ray.models.loading import load_tokenizer, pretrained_config
+from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.roles.generator import stop_tokens
 from rlhf_ray.stages.model_checks.outcome import Outcome
 

@@ -1,11 +1,13 @@
 """Packed attention against transformers' own, row by row; rows do not see each other."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlhf_ray.errors import ModelError
+from rlhf_ray.models import attention
 from rlhf_ray.models.attention import packed_attention
 from rlhf_ray.models.cpu import short_rows
 from rlhf_ray.models.packed_model import hidden_states
@@ -133,11 +135,84 @@ def test_arguments_that_change_nothing_pass(arguments):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ({"softcap": 50.0}, "softcap=50.0"), ({"s_aux": torch.zeros(2)}, r"s_aux \(a Tensor\)"),
-    ({"sliding_window": 3}, "sliding_window=3, with rows of up to 4 tokens"), ({"new_thing": 1}, "new_thing=1"),
+    ({"position_bias": torch.zeros(2)}, r"position_bias \(a Tensor\)"), ({"new_thing": 1}, "new_thing=1"),
     ({"mask": torch.zeros(6, 6)}, r"attention_mask \(a Tensor\)"), ({"is_causal": False}, "is_causal=False"),
     ({"causal": False}, "attend to later ones"),
 ])
 def test_arguments_that_change_what_attention_computes_are_refused_by_name(arguments, said):
     with pytest.raises(ModelError, match=rf"^Gemma9Attention of the family 'gemma9' .*{said}.*docs/models\.md"):
         called_with(**arguments)
+
+
+KINDS = {
+    "plain": {}, "window": {"sliding_window": 3}, "window of one": {"sliding_window": 1},
+    "soft-cap": {"softcap": 0.7}, "sinks": {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "all": {"softcap": 0.7, "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0]), "sliding_window": 4, "scaling": 0.3},
+}
+WIDE = [9, 1, 4, 12, 3]
+
+
+def by_definition(q, k, v, scaling=None, softcap=None, s_aux=None, sliding_window=None):
+    """[heads, L, D] attention of one row, written out a head and a query at a time."""
+    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=q.dtype)
+    for head in range(q.shape[0]):
+        own = head * k.shape[0] // q.shape[0]
+        rows = []
+        for i in range(q.shape[1]):
+            first = max(0, i + 1 - (sliding_window or i + 1))
+            scores = k[own, first : i + 1] @ q[head, i] * (scaling or q.shape[-1] ** -0.5)
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            mass = scores.exp() / (scores.exp().sum() + (s_aux[head].exp() if s_aux is not None else 0))
+            rows.append(mass @ v[own, first : i + 1])
+        out[head] = torch.stack(rows)
+    return out
+
+
+def drawn(heads, sizes, tokens):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, n, tokens, size, generator=generator, dtype=torch.float64, requires_grad=True)
+            for n, size in zip(heads, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("at_a_time", [2**26, 100])
+@pytest.mark.parametrize(("kv_heads", "sizes"), [(4, (6, 6, 6)), (2, (6, 6, 5))])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_attention_is_what_its_definition_says(kind, kv_heads, sizes, at_a_time, monkeypatch):
+    monkeypatch.setattr(attention, "LARGEST_SCORES", at_a_time)
+    monkeypatch.setitem(BLOCK_TOKENS, "cpu", 12)
+    inputs, packing = drawn((4, kv_heads, kv_heads), sizes, sum(WIDE)), Packing.of(WIDE)
+    arguments = {name: value.double().requires_grad_() if name == "s_aux" else value
+                 for name, value in KINDS[kind].items()}
+    learned = [*inputs, *(value for value in arguments.values() if isinstance(value, torch.Tensor))]
+    ours = packed_attention(torch.nn.Identity(), *inputs, None, packing=packing, **arguments)[0][0].transpose(0, 1)
+    theirs = torch.cat([by_definition(*row, **arguments)
+                        for row in zip(*(x[0].split(WIDE, 1) for x in inputs), strict=True)], 1)
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
+    for one, other in zip(*(torch.autograd.grad((x * weights).sum(), learned) for x in (ours, theirs)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_variable_length_kernel_receives_rows_and_windows_as_it_documents(window):
+    """torch documents a window as the numbers of keys before and after the query, -1 for all."""
+    q, k, v = (x[0].transpose(0, 1) for x in drawn((4, 2, 2), (6, 6, 6), sum(WIDE) + 5))
+
+    def documented(q, k, v, starts, starts_k, longest, longest_k, *, scale, window_size, enable_gqa):
+        assert starts.dtype == torch.int32 and starts is starts_k and longest == longest_k == 12 and enable_gqa
+        before, after = window_size
+        assert after == 0
+        rows = [slice(int(a), int(b)) for a, b in pairwise(starts)]
+        return torch.cat([by_definition(
+            *(x[row].transpose(0, 1) for x in (q, k, v)), scale, sliding_window=None if before < 0 else before + 1,
+        ).transpose(0, 1) for row in rows])
+
+    kind, packing = attention.Kind(window=window, scale=0.4), Packing.of(WIDE)
+    found = attention.attend_variable_length(documented, packing, q, k, v, kind)
+    grids = packed_attention(torch.nn.Identity(), *(x.transpose(0, 1)[None] for x in (q, k, v)), None, packing=packing,
+                             sliding_window=window, scaling=0.4)[0][0]
+    torch.testing.assert_close(found, grids, atol=1e-9, rtol=1e-9)
+
+
+def test_torch_has_the_variable_length_kernel():
+    assert attention.variable_length_kernel() is not None

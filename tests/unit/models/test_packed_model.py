@@ -130,7 +130,7 @@ def test_the_logits_of_one_chunk_exist_at_a_time_in_both_passes(causal_lm, token
     def watch(_, inputs, output):
         assert not any(earlier() is not None for earlier in made)
         made.append(weakref.ref(output))
-        sizes.append(len(inputs[0]))
+        sizes.append(inputs[0].shape[1])
 
     model.get_output_embeddings().register_forward_hook(watch)
     with torch.set_grad_enabled(graph):
@@ -143,7 +143,7 @@ def test_the_logits_of_one_chunk_exist_at_a_time_in_both_passes(causal_lm, token
 
 def test_few_logits_are_made_once(causal_lm, tokens, packing):
     model, sizes = causal_lm(), []
-    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[1]))
     PackedLanguageModel(model, chunks=Chunks(8 * 48))(tokens, packing, PREDICTED)[0].sum().backward()
     assert sizes == [8]
 

@@ -1,4 +1,4 @@
-"""Packed passes held against transformers' own: families that are right pass, others are refused by both numbers."""
+"""Passes held against transformers' own: right ones pass, wrong ones are refused by both numbers."""
 
 import random
 import re
@@ -16,32 +16,31 @@ from rlhf_ray.models.cpu import linear
 from rlhf_ray.models.cpu.linear import use_onednn
 from rlhf_ray.models.cpu.short_rows import ShortRowAttention
 from rlhf_ray.models.lora import Adapters
+from rlhf_ray.models.model_families import why_padded
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel, PackedStepModel
 from rlhf_ray.models.parity import ParityProbe, RowLimits
-from tests.tiny_families import DECODERS, GROUPED, SMALL_BLOOM, config_of, randomised
+from tests.tiny_families import DECODERS, config_of, randomised
 
 LIMITS = RowLimits(150, 256)
 POSITIONS = 512
-RIGHT = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "glm4", "gpt2", "opt")
-WRONG = {
-    "gemma2": {**GROUPED, "attn_logit_softcapping": 5.0}, "cohere": GROUPED,
-    "granite": {**GROUPED, "logits_scaling": 4.0},
-    "gpt_oss": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 4}, "bloom": SMALL_BLOOM,
-}
-"""Soft-caps, logit scales, sinks and ALiBi, which packed attention and our output heads do not have."""
+RIGHT = ("llama", "qwen2", "mistral", "gemma2", "gpt_oss", "cohere", "opt", "bloom", "mamba")
+WRONG = ("gemma2", "cohere", "granite", "gpt_oss", "mistral")
+"""Soft-caps, logit scales, sinks and a window, which `plain_passes` leave out."""
 
 
 def language_model(family, **changes):
     """A tiny model with room for rows that take every way through attention."""
-    shape = {**(DECODERS | WRONG)[family]}
-    shape |= {name: POSITIONS for name in ("max_position_embeddings", "n_positions", "sliding_window") if name in shape}
+    shape = {**DECODERS[family]}
+    shape |= {name: POSITIONS for name in ("max_position_embeddings", "n_positions") if name in shape}
     return randomised(transformers.AutoModelForCausalLM.from_config(config_of(family, **{**shape, **changes})))
 
 
 @pytest.fixture
-def unguarded(monkeypatch):
-    """Attention as it would be if it knew of no argument that it leaves out."""
-    monkeypatch.setattr(attention, "_refuse_other_kinds", lambda *_: None)
+def plain_passes(monkeypatch):
+    """Attention over whole packed rows with nothing else, and the output head without what comes after it."""
+    own = attention.Kind
+    monkeypatch.setattr(attention, "Kind", lambda dropout, scale, *_: own(dropout, scale))
+    monkeypatch.setattr(packed_model, "logits_of", lambda model, states: model.get_output_embeddings()(states))
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,8 @@ def one_thread():
 
 
 def packed(model):
-    model.set_attn_implementation(register())
+    if not why_padded(model.config):
+        model.set_attn_implementation(register())
     return use_onednn(model)
 
 
@@ -83,7 +83,7 @@ def test_a_family_that_is_right_passes(family, gradients):
 
 @pytest.mark.parametrize("family", WRONG)
 @pytest.mark.parametrize("gradients", [True, False])
-def test_a_family_that_is_not_is_refused_by_both_numbers(family, gradients, unguarded):
+def test_what_a_family_adds_is_missed_by_both_numbers(family, gradients, plain_passes):
     text = refusal(PackedLanguageModel(packed(language_model(family))), gradients=gradients)
     assert re.match(f"the learner of 'm' .{family}.: (log-probabilities|entropies) of packed rows differ by", text)
     measured, tolerated = numbers(text)
@@ -101,19 +101,19 @@ def in_bfloat16(module):
 @pytest.mark.parametrize("family", RIGHT)
 def test_rounding_in_bfloat16_is_no_difference(family):
     weights = PackedLanguageModel(packed(language_model(family)).bfloat16())
-    assert 1e-3 < check(weights, False, RowLimits(40, 64))["probe_difference"] < 0.3
+    assert 0 < check(weights, False, RowLimits(40, 64))["probe_difference"] < 0.3
     module = PackedLanguageModel(packed(language_model(family)))
-    assert 1e-3 < check(module, True, RowLimits(40, 64), in_bfloat16(module))["probe_difference"] < 0.3
+    assert 0 < check(module, True, RowLimits(40, 64), in_bfloat16(module))["probe_difference"] < 0.3
 
 
-@pytest.mark.parametrize("family", ["cohere", "granite", "bloom"])
-def test_bfloat16_hides_no_wrong_family(family):
+@pytest.mark.parametrize("family", ["cohere", "granite", "gemma2"])
+def test_bfloat16_hides_no_wrong_family(family, plain_passes):
     module = PackedLanguageModel(packed(language_model(family)).bfloat16())
     assert "in bfloat16 explains" in refusal(module, gradients=False, limits=RowLimits(40, 64))
 
 
 @pytest.mark.parametrize("window", [64, 140])
-def test_a_window_that_only_the_longest_row_passes_is_seen(window, unguarded):
+def test_a_window_that_only_the_longest_row_passes_is_seen(window, plain_passes):
     text = refusal(PackedLanguageModel(packed(language_model("mistral", sliding_window=window))), gradients=False)
     assert ("short rows" if window == 64 else "rows of up to 150 tokens") in text
     check(PackedLanguageModel(packed(language_model("mistral", sliding_window=window))), limits=RowLimits(60, 256))
@@ -127,6 +127,7 @@ def scalar_model():
 MODULES = {
     "actor and critic": lambda: PackedActorCritic(packed(language_model("qwen2")), 0.7),
     "actor and critic of OPT": lambda: PackedActorCritic(packed(language_model("opt"))),
+    "actor and critic of Bloom": lambda: PackedActorCritic(packed(language_model("bloom"))),
     "scalar": lambda: PackedScalarModel(scalar_model()),
     "steps": lambda: PackedStepModel(packed(language_model("llama"))),
 }
@@ -137,7 +138,7 @@ def test_every_kind_of_module_is_compared(kind):
     assert 0 < check(MODULES[kind]())["probe_difference"] < 2e-5
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", ["actor and critic", "scalar", "steps"])
 def test_in_every_kind_attention_that_sees_other_rows_is_refused(kind, monkeypatch):
     module = MODULES[kind]()
     one_row = lambda tokens, packing: (tokens, type(packing)(torch.tensor([packing.tokens])))  # noqa: E731

@@ -11,12 +11,12 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.chat import ChatTemplate
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.classifier import Classifier
+from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import (
     check_scalar_head,
     load_causal_lm,
     load_scalar_model,
     load_tokenizer,
-    pretrained_config,
 )
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.models.model_families import Use, check_family

@@ -220,7 +220,8 @@ def test_scores_stand_at_response_tokens_alone(generator, rollout):
 @pytest.fixture(scope="module")
 def published(policy_model):
     """Buckets of one publication of random weights, of the version asked for, and names that stay together."""
-    from rlhf_ray.models.loading import parameter_shapes, pretrained_config
+    from rlhf_ray.models.config_json import pretrained_config
+    from rlhf_ray.models.loading import parameter_shapes
 
     shapes = parameter_shapes(pretrained_config(policy_model), False)
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}

@@ -1,0 +1,50 @@
+"""config.json of models, without their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import ModelError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HUB_TIMEOUT_S = 10.0
+
+
+def local_configuration(config: ModelConfig) -> dict[str, Any]:
+    """config.json of a local model, without transformers' defaults; {} for a model on the Hub.
+
+    Raises:
+        ValueError: the file is not valid JSON.
+    """
+    file = Path(config.path) / "config.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def pretrained_config(config: ModelConfig) -> PretrainedConfig:
+    """A model's Hugging Face configuration.
+
+    Raises:
+        ModelError: the configuration is missing or damaged, or needs remote code that is not trusted.
+    """
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(config.path, **config.trust)
+    except Exception as error:  # an unknown type, a field of another type, no JSON: each raises its own error
+        raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
+
+
+def config_from_hub(model: ModelConfig) -> dict[str, Any] | None:
+    """config.json of a model on the Hub or in its local cache, without any weights; None if it is not available."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(model.path, "config.json", revision=model.revision, etag_timeout=HUB_TIMEOUT_S)
+        return dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    except Exception:  # no such name, gated, offline, no JSON: callers report it
+        return None
