@@ -394,9 +394,9 @@ def of_family(llama, tmp_path):
 def test_every_stage_refuses_what_is_known_not_to_work(of_family, llama, tmp_path, ppo_config):
     """Before anything starts, with the section that names the model."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "w2"}\n')
-    data, model = {"path": str(tmp_path / "p.jsonl"), "max_tokens": 20}, {"path": str(of_family("gemma2"))}
+    data, model = {"path": str(tmp_path / "p.jsonl"), "max_tokens": 20}, {"path": str(of_family("rwkv"))}
     run = {"dir": str(tmp_path / "run")}
-    said = r"^model: '.*gemma2' is of the family 'gemma2', which cannot be used for .* caps"
+    said = r"^model: '.*rwkv' is of the family 'rwkv', which cannot be used for .* changes its weights"
     steps = {"separator": "w5", "placeholder": "w6", "good": "w7", "bad": "w8"}
     for stage, config_ in (
         (sft, SFTConfig(run=run, model=model, data=data)),
@@ -409,14 +409,14 @@ def test_every_stage_refuses_what_is_known_not_to_work(of_family, llama, tmp_pat
     rewards = {"main": {"type": "process", "path": model["path"]}}
     with pytest.raises(ModelError, match=said.replace("model:", r"rewards\.main:")):
         ppo.preflight(ppo_config(rewards=rewards))
-    olmo = {"path": str(of_family("olmo2"))}
-    with pytest.raises(ModelError, match=r"^model: '.*olmo2'.*cannot be used for generation with vLLM: vLLM 0\.32"):
-        preferences.preflight(PreferencesStageConfig(run=run, model=olmo, prompts=data, pairs={}))
+    untied = {"path": str(of_family("cohere", tie_word_embeddings=False))}
+    with pytest.raises(ModelError, match=r"^model: '.*cohere'.*cannot be used for generation with vLLM: .*for its head"):
+        preferences.preflight(PreferencesStageConfig(run=run, model=untied, prompts=data, pairs={}))
     sampling = SamplingConfig(max_tokens=4)
-    with pytest.raises(ModelError, match=r"^MODEL: '.*olmo2'.*cannot be used for generation"):
-        generate.run(generate.GenerateOptions(olmo["path"], sampling, prompts=["w2"]), None)
-    with pytest.raises(ModelError, match=r"^B: '.*olmo2'.*cannot be used for generation"):
-        compare.run(compare.CompareOptions(str(llama), olmo["path"], data["path"], "vader", tmp_path / "c.html",
+    with pytest.raises(ModelError, match=r"^MODEL: '.*cohere'.*cannot be used for generation"):
+        generate.run(generate.GenerateOptions(untied["path"], sampling, prompts=["w2"]), None)
+    with pytest.raises(ModelError, match=r"^B: '.*cohere'.*cannot be used for generation"):
+        compare.run(compare.CompareOptions(str(llama), untied["path"], data["path"], "vader", tmp_path / "c.html",
                                            sampling))
 
 
@@ -431,12 +431,11 @@ def test_a_stage_refuses_sections_that_do_not_fit_together_however_it_was_config
             stage.run(config)
 
 
-def test_ppo_refuses_what_cannot_be_published_and_windows_that_rows_leave(of_family, ppo_config):
-    with pytest.raises(ModelError, match=r"^model: .*'mixtral'.*new weights for vLLM"):
-        ppo.preflight(ppo_config(model={"path": str(of_family("mixtral"))}))
-    with pytest.raises(ModelError, match=r"^critic\.init=policy: .*'granite'.*no sequence classifier"):
-        ppo.preflight(ppo_config(model={"path": str(of_family("granite"))}))
-    windowed = ppo_config(model={"path": str(of_family("mistral", sliding_window=63))})
-    said = r"^prompts\.max_tokens \+ generator\.sampling\.max_tokens=64 tokens is over the sliding window of .*, 63"
+def test_ppo_refuses_what_cannot_be_generated_and_rows_beyond_scaled_positions(of_family, ppo_config):
+    with pytest.raises(ModelError, match=r"^model: .*'cohere'.*generation with vLLM"):
+        ppo.preflight(ppo_config(model={"path": str(of_family("cohere", tie_word_embeddings=False))}))
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 63}
+    scaled = ppo_config(model={"path": str(of_family("llama", rope_parameters=rope))})
+    said = r"^prompts\.max_tokens \+ generator\.sampling\.max_tokens=64 tokens is over the context before dynamic .*, 63"
     with pytest.raises(ModelError, match=said):
-        ppo.preflight(windowed)
+        ppo.preflight(scaled)
