@@ -96,7 +96,7 @@ def check_family(
         ModelError: names the field, the family, the reason and what to do.
     """
     if isinstance(model, NewModelConfig):
-        return  # new models are Llamas
+        return  # new models are of families that can be used for everything
     values = _configuration(model)
     kind, refused = str(values.get("model_type")), _refused(values)
     for use in (use for use in Use if use in uses and use in refused):
@@ -109,6 +109,15 @@ def check_family(
             if tokens > limit:
                 raise ModelError(f"{field}={tokens} tokens is over the {what} of {model.path!r}, {limit}: {why}; lower "
                                  "it to that, or use a model without one")
+
+
+def refusals(model: ModelConfig) -> dict[Use, str]:
+    """The uses for which `check_family` rejects a model, and why.
+
+    Raises:
+        ModelError: the configuration cannot be read.
+    """
+    return _refused(_configuration(model))
 
 
 def why_padded(shape: PretrainedConfig) -> str | None:

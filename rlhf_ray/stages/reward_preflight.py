@@ -96,8 +96,8 @@ def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> No
 def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:
     """Refuse to shard an encoder, whose passes the ranks do not make together."""
     if not is_decoder(shape := pretrained_config(reward)):
-        raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is no decoder, and "
-                         f"reward.shards={shards} divides decoders only: set reward.shards to 1, or use a decoder")
+        raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is no decoder, "
+                         f"and reward.shards={shards} divides decoders only: set reward.shards to 1, or use a decoder")
 
 
 async def _try_start(config: PPOConfig, name: str, reward: RewardConfig) -> None:
