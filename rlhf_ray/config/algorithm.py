@@ -55,6 +55,11 @@ class AlgorithmConfig(Section):
     """Passes over each batch of experience (TRL 4, OpenRLHF 1; InstructGPT 1)."""
     mini_batches: int = Field(4, ge=1)
     """Optimizer steps per pass; must divide the samples of a step."""
+    target_kl: float | None = Field(None, gt=0)
+    """End a step's policy updates before an optimizer step whose mini-batch has a mean KL (k3, nats per token) from the
+    policy before the update above this; the first is always made. With critic.backbone=policy this ends the critic's
+    updates too. Off if empty. Spinning Up and Stable-Baselines3, which have the same field, stop at 1.5 times its value
+    (Spinning Up: 0.01)."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """Lower clip of the probability ratio, 1 - clip_low (Schulman et al. 2017: 0.2)."""
     clip_high: float = Field(0.2, gt=0)
@@ -83,7 +88,7 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus; 0 as in most RLHF work."""
     aggregate: Literal["token", "sequence"] = "token"
-    """Loss is the mean over all response tokens, or the mean of the rows' means."""
+    """Losses of policy and critic are means over all response tokens, or means of the rows' means."""
     whiten_advantages: bool = True
     """Whiten advantages over the whole batch's response tokens; by default with gae and reinforce_pp only."""
     reward_normalisation: Literal["none", "scale", "standardise"] = "none"

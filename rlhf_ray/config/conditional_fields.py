@@ -139,6 +139,10 @@ _PPO = (
     ConditionalFields(
         ("algorithm.value_clip", "algorithm.critic_warmup_steps"), _has_critic, _NO_CRITIC, "use estimator=gae"),
     ConditionalFields(
+        ("algorithm.target_kl",), lambda _, algorithm: algorithm.epochs * algorithm.mini_batches > 1,
+        "with epochs=1 and mini_batches=1 an update has only its first step, which is always made",
+        "raise epochs or mini_batches"),
+    ConditionalFields(
         ("algorithm.value_coef",), lambda config, _: derive(config).shares_backbone,
         "policy and critic are not one model, so their losses are not added", "set critic.backbone to policy"),
     ConditionalFields(

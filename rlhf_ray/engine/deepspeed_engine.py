@@ -41,6 +41,8 @@ class StepResult:
     grad_norm: float
     """Global gradient norm before clipping; not finite if the step was not applied."""
     learning_rate: float
+    ends_update: bool = False
+    """Whether this step, which was then not applied, and the rest of the update are left out on purpose."""
 
 
 class TrainEngine:
@@ -52,7 +54,7 @@ class TrainEngine:
         self.config = config
         self.total_steps = total_steps
         self.optimizer_steps = 0
-        """Optimizer steps applied so far."""
+        """Position in the learning rate's schedule: optimizer steps applied, or passed over, so far."""
         self.consecutive_skipped_updates = 0
         """Consecutive updates that applied no step; see `count_update`."""
         self.world = dist.get_world_size()
@@ -123,6 +125,10 @@ class TrainEngine:
         applied = self.engine.was_step_applied() and math.isfinite(norm)
         self.optimizer_steps += applied
         return StepResult(applied, norm, rate)
+
+    def pass_over(self, steps: int) -> None:
+        """Advance the learning rate's schedule past optimizer steps that are not made."""
+        self.optimizer_steps += steps
 
     def count_update(self, applied: int) -> None:
         """Note the end of an update, in which `applied` steps were applied.

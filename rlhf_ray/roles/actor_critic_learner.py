@@ -1,5 +1,6 @@
 """Policy and critic trained as one model (`critic.backbone: policy`): one backbone, two heads, one optimizer."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedActorCritic
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
-from rlhf_ray.roles.critic_learner import explained_variance, value_objective
+from rlhf_ray.roles.critic_learner import value_metrics, value_objective
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.ppo_update import training_batch
@@ -46,21 +47,22 @@ class ActorCriticLearner(PolicyLearner):
         policy = {name: value for name, value in both.metrics.items() if not name.startswith(CRITIC)}
         critic = {name.removeprefix(CRITIC): value for name, value in both.metrics.items() if name.startswith(CRITIC)}
         critic |= {name: both.metrics[name] for name in ("grad_norm", "learning_rate")}
-        critic["explained_variance"] = explained_variance(training_batch(experiences, whiten=False))
+        critic |= value_metrics(training_batch(experiences, whiten=False))
+        policy["total_loss"] += self.algorithm.value_coef * critic.get("loss", math.nan)
         return replace(both, metrics=policy), replace(both, metrics=critic)
 
     def share(self, part: Batch, whole: Batch, counted: bool, meter: AverageMeter) -> Tensor:
-        """As `Learner.share`. Each of the two losses is divided by its own count, the policy's perhaps of samples."""
+        """As `Learner.share`, for the sum of both losses."""
         a, micro = self.algorithm, MicroBatch(part, self.engine.device)
         logprobs, entropy, values = self.engine.forward(
             micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0, mask=micro.sampling_mask)
         policy, stats = self.objective(micro, logprobs, entropy)
-        critic, critic_stats = value_objective(micro, values, a.value_clip)
+        critic, critic_stats = value_objective(micro, values, a)
         weight, tokens = (self.count(part), self.measured(part)) if counted else (0.0, 0.0)
-        meter.add(weight, {"loss": policy.detach()})
-        critic_stats["loss"] = critic.detach()
+        meter.add(weight, {"loss": policy.detach(), f"{CRITIC}loss": critic.detach()})
         meter.add(tokens, {**stats, **{f"{CRITIC}{name}": value for name, value in critic_stats.items()}})
-        return policy * (weight / self.count(whole)) + a.value_coef * critic * (tokens / self.measured(whole))
+        share = weight / self.count(whole)
+        return policy * share + a.value_coef * critic * share
 
     def export_value_head(self, path: str, term: Term | None = None) -> None:
         """Write the value head as safetensors (rank 0; all ranks take part in gathering it); `term` as for `export`."""

@@ -11,7 +11,7 @@ from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import MicroBatch
-from rlhf_ray.roles.ppo_update import run_update, training_batch
+from rlhf_ray.roles.ppo_update import loss_count, run_update, training_batch
 
 
 class CriticLearner(Learner):
@@ -41,30 +41,37 @@ class CriticLearner(Learner):
         """Clipped value updates on one batch of experience; errors as in `run_update`."""
         batch = training_batch(experiences, whiten=False)
         stats = run_update(self, batch, self.algorithm, step)
-        stats.metrics["explained_variance"] = explained_variance(batch)
+        stats.metrics.update(value_metrics(batch))
         return stats
 
     def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """PPO2's clipped squared error of some rows."""
         micro = MicroBatch(part, self.engine.device)
         values = values_before_tokens(self.engine.forward(micro.tokens, micro.packing), micro.predicted)
-        return value_objective(micro, values, self.algorithm.value_clip)
+        return value_objective(micro, values, self.algorithm)
 
     def count(self, part: Batch) -> float:
-        """Response tokens."""
+        """As `PolicyLearner.count`."""
+        return loss_count(part, self.algorithm.aggregate)
+
+    def measured(self, part: Batch) -> float:
+        """Number of response tokens, for any aggregation of the loss."""
         return float(part.response_mask.sum())
 
 
-def value_objective(micro: MicroBatch, values: Tensor, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+def value_objective(
+    micro: MicroBatch, values: Tensor, algorithm: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss of `[n]` values of the states before the response tokens, and its statistics."""
-    columns = (micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask)
-    loss, stats = value_loss(*columns, clip), value_stats(*columns, clip)
+    columns = (micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask, algorithm.value_clip)
+    loss, stats = value_loss(*columns, algorithm.aggregate, micro.row_weights), value_stats(*columns)
     stats.pop("explained_variance")  # a ratio of variances has no mean over micro-batches
     return loss, stats
 
 
-def explained_variance(batch: Batch) -> float:
-    """1 - Var(return - value) / Var(return) with the values from before this update; 0 for constant returns.
+def value_metrics(batch: Batch) -> dict[str, float]:
+    """Means and variances over a batch's response tokens: return_mean, return_variance, value_variance (of the values
+    from before the update), and explained_variance, 1 - Var(return - value) / Var(return), 0 for constant returns.
 
     Raises:
         ValueError: the batch has no values.
@@ -73,4 +80,7 @@ def explained_variance(batch: Batch) -> float:
         raise ValueError("explained variance needs a critic's values, and the batch has none")
     returns, values = batch.returns[batch.response_mask], batch.values[batch.response_mask]
     spread = float(returns.var())
-    return 1 - float((returns - values).var()) / spread if spread > 0 else 0.0
+    return {
+        "return_mean": float(returns.mean()), "return_variance": spread, "value_variance": float(values.var()),
+        "explained_variance": 1 - float((returns - values).var()) / spread if spread > 0 else 0.0,
+    }

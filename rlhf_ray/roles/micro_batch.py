@@ -132,6 +132,12 @@ class AverageMeter:
             self._weights[name] = self._weights.get(name, 0.0) + weight
             self._sums[name] = self._sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
 
+    def merge(self, other: Self) -> None:
+        """Add everything that was added to another one."""
+        for name, weight in other._weights.items():
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+            self._sums[name] = self._sums.get(name, 0.0) + other._sums[name]
+
     def copy(self) -> Self:
         """A copy of the sums so far, to restore if a following step is not applied."""
         other = type(self)()

@@ -1,16 +1,19 @@
 """The learner of the policy: old log-probabilities, clipped policy updates, weight averages."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
-from rlhf_ray.algorithms.masking import aggregate_mean, denominator, masked_mean
+from rlhf_ray.algorithms.masking import aggregate_mean, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
@@ -27,7 +30,7 @@ from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStat
 from rlhf_ray.roles.async_checkpoint import Writers
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
-from rlhf_ray.roles.ppo_update import run_update, training_batch
+from rlhf_ray.roles.ppo_update import loss_count, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
 
 
@@ -43,7 +46,7 @@ class PolicyLearner(Learner):
         super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.algorithm, self.temperature, self.old_logprobs = algorithm, temperature, old_logprobs
         self.kl_coef = 0.0
-        self._weights_unchanged = True
+        self._weights_unchanged, self._kl_exceeded = True, False
         """Whether the weights are still those from before the current update."""
         self.average: WeightAverage | None = None
         self.ptx: PretrainingMix | None = None
@@ -87,21 +90,46 @@ class PolicyLearner(Learner):
         Args:
             kl_coef: current coefficient of the KL penalty, for a penalty in the loss.
         """
-        self.kl_coef, self._weights_unchanged = kl_coef, True
+        self.kl_coef, self._weights_unchanged, self._kl_exceeded = kl_coef, True, False
         batch = training_batch(experiences, self.algorithm.whiten_advantages)
         stats = run_update(self, batch, self.algorithm, step)
         # Without an entropy bonus, report the sampled entropy, which costs nothing: minus the mean log-probability.
         stats.metrics.setdefault("entropy", -float(batch.old_logprobs[batch.response_mask].mean()))
+        stats.metrics["advantage_mean"] = float(np.concatenate([
+            part.advantages[part.response_mask] for part in experiences]).mean())  # of the batch it is 0 if whitened
+        text = self.ptx.config.coef * stats.metrics.get("ptx_loss", math.nan) if self.ptx else 0.0
+        stats.metrics["total_loss"] = stats.metrics.get("loss", math.nan) + text  # no step may have been applied
+        if self.algorithm.target_kl is not None:
+            stats.metrics["optimizer_steps"] = float(stats.applied)
         return stats
 
     def optimize(self, mini_batch: Batch, meter: AverageMeter) -> StepResult:
-        """As `Learner.optimize`, with pretraining text if configured; updates the average of the weights."""
-        losses = self.shares(mini_batch, meter)
+        """As `Learner.optimize`, with pretraining text if configured; updates the average of the weights.
+
+        With `algorithm.target_kl`, every step but the update's first is left out, and ends the update, if the
+        mini-batch's KL from the policy before the update is above it.
+        """
+        # Before the first step the ratio differs from 1 only by dropout and by what generators compute differently.
+        limited = self.algorithm.target_kl is not None and not self._weights_unchanged
+        losses = self._shares_within_target(mini_batch, meter) if limited else self.shares(mini_batch, meter)
         result = self.engine.step(self.ptx.join(self, losses, meter) if self.ptx else losses)
+        if self._kl_exceeded:
+            return replace(result, ends_update=True)
         self._weights_unchanged = self._weights_unchanged and not result.applied
         if self.average and result.applied:
             self.average.update()
         return result
+
+    def _shares_within_target(self, mini_batch: Batch, meter: AverageMeter) -> Iterator[Tensor]:
+        """As `shares`. If the KL over all ranks' rows is above the target, the last share is NaN, with which
+        `TrainEngine.step` drops all gradients of the step on all ranks."""
+        parts, own = list(self.parts(mini_batch)), AverageMeter()
+        for part, counted in parts[:-1]:
+            yield self.share(part, mini_batch, counted, own)
+        last = self.share(parts[-1][0], mini_batch, parts[-1][1], own)
+        self._kl_exceeded = own.means()["approx_kl"] > (self.algorithm.target_kl or 0.0)
+        meter.merge(own)
+        yield last * math.nan if self._kl_exceeded else last
 
     def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """PPO's clipped loss of some rows, with the KL penalty and the entropy bonus if the loss includes them."""
@@ -141,8 +169,7 @@ class PolicyLearner(Learner):
 
     def count(self, part: Batch) -> float:
         """Number of response tokens or samples, depending on the loss's aggregation; rows are parts of a sample."""
-        micro = MicroBatch(part, "cpu")
-        return float(denominator(micro.mask, self.algorithm.aggregate, micro.row_weights))
+        return loss_count(part, self.algorithm.aggregate)
 
     def measured(self, part: Batch) -> float:
         """Number of response tokens, for any aggregation of the loss."""

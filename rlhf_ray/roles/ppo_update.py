@@ -12,12 +12,12 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from rlhf_ray.algorithms.masking import masked_whiten
+from rlhf_ray.algorithms.masking import Aggregate, denominator, masked_whiten
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 
 
 def training_batch(experiences: Sequence[Experience], whiten: bool) -> Batch:
@@ -38,11 +38,18 @@ def mini_batches(samples: int, epochs: int, per_epoch: int, seed: int, step: int
         yield from np.split(order, per_epoch)
 
 
+def loss_count(part: Batch, aggregate: Aggregate) -> float:
+    """Number of response tokens or samples, depending on a loss's aggregation; rows are parts of a sample."""
+    micro = MicroBatch(part, "cpu")
+    return float(denominator(micro.mask, aggregate, micro.row_weights))
+
+
 def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step: int) -> UpdateStats:
     """Several epochs of mini-batch steps on one batch (Schulman et al. 2017, algorithm 1).
 
-    Steps that are not applied, see `TrainEngine.step`, are counted and excluded from the metrics. A repeated call for
-    the last update returns its statistics without training again.
+    Steps that are not applied, see `TrainEngine.step`, are counted and excluded from the metrics. After one that ends
+    the update (`algorithm.target_kl`) none is made, and the schedule of the learning rate goes on as if all were. A
+    repeated call for the last update returns its statistics without training again.
 
     Raises:
         TrainingError: as `TrainEngine.count_update`, or `step` does not follow the last update.
@@ -54,10 +61,17 @@ def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step:
             raise TrainingError(f"update {step} was requested after update {last.step}: updates must be consecutive. "
                                 "Continue with --resume from the last checkpoint")
     began, meter = time.perf_counter(), AverageMeter()
-    norms, skipped, rate = [], 0, 0.0
+    norms: list[float] = []
+    skipped, rate, tokens = 0, 0.0, 0
+    planned = algorithm.epochs * algorithm.mini_batches
     for samples in mini_batches(batch.sample_count, algorithm.epochs, algorithm.mini_batches, learner.seed, step):
-        before = meter.copy()
-        result = learner.optimize(batch.select(batch.rows_of(samples)), meter)
+        before, rows = meter.copy(), batch.select(batch.rows_of(samples))
+        result = learner.optimize(rows, meter)
+        tokens += len(rows.tokens)
+        if result.ends_update:
+            meter = before
+            learner.engine.pass_over(planned - len(norms) - skipped)
+            break
         rate = result.learning_rate
         if result.applied:
             norms.append(result.grad_norm)
@@ -67,5 +81,5 @@ def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step:
     metrics = {**meter.means(), "grad_norm": float(np.mean(norms)) if norms else math.nan, "learning_rate": rate}
     learner.last_update = UpdateStats(
         step=step, applied=len(norms), skipped=skipped, seconds=time.perf_counter() - began,
-        tokens=algorithm.epochs * len(batch.tokens), metrics=metrics)
+        tokens=tokens, metrics=metrics)
     return learner.last_update

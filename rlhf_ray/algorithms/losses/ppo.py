@@ -59,9 +59,10 @@ def policy_loss(
         row_weights: `[B]`, of the rows' means (`masking.aggregate_mean`).
 
     Returns:
-        (loss, stats): clip_fraction (tokens whose loss the clip changed), approx_kl (k3 of old against new, nats a
-        token), ratio_mean and, with behaviour_logprobs, is_weight_mean (weights as used) and
-        is_capped_fraction (tokens whose weight was above is_cap); all over True tokens.
+        (loss, stats): clip_fraction (tokens whose loss the clip changed), approx_kl, approx_kl_k1 and approx_kl_k2 (k3,
+        k1 and k2 of old against new, nats a token; k2, half the mean square, is PPO2's), ratio_mean and, with
+        behaviour_logprobs, is_weight_mean (weights as used) and is_capped_fraction (tokens whose weight was above
+        is_cap); all over True tokens.
 
     Raises:
         ConfigError: dual_clip of 1 or less, is_cap not positive or without behaviour_logprobs, an unknown name.
@@ -82,28 +83,30 @@ def policy_loss(
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None,
+    aggregate: Aggregate = "token", row_weights: Tensor | None = None,
 ) -> Tensor:
     """Half the squared error of the critic, clipped around its old values as in PPO2 (OpenAI baselines).
 
-    Per token: 1/2 max((V - R)², (V_old + clamp(V - V_old, ±clip) - R)²); the mean over True tokens.
+    Per token: 1/2 max((V - R)², (V_old + clamp(V - V_old, ±clip) - R)²).
 
     Args:
         values, old_values, returns: `[B, T]`; gradients flow through `values` alone.
         mask: `[B, T]` bool.
         clip: > 0, or None for the plain squared error (`old_values` is then unused).
+        aggregate, row_weights: as for `policy_loss`.
 
     Raises:
-        ConfigError: clip is not positive.
+        ConfigError: clip is not positive, an unknown `aggregate`.
     """
-    return 0.5 * masked_mean(_value_errors(values, old_values, returns, mask, clip)[1], mask)
+    return 0.5 * aggregate_mean(_value_errors(values, old_values, returns, mask, clip)[1], mask, aggregate, row_weights)
 
 
 @torch.no_grad()
 def value_stats(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None
 ) -> Stats:
-    """Statistics of `value_loss`, which takes the same arguments.
+    """Statistics of `value_loss` for the same arguments.
 
     Returns:
         clip_fraction (tokens whose loss the clip changed), value_mean, error (mean squared error, unclipped and without
@@ -152,6 +155,8 @@ def _policy_stats(new: Tensor, old: Tensor, ratio: Tensor, clipped: Tensor, mask
     return {
         "clip_fraction": masked_mean(clipped, mask),
         "approx_kl": masked_mean(approx_kl(old, new, "k3"), mask),
+        "approx_kl_k1": masked_mean(approx_kl(old, new, "k1"), mask),
+        "approx_kl_k2": masked_mean(approx_kl(old, new, "k2"), mask),
         "ratio_mean": masked_mean(ratio, mask),
     }
 

@@ -125,17 +125,28 @@ def critic_terms(model, batch, i, algorithm):
     return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
 
 
-def plain_update(model, batch, terms, algorithm, config=OPTIMIZER, without=None):
-    """The update of step 0; weights before and after, by name. Mini-batches of the row `without` are left out."""
+def plain_update(model, batch, terms, algorithm, config=OPTIMIZER, without=None, steps=None, kls=None):
+    """The update of step 0; weights before and after, by name. Mini-batches of the row `without` are left out, and
+    those after the first `steps`. The KL of a mini-batch from the policy before the update is added to `kls`."""
     before, optimizer = numbers(model), plain_adamw(model, config)
-    for rows in mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, SEED, 0):
+    for rows in list(mini_batches(len(batch), algorithm.epochs, algorithm.mini_batches, SEED, 0))[:steps]:
         if without in rows:
             continue
         mini = batch.select(rows)
+        if kls is not None:
+            kls.append(plain_kl(model, mini))
         losses = [terms(model, mini, i, algorithm) for i in range(len(mini))]
         plain_step(model, optimizer, torch.cat(losses).mean() if algorithm.aggregate == "token"
                    else torch.stack([row.mean() for row in losses]).mean(), config.grad_clip)
     return before, numbers(model)
+
+
+@torch.no_grad()
+def plain_kl(model, batch):
+    """Mean over response tokens of exp(d) - 1 - d, where d is what a token's log-probability has gained."""
+    new = plain_logprobs(model, batch.tokens, batch.offsets, batch.response_mask)
+    gained = (new - batch.old_logprobs)[batch.response_mask].astype(np.float64)
+    return float((np.exp(gained) - 1 - gained).mean())
 
 
 def plain_adamw(model, config=OPTIMIZER):

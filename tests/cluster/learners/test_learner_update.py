@@ -93,6 +93,19 @@ def test_the_policy_s_update_is_plain_torch_s(
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("zero", [1, 3])
+def test_a_critic_whose_loss_is_a_mean_of_rows_does_not_depend_on_the_cut_either(
+    ranks, files, experiences, zero, world
+):
+    algo = algorithm(aggregate="sequence")
+    expected = plain_update(load_classifier(files.reward), training_batch(experiences, False), critic_terms, algo)
+    learners = ranks.make(world, "CriticLearner", {**critic_arguments(files, zero, SMALL), "algorithm": algo})
+    before = learners.weights()
+    learners.do("update", 0, *experiences)
+    assert_same_update(expected, before, learners.weights())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("changes", [{"aggregate": "sequence"}, {"entropy_coef": 0.3},
                                      {"aggregate": "sequence", "entropy_coef": 0.3}], ids=str)
 def test_other_losses_do_not_depend_on_the_cut_either(ranks, files, experiences, plain_policy, changes, zero, world):
@@ -303,6 +316,33 @@ def test_steps_with_a_loss_that_is_not_finite_are_left_out_by_all_ranks(ranks, f
     batch = training_batch(experiences, whiten=False)
     expected = plain_update(load_policy(files.tied), batch, policy_terms, algorithm(), without=0)
     assert_same_update(expected, before, learners.weights())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_update_beyond_its_target_kl_ends_with_all_ranks_at_the_same_step(
+    ranks, files, experiences, zero, world, tmp_path
+):
+    """Of four steps two are made, as plain torch makes them; a copy from a checkpoint goes on to the same bits."""
+    def target(first, last):
+        return algorithm(target_kl=(first + last) / 2)
+
+    batch = training_batch(experiences, whiten=True)
+    kls = []
+    expected = plain_update(load_policy(files.tied), batch, policy_terms, algorithm(), kls=kls)
+    assert kls[0] < 1e-9 < 2 * kls[1] < kls[2], "or the steps cannot be told apart"
+    algo = target(*kls[1:3])
+    expected = plain_update(load_policy(files.tied), batch, policy_terms, algo, steps=2)
+    learners = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, SMALL, algo=algo))
+    before = learners.weights()
+    stats = learners.do("update", 0, 0.0, *experiences)
+    assert [(s.applied, s.skipped, s.metrics["optimizer_steps"]) for s in stats] == [(2, 0, 2.0)] * world
+    assert_same_update(expected, before, learners.weights())
+    learners.save(tmp_path)
+    following = learners.do("update", 1, 0.0, *experiences)
+    resumed = ranks.make(world, "PolicyLearner", policy_arguments(files, zero, SMALL, algo=algo))
+    resumed.do("load", str(tmp_path))
+    assert resumed.do("update", 1, 0.0, *experiences)[0].metrics == following[0].metrics
 
 
 @pytest.mark.parametrize("world", [1, 2])

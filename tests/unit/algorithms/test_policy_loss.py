@@ -36,7 +36,10 @@ def test_loss_and_stats_by_hand():
     assert stats["ratio_mean"].item() == pytest.approx((1.5 + 0.5 + 2.0 + 1.1) / 4)
     k3 = [r - 1 - math.log(r) for r in (1.5, 0.5, 2.0, 1.1)]
     assert stats["approx_kl"].item() == pytest.approx(sum(k3) / 4, rel=1e-5)
-    assert set(stats) == {"clip_fraction", "ratio_mean", "approx_kl"}
+    logs = [math.log(r) for r in (1.5, 0.5, 2.0, 1.1)]
+    assert stats["approx_kl_k1"].item() == pytest.approx(-sum(logs) / 4, rel=1e-5)
+    assert stats["approx_kl_k2"].item() == pytest.approx(sum(d**2 for d in logs) / 8, rel=1e-5)
+    assert set(stats) == {"clip_fraction", "ratio_mean", "approx_kl", "approx_kl_k1", "approx_kl_k2"}
     assert not any(value.requires_grad for value in stats.values())
 
 

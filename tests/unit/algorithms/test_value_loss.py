@@ -34,6 +34,15 @@ def test_clipped_loss_takes_the_worse_of_both():
     assert stats["clip_fraction"].item() == 0.25  # the third token's clip (0 -> 1) leaves its square as it was
 
 
+def test_rows_may_count_alike_whatever_their_length():
+    two = [torch.tensor([column[0, :2].tolist(), [float(column[0, 2]), 7.0]]) for column in (VALUES, OLD, RETURNS)]
+    mask = torch.tensor([[True, True], [True, False]])
+    assert value_loss(*two, mask).item() == pytest.approx((1 + 1 + 0.25) / 3 / 2)
+    assert value_loss(*two, mask, aggregate="sequence").item() == pytest.approx((1 + 0.25) / 2 / 2)
+    weighed = value_loss(*two, mask, aggregate="sequence", row_weights=torch.tensor([0.25, 0.75]))
+    assert weighed.item() == pytest.approx((0.25 * 1 + 0.75 * 0.25) / 2)
+
+
 def test_stats_by_hand():
     stats = value_stats(VALUES.clone().requires_grad_(), OLD, RETURNS, MASK, clip=1.0)
     assert stats["value_mean"].item() == 1.5  # (1 + 3 + 0 + 2) / 4

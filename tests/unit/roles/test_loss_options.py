@@ -43,7 +43,7 @@ POLICY = [
     *({"kl": {"placement": "loss", "estimator": estimator}} for estimator in ("k1", "k2", "k3", "abs")),
     {"kl": {"placement": "loss"}, "aggregate": "sequence", "dual_clip": 1.3, "importance": "mask", "entropy_coef": 0.1},
 ]
-CRITIC = [{"value_clip": 0.05}, {"value_clip": None}]
+CRITIC = [{"value_clip": 0.05}, {"value_clip": None}, {"aggregate": "sequence"}]
 BOTH = [*POLICY, *CRITIC, {"value_coef": 0.7}]
 ELSEWHERE = {
     "estimator", "gamma", "lam", "lam_alpha", "lam_critic", "reward_normalisation", "reward_clip",
@@ -51,6 +51,7 @@ ELSEWHERE = {
     "epochs", "mini_batches", "whiten_advantages",  # of the batch, before the loss: test_updates
     "old_logprobs",  # settled as `Derived.old_logprobs`, which the learner is given apart: below
     "critic_warmup_steps",  # the coordinator's
+    "target_kl",  # whether a step is made: test_target_kl
 }
 ELSEWHERE_OF_KL = {"coef", "kind", "target", "horizon"}
 """The controller's: it gives an update its coefficient."""
@@ -89,7 +90,7 @@ def value_oracle(a: AlgorithmConfig):
     if a.value_clip is not None:
         clipped = OLD_VALUES + np.clip(VALUES - OLD_VALUES, -a.value_clip, a.value_clip)
         errors = np.maximum(errors, (clipped - RETURNS) ** 2)
-    return errors.mean() / 2
+    return mean(errors, a.aggregate) / 2
 
 
 def whole(values):

@@ -10,7 +10,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, SampleKey, offsets_of
-from rlhf_ray.roles.critic_learner import explained_variance
+from rlhf_ray.roles.critic_learner import value_metrics
 from rlhf_ray.roles.ppo_update import mini_batches, run_update, training_batch
 
 
@@ -166,17 +166,38 @@ def critic_batch(returns, values):
     return replace(batch, values=np.array([99.0, *values], dtype=np.float32))
 
 
-def test_explained_variance_by_hand():
-    # Returns 1, 2, 3: variance 2/3. Errors 0, 0, 1: variance 2/9. 1 - 1/3.
-    assert explained_variance(critic_batch([1.0, 2.0, 3.0], [1.0, 2.0, 2.0])) == pytest.approx(2 / 3)
-    assert explained_variance(critic_batch([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])) == 1
-    assert explained_variance(critic_batch([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])) == pytest.approx(0)
-    assert explained_variance(critic_batch([2.0, 2.0], [0.0, 1.0])) == 0
+def test_returns_and_values_by_hand():
+    # Returns 1, 2, 3: mean 2, variance 2/3. Values 1, 2, 2: variance 2/9. Errors 0, 0, 1: variance 2/9. 1 - 1/3.
+    assert value_metrics(critic_batch([1.0, 2.0, 3.0], [1.0, 2.0, 2.0])) == pytest.approx({
+        "return_mean": 2.0, "return_variance": 2 / 3, "value_variance": 2 / 9, "explained_variance": 2 / 3})
+    for returns, values, explained in (([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 1), ([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], 0),
+                                       ([2.0, 2.0], [0.0, 1.0], 0)):
+        assert value_metrics(critic_batch(returns, values))["explained_variance"] == pytest.approx(explained)
 
 
 def test_explained_variance_needs_values():
     with pytest.raises(ValueError, match="has none"):
-        explained_variance(replace(critic_batch([1.0], [1.0]), values=None))
+        value_metrics(replace(critic_batch([1.0], [1.0]), values=None))
+
+
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_a_step_that_ends_the_update_is_the_last_and_the_schedule_goes_on(at):
+    made, counted, passed = [], [], []
+
+    def optimize(batch, meter):
+        made.append(len(made) + 1)
+        meter.add(1.0, {"loss": float(made[-1])})
+        ends = made[-1] == at
+        return StepResult(not ends, grad_norm=float("nan") if ends else 2.0, learning_rate=0.1, ends_update=ends)
+
+    learner = learner_of(optimize, counted)
+    learner.engine.pass_over = passed.append
+    stats = run_update(learner, Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4),
+                       AlgorithmConfig(epochs=2, mini_batches=2), step=7)
+    assert made == list(range(1, at + 1)) and (stats.applied, stats.skipped) == (at - 1, 0)
+    assert passed == [4 - (at - 1)], "the steps that were left out, this one included"
+    assert stats.metrics["loss"] == pytest.approx(np.mean(range(1, at))), "what was left out is not in the means"
+    assert stats.tokens == at * 2 * 5
 
 
 def test_an_update_is_made_once_and_only_after_the_one_before():
