@@ -99,6 +99,9 @@ class RewardModelTrainingConfig(SupervisedTrainingConfig):
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Pairwise loss: -log sigmoid(difference) (Stiennon et al. 2020), or log(1 + exp(-difference)) (Bai et al. 2022),
     which are the same function. Both use `data.margin`."""
+    head_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the hidden states before the scalar head, in training only (Srivastava et al. 2014); held-out pairs
+    are scored without it."""
 
 
 class RewardModelConfig(StageConfig):
@@ -181,6 +184,9 @@ class CriticConfig(PPOLearnerConfig):
     label keeps its head; other models get a new one."""
     revision: str | None = None
     """Hub revision of `path` (branch, tag or commit)."""
+    head_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the hidden states before the value head, in updates only (Srivastava et al. 2014); values of
+    experience are computed without it."""
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:

@@ -122,16 +122,20 @@ class PackedLanguageModel(nn.Module):
 
 
 class PackedScalarModel(nn.Module):
-    """A backbone with a scalar head: a critic (one value per token) or a reward model (one score per row)."""
+    """A backbone with a scalar head: a critic (one value per token) or a reward model (one score per row).
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    Args:
+        dropout: of the hidden states before the head, in training mode.
+    """
+
+    def __init__(self, model: "PreTrainedModel", dropout: float = 0.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.dropout = model, nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
         """[T] float32 head outputs, one per token, each from the row up to and including that token; `[T, labels]` from
         a head with several."""
-        hidden = hidden_states(self.model, tokens, packing)
+        hidden = self.dropout(hidden_states(self.model, tokens, packing))
         return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float()
 
 

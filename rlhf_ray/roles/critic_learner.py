@@ -23,14 +23,15 @@ class CriticLearner(Learner):
     def __init__(self, config: CriticConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
                  algorithm: AlgorithmConfig, longest: int | None = None) -> None:
         super().__init__(config, model, rank, world, seed, total_steps, longest)
-        self.algorithm = algorithm
+        self.algorithm, self.head_dropout = algorithm, config.head_dropout
 
     def build(self) -> PackedScalarModel:
         """A scalar model: the reward model or the value model that `critic` names, with its own head, or the weights
         of a language model with a new one."""
         named = self.config.path is not None
         new_head = not has_scalar_head(self.model_config) if named else self.config.init == "policy"
-        return PackedScalarModel(load_scalar_model(self.model_config, new_head=new_head, mapped=self.mapped))
+        model = load_scalar_model(self.model_config, new_head=new_head, mapped=self.mapped)
+        return PackedScalarModel(model, self.head_dropout)
 
     def values(self, *rollouts: Rollout) -> TokenScores:
         """Values of the states before the response tokens, for this rank's contiguous share of all rows."""

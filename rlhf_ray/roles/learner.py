@@ -51,6 +51,9 @@ class Learner:
     begin_profile = property(attrgetter("_profile.begin"))
     end_profile = property(attrgetter("_profile.end"))
 
+    head_dropout: float = 0.0
+    """Dropout before a scalar head, which subclasses with one set."""
+
     def __init__(self, config: LearnerConfig, model: ModelConfig | NewModelConfig, rank: int, world: int, seed: int,
                  total_steps: int, longest: int | None = None) -> None:
         """Nothing heavy happens before `start`.
@@ -102,7 +105,8 @@ class Learner:
         module = self.build()
         if self.config.lora:
             self.adapters = Adapters(module.model, self.config.lora, str(getattr(self.model_config, "path", "")))
-            torch.manual_seed(self.seed + self.rank)  # ranks use different adapter dropout
+        if self.config.lora or self.head_dropout:
+            torch.manual_seed(self.seed + self.rank)  # ranks use different dropout
         sizes = {"parameters": sum(p.numel() for p in module.parameters()),
                  "trained": sum(p.numel() for p in module.parameters() if p.requires_grad)}
         self.engine = TrainEngine(module, self.config, self.total_steps)

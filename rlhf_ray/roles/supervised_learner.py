@@ -122,14 +122,16 @@ class RewardModelLearner(SupervisedLearner):
     model_config: ModelConfig
 
     def __init__(self, config: LearnerConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
-                 batch_size: int, kind: Literal["sigmoid", "logexp"] = "sigmoid", longest: int | None = None) -> None:
-        """`kind` is that of `losses.pairwise_loss`."""
+                 batch_size: int, kind: Literal["sigmoid", "logexp"] = "sigmoid", longest: int | None = None,
+                 head_dropout: float = 0.0) -> None:
+        """`kind` is that of `losses.pairwise_loss`, `head_dropout` that of `PackedScalarModel`."""
         super().__init__(config, model, rank, world, seed, total_steps, batch_size, longest)
-        self.kind = kind
+        self.kind, self.head_dropout = kind, head_dropout
 
     def build(self) -> PackedScalarModel:
         """The backbone with a new scalar head."""
-        return PackedScalarModel(load_scalar_model(self.model_config, new_head=True, mapped=self.mapped))
+        model = load_scalar_model(self.model_config, new_head=True, mapped=self.mapped)
+        return PackedScalarModel(model, self.head_dropout)
 
     def loss(self, part: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean pairwise loss, beyond the pairs' margins if they have any; statistics: accuracy, mean score and mean

@@ -303,6 +303,29 @@ def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_fo
     assert resumed[0].metrics == uninterrupted[0].metrics
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_dropout_before_the_head_is_in_updates_only_and_goes_on_where_it_was_saved(
+    ranks, files, experiences, tmp_path, zero
+):
+    """Values are those without it; after a checkpoint the next update is the same bit for bit."""
+    arguments = critic_arguments(files, zero, SMALL)
+    dropping = {**arguments, "config": arguments["config"].model_copy(update={"head_dropout": 0.3})}
+    rollout, ends, found = make_rollout(experiences[0]), [], []
+    for given in (arguments, dropping):
+        learners = ranks.make(2, "CriticLearner", given)
+        found.append([scores.values for scores in learners.do("values", rollout)])
+        learners.do("update", 0, *experiences)
+        ends.append(learners.weights())
+    assert all(np.array_equal(*pair) for pair in zip(*found, strict=True))
+    assert any(not np.array_equal(ends[0][name], ends[1][name]) for name in ends[0]), "or nothing was dropped"
+    learners.save(tmp_path)
+    following = learners.do("update", 1, *experiences)[0].metrics, learners.weights()
+    resumed = ranks.make(2, "CriticLearner", dropping)
+    resumed.do("load", str(tmp_path))
+    assert resumed.do("update", 1, *experiences)[0].metrics == following[0]
+    assert all(np.array_equal(following[1][name], weights) for name, weights in resumed.weights().items())
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_steps_with_a_loss_that_is_not_finite_are_left_out_by_all_ranks(ranks, files, experiences, zero, world):

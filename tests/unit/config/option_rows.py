@@ -325,6 +325,10 @@ ROWS: list[Row] = [
     Refused(("training.eval_every",), 5, "no rows to evaluate on", given={"data.held_out": 0.0}),
     Shown(("training.eval_every",), "tests/slow/test_steps_learn.py::test_hard_labels_are_learned"),
     Shown(("training.loss",), "tests/unit/algorithms/test_supervised_losses.py::TestPairwiseLoss::test_by_hand"),
+    Shown(("training.head_dropout", "critic.head_dropout"),
+          "tests/unit/models/test_packed_model.py::test_dropout_before_the_head_acts_in_training_only"),
+    Shown(("training.head_dropout",), "tests/unit/stages/test_reward_model_options.py::"
+          "test_the_learner_gets_the_options_of_training"),
     # Learners
     Differs(of_roles("zero_stage"), (1, 3), plan, given={**CPUS, **dict.fromkeys(of_roles("workers"), 2)}),
     Refused(of_roles("zero_stage"), 2, "nothing to divide on one rank"),

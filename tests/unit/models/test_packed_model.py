@@ -226,6 +226,18 @@ def test_scalar_outputs_are_transformers_scores_of_each_row(classifier, tokens, 
     torch.testing.assert_close(scores, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
+def test_dropout_before_the_head_acts_in_training_only(classifier, tokens, packing):
+    plain, dropping = PackedScalarModel(classifier), PackedScalarModel(classifier, dropout=0.5)
+    torch.manual_seed(3)
+    trained = dropping.train()(tokens, packing)
+    kept = torch.nn.functional.dropout(torch.ones(len(tokens), 16), 0.5)  # other random numbers
+    assert (trained - plain(tokens, packing)).abs().min() > 0 and kept.unique().tolist() == [0, 2]
+    torch.manual_seed(3)
+    assert torch.equal(dropping(tokens, packing), trained), "the same state of the random numbers, the same dropout"
+    assert torch.equal(dropping.eval()(tokens, packing), plain(tokens, packing))
+    assert [name for name, _ in dropping.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
 def test_last_token_scores_by_hand():
     assert last_token_scores(torch.arange(6.0), Packing.of([2, 3, 1])).tolist() == [1, 4, 5]
 
