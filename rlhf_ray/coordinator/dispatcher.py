@@ -84,7 +84,11 @@ class WorkerDispatcher:
         if len(ranks) == 1:
             return await finished(self.group.call(ranks[0], method, *arguments, outputs=outputs), phase,
                                   self.health.clock)
-        async with self._turns[ranks[0]]:
+        first = ranks[0]
+        async with self._turns[first]:
+            if first not in self.scheduler.up:
+                raise WorkerLost(f"{self.group.role}/{first} was lost before {method} had its turn", self.group.role,
+                                 first, self.group.incarnation(first), method, "stale")
             calls = [self.group.call(rank, method, *arguments, outputs=outputs) for rank in ranks]
             await self._finished_together(calls, phase)
             return calls[0]

@@ -65,6 +65,12 @@ def test_calls_to_one_model_follow_each_other_in_the_same_order_on_all_ranks():
     assert len(scorers.orders[0]) == len(scorers.orders[2]) == 3
 
 
+def test_a_call_that_waits_for_its_turn_is_not_made_to_ranks_that_were_lost_meanwhile():
+    scorers = ShardedScorers(r0=["died"], r1=[FOREVER_S])
+    assert run_in_virtual_time(scorers.ask("a", "b", "c")) == [(2, 2)] * 3
+    assert scorers.orders[0] == ["a"] and sorted(scorers.orders[2]) == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("hurt", [0, 1])
 @pytest.mark.parametrize("error", ["died", WorkerError("connection closed", "generator")])
 def test_a_lost_rank_takes_the_others_of_its_model_with_it_and_the_call_is_repeated(hurt, error):

@@ -50,8 +50,8 @@ def shown(tmp_path):
 
 
 def test_a_running_run_says_how_far_it_is_what_waits_and_who_holds_what(shown):
-    text = shown(LIVE | {"time": time.time()}, [row(1, 3.0, 0.2), row(2, 1.0, 0.6)])
-    assert "step 2 of 10, running (process 77 on here since 19" in text
+    text = shown(LIVE | {"time": time.time(), "reference": "none: so it is"}, [row(1, 3.0, 0.2), row(2, 1.0, 0.6)])
+    assert "reference: none: so it is" in text and "step 2 of 10, running (process 77 on here since 19" in text
     assert "2 s a step, 8 samples/s, 16 s left" in text
     lines = {" ".join(line.split()) for line in text.splitlines()}
     assert lines >= {"generator 70% policy learner 30%", "policy learner 30% generator 70%",

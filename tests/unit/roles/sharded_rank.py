@@ -62,7 +62,8 @@ def reward(policy: ModelConfig, rewards: dict[str, Any], shard: Shard, address: 
     """What a reward scorer says of all batches at once, or its error."""
 
     async def ask() -> Any:
-        scorer = RewardScorer(rewards, policy, BUDGET, on_failure, shard=shard)
+        judge = {"gold": ModelReward(type="model", path=rewards["one"].path, weight=3.0)}
+        scorer = RewardScorer(rewards, policy, BUDGET, on_failure, judge=judge, shard=shard)
         try:
             await scorer.start(address, 60.0)
             try:

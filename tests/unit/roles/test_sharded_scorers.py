@@ -53,7 +53,9 @@ def test_scores_are_those_of_whole_models_on_the_first_rank(said):
     whole, first, second = (each["reward"] for each in said)
     for one, other in zip(whole, first, strict=True):
         assert list(one.components) == list(other.components) == ["one", "two", "function"]
-        assert (other.scores == pytest.approx(one.scores, abs=1e-5) and one.scores.std() > 0) or len(one.scores) == 1
+        assert other.scores == pytest.approx(one.scores, abs=1e-5) and np.abs(one.components["one"]).max() > 1e-3
+        assert one.gold == pytest.approx(3 * one.components["one"], abs=1e-5)
+        assert other.gold == pytest.approx(one.gold, abs=1e-5), "the judge's model is sharded, too"
         assert np.array_equal(one.components["function"], other.components["function"])
     assert [list(answer.components) for answer in second] == [["one", "two"]] * 3, "functions run once"
 
