@@ -210,13 +210,8 @@ def check_chunks(config: PPOConfig) -> None:
 
 
 def check_buffer(config: PPOConfig) -> None:
-    """The buffer holds all samples that max_staleness admits, and the bytes of the largest possible batch."""
+    """The buffer holds the bytes of the largest possible batch."""
     buffer, samples = config.buffer, config.coordinator.samples_per_step
-    needed = (config.coordinator.max_staleness + 1) * samples
-    if buffer.capacity_samples is not None and buffer.capacity_samples < needed:
-        raise ValueError(
-            f"buffer.capacity_samples={buffer.capacity_samples} cannot hold (max_staleness + 1) x {samples} = {needed} "
-            "samples, so the loop would wait for ever; raise it or leave it empty")
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
     per_token = BYTES_PER_TOKEN + BYTES_PER_VALUE * (config.algorithm.has_critic + derive(config).uses_reference)
     masks = mask_bytes(config.generator.sampling, longest)

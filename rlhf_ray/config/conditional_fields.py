@@ -94,9 +94,8 @@ _SUPERVISED = (
         ("training.eval_every",), lambda config, _: config.data.held_out > 0,
         "with data.held_out=0 there are no rows to evaluate on", "set data.held_out"),
     ConditionalFields(
-        ("cluster.heartbeat_timeout_s", "cluster.max_restarts", "cluster.max_learner_restarts"), _never,
-        "a learner that is lost ends this stage, to be resumed (run.auto_resume), and one that hangs does after "
-        "cluster.call_timeout_s"),
+        ("cluster.max_restarts",), _never,
+        "this stage has no generator, scorer or assembler; a lost learner counts for cluster.max_learner_restarts"),
 )
 _SFT = (
     ConditionalFields(

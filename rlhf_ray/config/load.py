@@ -71,8 +71,8 @@ def resolve(config: C) -> C:
     nothing.
 
     For PPO: fields of `evaluation.sampling` that are not set are those of `generator.sampling`;
-    `buffer.capacity_samples` is (max_staleness + 1) steps' worth of samples, and `buffer.capacity_mb` half of a local
-    cluster's `cluster.object_store_mb` (a joined cluster sizes its own store, so there is no bound in bytes).
+    `buffer.capacity_mb` is half of a local cluster's `cluster.object_store_mb` (a joined cluster sizes its own store,
+    so there is no bound in bytes).
     `weights.transport: auto` becomes the transport that the placement allows. For every stage with a generator on CPUs,
     an empty `generator.kv_cache_mb` becomes its default.
 
@@ -87,9 +87,7 @@ def resolve(config: C) -> C:
     if generator is not None:
         config = _with(config, "generator", kv_cache_mb=generator.cache_mb)
     if isinstance(config, PPOConfig):
-        samples = (config.coordinator.max_staleness + 1) * config.coordinator.samples_per_step
-        config = _with(config, "buffer", capacity_samples=config.buffer.capacity_samples or samples,
-                       capacity_mb=buffer_capacity_mb(config.buffer, config.cluster))
+        config = _with(config, "buffer", capacity_mb=buffer_capacity_mb(config.buffer, config.cluster))
         config = _with(config, "weights", transport=transport_of(config))
     return config
 

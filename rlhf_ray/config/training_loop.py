@@ -29,12 +29,15 @@ class CoordinatorConfig(Section):
         """Samples of one update."""
         return self.prompts_per_step * self.samples_per_prompt
 
+    @property
+    def samples_ahead(self) -> int:
+        """Maximum number of samples under way or waiting for the learners."""
+        return (self.max_staleness + 1) * self.samples_per_step
+
 
 class BufferConfig(Section):
-    """The replay buffer: references to experience in Ray's object store."""
+    """The replay buffer: references to experience in Ray's object store, of at most max_staleness + 1 steps."""
 
-    capacity_samples: int | None = Field(None, ge=1)
-    """Maximum number of samples held or reserved; if empty, those of max_staleness + 1 steps."""
     capacity_mb: int | None = Field(None, ge=1)
     """Maximum MiB of experience held; if empty, half of a local cluster's object store, and no bound on a joined
     one."""

@@ -5,11 +5,11 @@ weights, optimizer state and coordinator state of the same step. Generators, sco
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.coordinator.health_monitor import Decision
-from rlhf_ray.coordinator.role_groups import RoleGroups
+from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.errors import WorkerError, first_line
 from rlhf_ray.files.writer_thread import RunFiles
 
@@ -17,16 +17,18 @@ from rlhf_ray.files.writer_thread import RunFiles
 class LearnerRestart:
     """Restarts the learners, and counts restarts without a new checkpoint in between."""
 
-    def __init__(self, limit: int, roles: RoleGroups, store: CheckpointStore,
+    def __init__(self, limit: int, health: HealthMonitor, learners: Sequence[WorkerGroup], store: CheckpointStore,
                  start: Callable[[], Awaitable[None]], warn: Callable[[str], None],
                  files: RunFiles | None = None) -> None:
         """
         Args:
             limit: `cluster.max_learner_restarts`.
+            health: decides whose loss it was.
             start: prepares new learners for `load`.
         """
         self._files = files or RunFiles()
-        self._limit, self._roles, self._store, self._start, self._warn = limit, roles, store, start, warn
+        self._limit, self._health, self._learners, self._store = limit, health, learners, store
+        self._start, self._warn = start, warn
         self._losses = 0
         self._committed: int | None = None
         """Step of the newest checkpoint at the last loss of a learner."""
@@ -38,7 +40,7 @@ class LearnerRestart:
             WorkerError: no learner was lost (then `error` itself), or learners were lost too often without a new
                 checkpoint in between.
         """
-        while await self._roles.health.decide(error) is Decision.RESTART_LEARNERS:
+        while await self._health.decide(error) is Decision.RESTART_LEARNERS:
             await self._count(error)
             where = "the beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
             self._warn(f"{first_line(error).rstrip('.')}. All learners are restarted; the run continues from {where}")
@@ -50,7 +52,7 @@ class LearnerRestart:
         raise error
 
     async def _replace_all(self) -> None:
-        await asyncio.gather(*(group.respawn(rank, "all learners are restarted") for group in self._roles.learners()
+        await asyncio.gather(*(group.respawn(rank, "all learners are restarted") for group in self._learners
                                for rank in group.ranks))
         await self._files.checkpoints.run(self._store.clean)  # remove a checkpoint that the old ones were writing
         await self._start()

@@ -52,9 +52,8 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
     chunk = config.generator.chunk
     found["generators"] = (f"{config.generator.workers} x up to {config.generator.max_sequences} sequences at a time, "
                            f"in chunks of {chunk}; up to {concurrency_of(c, config.generator)} samples in flight")
-    held = (c.max_staleness + 1) * samples
     found["staleness"] = (f"{counted(c.max_staleness, 'version')} at most; the buffer holds up to "
-                          f"{config.buffer.capacity_samples or held} samples")
+                          f"{c.samples_ahead} samples")
     return found
 
 

@@ -299,7 +299,7 @@ class ReplayBuffer:
         if samples > self.capacity_samples:
             raise BufferError(
                 f"an update needs {samples} samples and the buffer holds at most {self.capacity_samples}; "
-                f"raise buffer.capacity_samples to at least {samples}"
+                f"raise capacity_samples to at least {samples}"
             )
         state = self._state
         idle = not state.reserved and not state.leases and all(self._fresh(e) for e in state.ready.values())

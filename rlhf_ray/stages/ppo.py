@@ -100,7 +100,7 @@ async def _run(
             HeartbeatDetector(health.watched, timeout_s, health.silent),
             TokenProgress(roles.dispatcher(roles.generators).scheduler, health, timeout_s),
         ]
-        learner_restart = LearnerRestart(config.cluster.max_learner_restarts, roles, store,
+        learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress), progress.warn,
                                          files)
         builder = CoordinatorBuilder(config, roles, weights, prompts, held_out, directory, store, progress, stop)

@@ -93,9 +93,8 @@ class CoordinatorBuilder:
     def _buffer(self) -> ReplayBuffer:
         config, coordinator = self.config.buffer, self.config.coordinator
         return ReplayBuffer(
-            config.capacity_samples or coordinator.samples_per_step,
-            config.capacity_mb * 2**20 if config.capacity_mb else None, coordinator.max_staleness,
-            config.lease_timeout_s)
+            coordinator.samples_ahead, config.capacity_mb * 2**20 if config.capacity_mb else None,
+            coordinator.max_staleness, config.lease_timeout_s)
 
     def _ledger(self, cursor: PromptCursor, resume_at: int | None) -> Ledger:
         """A new ledger, or the one in the checkpoint of step `resume_at`."""

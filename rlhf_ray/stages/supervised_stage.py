@@ -2,19 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.coordinator.health_monitor import HealthMonitor
+from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.load_report import left_out_lines
@@ -22,8 +24,8 @@ from rlhf_ray.data.stepwise_format import StepTokens
 from rlhf_ray.errors import ConfigError, DiskStalled
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family
-from rlhf_ray.observability.faults import FaultLog, note_restart
-from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
+from rlhf_ray.observability.faults import FaultLog
+from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_readers import DataReader, DataSummary
@@ -49,6 +51,7 @@ from rlhf_ray.stages.runtime import (
     sizes_note,
     start_learners,
 )
+from rlhf_ray.stages.supervised_attempts import SupervisedAttempts
 from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun
 
 
@@ -89,8 +92,6 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
     config, files, began = stage.config, directory.files, time.perf_counter()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, term=directory.term)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
-    metrics = await files.records.run(MetricsWriter, directory.path, config.logging,
-                                      start.step if start else NOTHING if resume else None, directory.term)
     with StageProgress(stage.title, config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
@@ -100,33 +101,57 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
             with stop.listening():
                 async with open_runtime(config, progress.note) as runtime:
                     learners, data, probe_seconds = await _prepare(stage, runtime, progress)
-                    lines = left_out_lines(data.left_out)
+                    lines = left_out_lines(data.summary.left_out)
                     await files.records.run(directory.write_text, directory.left_out.name, lines)
-                    run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
-                                        stage.card, data.contents)
-                    async with watch_node_drains(stop, progress.warn, [learners], on_failure=log.failed):
-                        if start is not None:
-                            await run.restore(start.path)
-                            await files.records.run(note_restart, directory.faults, start.step, directory.term)
-                        evaluation = await run.train()
-                        await run.export()
+                    health = HealthMonitor(config.cluster, log)
+                    health.register_learners([learners])
+                    restart = LearnerRestart(config.cluster.max_learner_restarts, health, [learners], store,
+                                             partial(_start_again, learners, data, config.cluster.start_timeout_s),
+                                             progress.warn, files)
+                    detector = HeartbeatDetector(health.watched, config.cluster.heartbeat_timeout_s, health.silent)
+
+                    def build(metrics: MetricsWriter) -> SupervisedRun:
+                        return SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
+                                             stage.card, data.summary.contents)
+
+                    attempts = SupervisedAttempts(config.logging, directory, store, stop, restart, log, build)
+                    async with (watch_node_drains(stop, progress.warn, [learners], on_failure=log.failed),
+                                health.at_work([detector])):
+                        run = await attempts.run(start, resume)
         except DiskStalled:
             files.hurry()
             raise
-        finally:
-            with suppress(DiskStalled):  # reported already by the first failure
-                await files.records.run(metrics.close)
-    return {"stage": stage.name, "steps": run.step, "rows": data.rows, "seconds": time.perf_counter() - began,
-            "probe_seconds": {learners.role: round(probe_seconds, 3)}, **evaluation, **run.keeper.summary()}
+    return {"stage": stage.name, "steps": run.step, "rows": data.summary.rows, "seconds": time.perf_counter() - began,
+            "probe_seconds": {learners.role: round(probe_seconds, 3)}, **run.evaluation, **run.keeper.summary()}
+
+
+async def _start_again(learners: WorkerGroup, data: "_Data", timeout_s: float) -> None:
+    """Start learners whose processes are new, and give them the rows."""
+    await start_learners(learners, timeout_s)
+    await data.hand_to(learners)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The rows of a run, in the object store."""
+
+    rows: Sequence[Any]
+    """References to training rows and held-out rows."""
+    summary: DataSummary
+
+    async def hand_to(self, learners: WorkerGroup) -> None:
+        """Give all ranks the rows, which they use without a copy."""
+        calls = learners.call_all("take", *self.rows, self.summary.sizes, self.summary.weights)
+        await asyncio.gather(*(call.done() for call in calls))
 
 
 async def _prepare(
     stage: SupervisedStage, runtime: Runtime, progress: StageProgress
-) -> tuple[WorkerGroup, DataSummary, float]:
+) -> tuple[WorkerGroup, _Data, float]:
     """Start learners and read the data at the same time, then pass the data to the learners.
 
     Returns:
-        the learners, what was read, and the seconds of the comparison with transformers.
+        the learners, the rows, and the seconds of the comparison with transformers.
     """
     config = stage.config
     reader = runtime.spawn("data_reader", stage.reader, PlacementConfig(pool=config.learner.pool, cpus=0),
@@ -151,10 +176,10 @@ async def _prepare(
     (call, summary), started = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
     progress.note(sizes_note(learners.role, started[0]))
     progress.note(probe_note(learners.role, started[0]))
-    await asyncio.gather(*(c.done() for c in learners.call_all("take", *call.refs[:2], summary.sizes,
-                                                                 summary.weights)))
+    data = _Data(call.refs[:2], summary)
+    await data.hand_to(learners)
     reader.kill()
-    return learners, summary, started[0]["probe_seconds"]
+    return learners, data, started[0]["probe_seconds"]
 
 
 def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: StepsConfig | None = None) -> None:

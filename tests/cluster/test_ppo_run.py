@@ -53,7 +53,7 @@ def test_the_directory_holds_what_a_run_promises(finished):
         ("prompts.jsonl", row, f"longer than max_tokens={PROMPT_TOKENS}") for row in (21, 22, 23)]
     assert {path.name for path in (finished.directory / "checkpoints").iterdir()} == {"step_2", "step_4"}
     resolved = yaml.safe_load((finished.directory / "config.yaml").read_text())
-    assert resolved["buffer"]["capacity_samples"] == SAMPLES and resolved["run"]["steps"] == STEPS
+    assert resolved["buffer"]["capacity_mb"] == 64 and resolved["run"]["steps"] == STEPS
     assert json.loads((finished.directory / "summary.json").read_text()) == finished.summary
 
 

@@ -37,7 +37,7 @@ OVERRIDES = [
     "--run.epochs=2 --run.steps=3", "--policy.optimizer.warmup_ratio=0.1 --policy.optimizer.warmup_steps=3",
     "--policy.optimizer.betas=0.9", "--policy.optimizer.learning_rate=inf", "--algorithm.kl.kind=adaptve",
     "--policy.lora.rank=0", "--algorithm.mini_batches=3", "--coordinator.concurrency=15",
-    "--coordinator.max_staleness=1 --generator.chunk=24", "--buffer.capacity_samples=127", "--buffer.capacity_mb=2",
+    "--coordinator.max_staleness=1 --generator.chunk=24", "--buffer.capacity_mb=2",
     "--buffer.lease_timeout_s=100", "--policy.micro_batch_tokens=700", "--policy.gpus=1", "--generator.workers=20",
     "--generator.pool=gpus", "--generator.sampling.temperature=0", "--policy.offload_optimizer=true",
     "--reference.shards=2 --reference.workers=3", "--reward.shards=2 --reward.workers=2 --reward.gpus=0.5",

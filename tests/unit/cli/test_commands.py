@@ -42,7 +42,7 @@ def test_a_run_begins_afresh_unless_told_to_resume(command_line, stage, ppo_file
     calls = stage("ppo")
     command_line("ppo", ppo_file)
     assert calls[0][1] == {"resume": False}
-    assert calls[0][0][0].buffer.capacity_samples == 128
+    assert calls[0][0][0].buffer.capacity_mb == 256
 
 
 def test_the_file_may_stand_anywhere(command_line, stage, ppo_file):

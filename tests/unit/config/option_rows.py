@@ -189,8 +189,9 @@ ROWS: list[Row] = [
           "tests/unit/stages/test_hung_stage.py::test_it_ends_by_itself_wherever_the_disk_hangs"),
     Shown(("cluster.max_restarts",), "tests/unit/coordinator/test_health_monitor.py::"
           "test_a_worker_that_never_completes_a_call_ends_the_run_after_so_many_restarts", stages=("ppo",)),
-    Refused(("cluster.heartbeat_timeout_s", "cluster.max_restarts", "cluster.max_learner_restarts"), 9,
-            "a learner that is lost ends this stage", stages=SUPERVISED),
+    Refused(("cluster.max_restarts",), 9, "a lost learner counts for cluster.max_learner_restarts", stages=SUPERVISED),
+    Shown(("cluster.heartbeat_timeout_s", "cluster.max_learner_restarts"), "tests/cluster/test_supervised_losses.py::"
+          "test_the_run_ends_as_the_undisturbed_one_bit_for_bit", stages=SUPERVISED),
     Refused(("cluster.heartbeat_timeout_s", "cluster.max_restarts"), 9, "a worker that is lost ends this stage",
             stages=("preferences",)),
     Refused(("cluster.max_learner_restarts",), 9, "no learners", stages=("preferences",)),
@@ -522,7 +523,6 @@ ROWS: list[Row] = [
           "tests/unit/replay/test_buffer.py::"
           "test_reserve_is_refused_while_bytes_are_full_but_reserved_work_may_still_commit"),
     Refused(("buffer.capacity_mb",), 1, "may not hold one batch", given={"prompts.max_tokens": 900}),
-    Refused(("buffer.capacity_samples",), 1, "cannot hold"),
     Shown(("buffer.lease_timeout_s",),
           "tests/unit/coordinator/test_pipeline.py::test_a_batch_that_nobody_acknowledged_in_time_is_lent_again"),
     Differs(("weights.transport",), ("object_store", "auto"), lambda config, _: transport_of(config),

@@ -16,11 +16,9 @@ from rlhf_ray.records import Experience, SampleKey
     [
         ("ppo", ["--algorithm.mini_batches=3"], ["128 x 1 = 128", "algorithm.mini_batches=3"]),
         ("ppo", ["--coordinator.samples_per_prompt=3", "--algorithm.mini_batches=1"], ["generator.chunk=16", "=3"]),
-        ("ppo", ["--buffer.capacity_samples=127"], ["capacity_samples=127", "128"]),
-        ("ppo", ["--buffer.capacity_samples=200", "--coordinator.max_staleness=1"], ["256"]),
         ("ppo", ["--buffer.capacity_mb=2"],
          ["buffer.capacity_mb=2", "128 samples of up to 768 tokens", "3 MiB", "lower coordinator.prompts_per_step"]),
-        ("ppo", ["--coordinator.prompts_per_step=16384", "--buffer.capacity_samples=16384"],
+        ("ppo", ["--coordinator.prompts_per_step=16384"],
          ["half of cluster.object_store_mb=256", "348 MiB"]),
         ("ppo", ["--buffer.lease_timeout_s=100"], ["buffer.lease_timeout_s=100", "cluster.call_timeout_s=1800"]),
         ("ppo", ["--coordinator.concurrency=15"], ["coordinator.concurrency=15", "generator.chunk=16"]),
@@ -113,7 +111,7 @@ def test_every_check_is_in_the_list():
     assert set(listed) == written - {combination_checks.check_combinations} and len(set(listed)) == len(listed)
 
 
-@pytest.mark.parametrize("overrides", [["--buffer.capacity_samples=128"], ["--policy.micro_batch_tokens=768"]])
+@pytest.mark.parametrize("overrides", [["--buffer.capacity_mb=3"], ["--policy.micro_batch_tokens=768"]])
 def test_the_limits_themselves_are_allowed(write, overrides):
     load(STAGES["ppo"], write("ppo"), overrides)
 

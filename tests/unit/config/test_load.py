@@ -138,12 +138,12 @@ class TestResolve:
         path = write("ppo", coordinator={"prompts_per_step": 6, "samples_per_prompt": 4, "max_staleness": 2},
                      generator={"chunk": 8})
         config = load(PPOConfig, path, ["--cluster.object_store_mb=300"])
-        assert config.buffer.capacity_samples == 3 * 6 * 4
+        assert config.coordinator.samples_ahead == 3 * 6 * 4
         assert config.buffer.capacity_mb == 150
 
     def test_given_capacities_stay(self, write):
-        config = load(PPOConfig, write("ppo", buffer={"capacity_samples": 999, "capacity_mb": 7}), [])
-        assert (config.buffer.capacity_samples, config.buffer.capacity_mb) == (999, 7)
+        config = load(PPOConfig, write("ppo", buffer={"capacity_mb": 7}), [])
+        assert config.buffer.capacity_mb == 7
 
     def test_twice_is_once(self, write):
         config = load(PPOConfig, write("ppo"), [])

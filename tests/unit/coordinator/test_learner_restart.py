@@ -56,9 +56,8 @@ def setting(tmp_path, gone=(), lost_at_start=0, warn=lambda _: None, **cluster):
 
     health, config = HealthMonitor(), ClusterConfig(**cluster)
     health.register_learners([policy, critic])
-    roles = SimpleNamespace(learners=lambda: [policy, critic], health=health)
     store = CheckpointStore(tmp_path, 2)
-    return LearnerRestart(config.max_learner_restarts, roles, store, start, warn), store, started
+    return LearnerRestart(config.max_learner_restarts, health, [policy, critic], store, start, warn), store, started
 
 
 @pytest.mark.parametrize("error", [lost("policy", "died"), lost("critic", "stale"), failed("critic")], ids=str)
