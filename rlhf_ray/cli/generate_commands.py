@@ -37,6 +37,11 @@ def sampling_of(stop: list[str] | None, stop_token_id: list[int] | None, **optio
     from rlhf_ray.config.generation import SamplingConfig
     from rlhf_ray.errors import ConfigError
 
+    without_effect = [name for name, keeps_all in (("top_p", 1), ("top_k", 0), ("min_p", 0))
+                      if options["temperature"] == 0 and options[name] != keeps_all]
+    if without_effect:
+        option = without_effect[0].replace("_", "-")
+        raise ConfigError(f"--temperature 0 takes the most likely token, whatever --{option}; leave one of them out")
     try:
         return SamplingConfig(stop=stop or [], stop_token_ids=stop_token_id or [], **options)
     except ValidationError as error:

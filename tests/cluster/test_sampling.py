@@ -120,6 +120,18 @@ def test_learners_follow_truncated_sampling(loop, generator, directory, model):
     assert (rollout.mask_sizes[~rollout.response_mask] == 0).all()
 
 
+def test_learners_follow_a_continued_response(loop, generator, directory):
+    """It is cut one token before it may end."""
+    kept = generator._engine
+    generator._engine = PartialRolloutEngine(CutBefore(kept, TRUNCATED["min_tokens"] - 1))
+    try:
+        rollout = assert_learners_follow(directory, loop, generator, TRUNCATED)
+    finally:
+        generator._engine = kept
+    assert min(len(response(rollout, i)) for i in range(len(rollout))) >= TRUNCATED["min_tokens"]
+    assert rollout.response_mask.sum() > 200 and (rollout.mask_sizes[rollout.response_mask] > 0).all()
+
+
 def test_another_distribution_than_training_s_has_no_masks(loop, generator):
     for other in ({}, {**TRUNCATED, "top_k": 5}, {**TRUNCATED, "stop_token_ids": [7]}):
         assert generated(loop, generator, **other).mask_sizes is None

@@ -40,6 +40,8 @@ OVERRIDES = [
     "--coordinator.max_staleness=1 --generator.chunk=24", "--buffer.capacity_mb=2",
     "--buffer.lease_timeout_s=100", "--policy.micro_batch_tokens=700", "--policy.gpus=1", "--generator.workers=20",
     "--generator.pool=gpus", "--generator.sampling.temperature=0", "--policy.offload_optimizer=true",
+    "--generator.sampling.top_p=0.9", "--generator.sampling.repetition_penalty=1.1",
+    "--generator.sampling.min_tokens=300", "--generator.sampling.stop=['']",
     "--reference.shards=2 --reference.workers=3", "--reward.shards=2 --reward.workers=2 --reward.gpus=0.5",
     "--reference.revision=v1", "--critic.init=reward --critic.path=other",
     "--algorithm.estimator=grpo", "--algorithm.kl.kind=adaptive --algorithm.kl.coef=0", "--evaluation.every=5",
