@@ -13,6 +13,8 @@ from rlhf_ray.errors import CheckpointError
 Contents = list[list[str]]
 """[source, digest] of each data set, in order."""
 
+ENCODER = json.JSONEncoder(sort_keys=True, default=str, separators=(",", ":"))
+
 
 class RowDigest:
     """Digest of the rows read so far: of all their columns, in order. The same from a file, a copy of it, or another
@@ -21,10 +23,11 @@ class RowDigest:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def update(self, row: dict[str, Any]) -> None:
-        """Add a row. Values that JSON cannot hold count as their text."""
-        self._hash.update(json.dumps(row, sort_keys=True, default=str).encode())
-        self._hash.update(b"\n")
+    def update(self, rows: list[dict[str, Any]]) -> None:
+        """Add some rows; how they are divided into calls does not matter. Values that JSON cannot hold count as their
+        text."""
+        if rows:
+            self._hash.update(ENCODER.encode(rows)[1:-1].encode() + b",")
 
     def __str__(self) -> str:
         return self._hash.hexdigest()

@@ -68,8 +68,7 @@ class LoadReport:
         Args:
             reasons: reason -> `[N]` True on the rows that it leaves out.
         """
-        for record in rows.records:
-            self.digest.update(record)
+        self.digest.update(rows.records)
         out = np.zeros(len(rows), dtype=bool)
         for reason, wrong in reasons.items():
             if (fresh := np.flatnonzero(wrong & ~out)).size:

@@ -32,7 +32,7 @@ FIRST_ROWS = 1000
 
 
 def check_data(config: DataSection, field: str) -> None:
-    """Refuse local data files that are missing or empty.
+    """Refuse local data files that are missing or empty, and fields of the Hub for a local directory.
 
     Raises:
         DataError: naming the field and the path.
@@ -40,6 +40,10 @@ def check_data(config: DataSection, field: str) -> None:
     for number, part in enumerate(config.parts()):
         name = f"mix.{number}.path" if config.sources else "prompts" if field == "evaluation" else "path"
         check_data_file(part.location, f"{field}.{name}")
+        for key in ("subset", "revision"):
+            if (value := getattr(part, key)) is not None and Path(part.location).expanduser().is_dir():
+                raise DataError(f"{field}.{key}={value!r} has no effect: {part.location} is a directory, not a data "
+                                "set of the Hub; leave it out")
 
 
 def check_first_rows(
@@ -86,11 +90,15 @@ def check_model(config: ModelConfig | NewModelConfig, field: str, ends: bool = T
 
     Raises:
         ModelError: naming the field and the path.
+        ConfigError: a revision of a local directory.
     """
     if isinstance(config, NewModelConfig):
         load_tokenizer(config)
         return
     check_model_directory(config, field)
+    if config.revision is not None and not config.trust_remote_code and Path(config.path).is_dir():
+        raise ConfigError(f"{field}.revision={config.revision!r} has no effect: {config.path} is a directory, not a "
+                          "model of the Hub; leave it out")
     size = local_configuration(config).get("vocab_size")
     if size is not None:
         check_vocabulary(load_tokenizer(config, ends), size, config.path)

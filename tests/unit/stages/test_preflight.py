@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_ray.config.algorithm import PtxConfig
+from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
@@ -18,6 +19,7 @@ from rlhf_ray.stages.ppo_roles import check_pretraining_text
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
+    check_data,
     check_data_file,
     check_model,
     check_row_length,
@@ -87,6 +89,14 @@ def test_a_tokenizer_may_not_have_ids_that_the_model_lacks(copy, llama, tmp_path
     make_tiny_tokenizer(tmp_path / "larger", 41)
     with pytest.raises(ModelError, match=r"id 40 \(token 'w40'\).*copy has only 40 embeddings"):
         check_model(config(copy, tokenizer=str(tmp_path / "larger")), "model")
+
+
+def test_fields_of_the_hub_are_refused_for_directories(llama, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.revision='v1' has no effect: .* is a directory"):
+        check_model(config(llama).model_copy(update={"revision": "v1"}), "model")
+    for name in ("subset", "revision"):
+        with pytest.raises(DataError, match=rf"prompts\.{name}='v1' has no effect: .* is a directory"):
+            check_data(PromptsConfig(path=str(tmp_path), **{name: "v1"}), "prompts")
 
 
 def test_a_new_model_needs_its_tokenizer(llama, tmp_path):
