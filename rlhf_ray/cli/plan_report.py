@@ -11,6 +11,7 @@ from rich.text import Text
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.findings import gib
 from rlhf_ray.planning.memory_breakdown import PARTS
+from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.plan import Plan
 from rlhf_ray.planning.roles import Role
 
@@ -59,7 +60,11 @@ def _roles(plan: Plan) -> Table:
 
 
 def _model(role: Role) -> str:
-    return "" if not role.models else f"{role.named} ({', '.join(size(shape.parameters) for shape in role.models)})"
+    return "" if not role.models else f"{role.named} ({', '.join(map(_weights, role.models))})"
+
+
+def _weights(shape: ModelShape) -> str:
+    return size(shape.parameters) + (f", {size(shape.active)} active" if shape.experts else "")
 
 
 def size(parameters: float) -> str:
@@ -178,6 +183,7 @@ def plan_as_values(plan: Plan) -> dict[str, Any]:
         "roles": {r.name: {"workers": r.placement.workers, "pool": r.placement.pool, "gpus": r.placement.gpus,
                            "cpus": r.placement.cpus, "model": r.named,
                            "parameters": [shape.parameters for shape in r.models],
+                           "active_parameters": [shape.active for shape in r.models],
                            "device_bytes": dict(plan.memory[r.name].device),
                            "host_bytes": dict(plan.memory[r.name].host)}
                   for r in plan.roles},

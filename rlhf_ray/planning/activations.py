@@ -48,7 +48,8 @@ def layer_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
 
     Each of two norms keeps the stream, the normalised stream and a factor of a product. Attention keeps queries, keys,
     values and outputs, and the outputs again as a factor. The feed-forward layer keeps its gate before and after the
-    activation, the up-projection, and their product.
+    activation, the up-projection, and their product; experts also keep each token's state once for each of its experts,
+    before and after.
     """
     stream, product = micro_batch.stream_bytes, micro_batch.product_bytes
     queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
@@ -56,13 +57,14 @@ def layer_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
     attention = (3 * queries + 2 * keys) * product
     if not micro_batch.on_gpu and micro_batch.longest <= SHORT_ROW and shape.heads == shape.kv_heads:
         attention += shape.heads * micro_batch.longest * FLOAT
-    return norms + attention + (4 if shape.gated else 2) * shape.intermediate * product
+    sent = 2 * shape.active_experts * shape.hidden * product
+    return norms + attention + sent + (4 if shape.gated else 2) * shape.width * product
 
 
 def transient_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
     """Bytes that the layer being computed holds, per token, beyond what it keeps: the feed-forward layer's factors (in
     the backward pass, their gradients) and the stream's."""
-    factors = (3 if shape.gated else 2) * shape.intermediate
+    factors = shape.matrices * shape.width
     return factors * micro_batch.product_bytes + 2 * shape.hidden * micro_batch.stream_bytes
 
 

@@ -60,11 +60,13 @@ class Training:
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Weights of adapters on every linear layer of a block (Hu et al. 2021): rank x (inputs + outputs) each."""
+    """Weights of adapters on every linear layer (Hu et al. 2021): rank x (inputs + outputs) each. Routed experts are not
+    linear layers in transformers, and have none."""
     queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
-    forward = (3 if shape.gated else 2) * (shape.hidden + shape.intermediate)
-    return shape.layers * rank * (attention + forward)
+    dense = (shape.layers - shape.expert_layers) * shape.matrices * (shape.hidden + shape.intermediate)
+    shared = shape.expert_layers * shape.matrices * (shape.hidden + shape.shared_intermediate)
+    return rank * (shape.layers * attention + dense + (shared if shape.shared_intermediate else 0))
 
 
 def learner_memory(config: LearnerConfig, model: Training) -> Memory:

@@ -5,7 +5,7 @@ Weights are never read.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "bert", "roberta", "disti
 BYTES = {"float32": 4, "bfloat16": 2}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json that identify a mixture of experts."""
+MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Mixtures of experts (`model_type`) whose weights are counted; others place their experts by keys of their own."""
 NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -60,28 +62,55 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
     """The shape that a config.json describes.
 
     Raises:
-        ModelError: a number is missing, or the model is a mixture of experts.
+        ModelError: a number is missing, or the model is a mixture of experts whose weights are not counted.
     """
     values = values.get("text_config") or values
     experts = [key for key in EXPERTS if (values.get(key) or 1) > 1]
-    if experts:
+    if experts and values.get("model_type") not in MIXTURES:
         raise ModelError(f"{what}: {experts[0]}={values[experts[0]]} in its config.json makes it a mixture of experts, "
-                         "which cannot be planned; name a dense model of about the same size with --shape")
+                         f"and only those of {', '.join(MIXTURES)} can be planned; name a model of about the same size "
+                         "with --shape")
     numbers = {name: next((values[key] for key in keys if values.get(key)), None) for name, keys in NAMES.items()}
     missing = [NAMES[name][0] for name, number in numbers.items() if number is None]
-    missing += [] if values.get("vocab_size") else ["vocab_size"]
+    missing += [key for key in ("vocab_size", *(["num_experts_per_tok"] if experts else [])) if not values.get(key)]
     if missing:
         raise ModelError(f"{what}: its config.json has no {' and no '.join(missing)}, so its memory cannot be planned; "
                          "name a model of the same shape with --shape")
-    hidden, heads = int(numbers["hidden"] or 0), int(numbers["heads"] or 0)
-    return ModelShape(
-        hidden=hidden, layers=int(numbers["layers"] or 0), heads=heads,
+    hidden, heads, layers = int(numbers["hidden"] or 0), int(numbers["heads"] or 0), int(numbers["layers"] or 0)
+    shape = ModelShape(
+        hidden=hidden, layers=layers, heads=heads,
         kv_heads=int(values.get("num_key_value_heads") or heads),
         intermediate=int(values.get("intermediate_size") or values.get("n_inner") or 4 * hidden),
         vocabulary=int(values["vocab_size"]), tied=bool(values.get("tie_word_embeddings", False)),
         head_dim=values.get("head_dim"), gated=values.get("model_type") not in UNGATED,
         saved_bytes=BYTES.get(str(values.get("dtype") or values.get("torch_dtype"))),
     )
+    if experts:
+        shape = replace(shape, **_mixture(values, values[experts[0]], layers))
+    return replace(shape, **_latent(values, hidden, heads)) if values.get("kv_lora_rank") else shape
+
+
+def _mixture(values: Mapping[str, Any], experts: int, layers: int) -> dict[str, int]:
+    """The fields of a mixture of experts, from the keys of `MIXTURES`."""
+    width = int(values.get("moe_intermediate_size") or values["intermediate_size"])
+    dense, every = values.get("mlp_only_layers") or (), int(values.get("decoder_sparse_step") or 1)
+    return {
+        "experts": int(experts), "active_experts": int(values["num_experts_per_tok"]), "expert_intermediate": width,
+        "shared_intermediate": int(values.get("shared_expert_intermediate_size")
+                                   or (values.get("n_shared_experts") or 0) * width),
+        "dense_layers": int(values.get("first_k_dense_replace") or 0)
+        + sum(layer in dense or (layer + 1) % every != 0 for layer in range(layers)),
+    }
+
+
+def _latent(values: Mapping[str, Any], hidden: int, heads: int) -> dict[str, int]:
+    """The fields of latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1)."""
+    latent, turned, plain, value = (
+        int(values[key]) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    queries, compressed = heads * (plain + turned), values.get("q_lora_rank")
+    projected = compressed * (hidden + queries) if compressed else hidden * queries
+    return {"attention": projected + hidden * (latent + turned) + latent * heads * (plain + value)
+            + heads * value * hidden, "cached": latent + turned, "head_dim": plain + turned}
 
 
 def _new(model: NewModelConfig) -> ModelShape:
@@ -172,6 +201,21 @@ KNOWN = (
     KnownModel((*_named("meta-llama", "Llama-3.1-70B", "Llama-3.1-70B-Instruct", "Llama-3.3-70B-Instruct"),
                 "allenai/Llama-3.1-Tulu-3-70B-SFT"), 70.6,
                _shape(8192, 80, (64, 8), 28672, 128256)),
+    # Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv:2401.04088, table 1), Qwen3 (table 2), gpt-oss (OpenAI 2025,
+    # arXiv:2508.10925, table 1), DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, section 4.2, without its MTP layer)
+    KnownModel(_named("mistralai", "Mixtral-8x7B-v0.1", "Mixtral-8x7B-Instruct-v0.1"), 46.7,
+               replace(_shape(4096, 32, (32, 8), 14336, 32000), experts=8, active_experts=2,
+                       expert_intermediate=14336)),
+    KnownModel(_named("Qwen", "Qwen3-30B-A3B", "Qwen3-30B-A3B-Base"), 30.5,
+               replace(_shape(2048, 48, (32, 4), 6144, 151936, head_dim=128), experts=128, active_experts=8,
+                       expert_intermediate=768)),
+    KnownModel(("openai/gpt-oss-20b",), 20.9,
+               replace(_shape(2880, 24, (64, 8), 2880, 201088, head_dim=64), experts=32, active_experts=4,
+                       expert_intermediate=2880)),
+    KnownModel(_named("deepseek-ai", "DeepSeek-V3", "DeepSeek-V3-Base", "DeepSeek-R1"), 671,
+               replace(_shape(7168, 61, (128, 128), 18432, 129280, head_dim=192), experts=256, active_experts=8,
+                       expert_intermediate=2048, shared_intermediate=2048, dense_layers=3, attention=187_105_280,
+                       cached=576)),
     # Mistral 7B (Jiang et al. 2023, arXiv:2310.06825, table 1; the vocabulary of v0.3)
     KnownModel(_named("mistralai", "Mistral-7B-v0.3", "Mistral-7B-Instruct-v0.3"), 7.25,
                _shape(4096, 32, (32, 8), 14336, 32768)),

@@ -1,4 +1,4 @@
-"""Operations and bytes of a Llama-style model, computed from its shape."""
+"""Operations and bytes of a Llama-style model, dense or a mixture of experts, computed from its shape."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -6,7 +6,10 @@ from typing import Self
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Widths and depths. Norms and biases are not counted: they are thousandths of the whole."""
+    """Widths and depths. Norms and biases are not counted: they are thousandths of the whole.
+
+    Memory goes by all weights, time by those that a token is multiplied with (`active`).
+    """
 
     hidden: int
     layers: int
@@ -27,26 +30,87 @@ class ModelShape:
     saved_bytes: int | None = None
     """Bytes of a weight in the model's files, if config.json gives the precision."""
 
+    experts: int = 0
+    """Experts of each layer in a mixture of experts; 0 for a dense model."""
+    active_experts: int = 0
+    """Experts that each token is sent to."""
+    expert_intermediate: int = 0
+    """Width of an expert."""
+    shared_intermediate: int = 0
+    """Width of a layer's experts that every token passes, together."""
+    dense_layers: int = 0
+    """Layers of a mixture of experts that have one feed-forward layer of `intermediate` instead."""
+    attention: int | None = None
+    """Weights of one layer's attention, if they are not four projections (latent attention)."""
+    cached: int | None = None
+    """Values that one layer caches for a token, if not a key and a value per head (latent attention)."""
+
     @property
     def head_width(self) -> int:
         """Width of one attention head."""
         return self.head_dim or self.hidden // self.heads
 
     @property
+    def matrices(self) -> int:
+        """Matrices of a feed-forward layer."""
+        return 3 if self.gated else 2
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def width(self) -> int:
+        """Largest width of what a token passes in a feed-forward layer."""
+        routed = self.active_experts * self.expert_intermediate + self.shared_intermediate
+        return max(routed, self.intermediate) if self.layers > self.expert_layers else routed
+
+    @property
     def layer_parameters(self) -> int:
-        """Weights of one layer."""
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_width
-        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+        """Weights of one layer; of the larger kind, if there are two."""
+        dense = self.matrices * self.hidden * self.intermediate if self.layers > self.expert_layers else 0
+        return self._attention + max(dense, self._routed(self.experts) if self.experts else 0)
+
+    @property
+    def _attention(self) -> int:
+        projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_width
+        return projections if self.attention is None else self.attention
+
+    def _routed(self, experts: int) -> int:
+        """Weights of the router, of some experts, and of the shared ones."""
+        width = experts * self.expert_intermediate + self.shared_intermediate
+        return self.hidden * (self.experts + self.matrices * width)
+
+    def _products(self, experts: int) -> int:
+        """Weights that some token is multiplied with, if only so many experts of each layer are counted."""
+        dense = (self.layers - self.expert_layers) * self.matrices * self.hidden * self.intermediate
+        return (self.layers * self._attention + dense + self.expert_layers * self._routed(experts)
+                + self.vocabulary * self.hidden)
+
+    @property
+    def active(self) -> int:
+        """Weights that each token is multiplied with: projections, feed-forward layers or its experts, output."""
+        return self._products(self.active_experts)
 
     @property
     def multiplied(self) -> int:
-        """Weights that every token is multiplied with: projections, feed-forward layers, output."""
-        return self.layers * self.layer_parameters + self.vocabulary * self.hidden
+        """The same, with all experts."""
+        return self._products(self.experts)
 
     @property
     def parameters(self) -> int:
         """All weights, including an untied embedding, which is looked up and not multiplied."""
         return self.multiplied + (self.looked_up + (0 if self.tied else self.vocabulary)) * self.hidden
+
+    def read_bytes(self, tokens: float) -> float:
+        """Bytes of weights that a step over this many tokens reads: of an expert layer those of every expert that a
+        token is sent to, if all experts are equally likely."""
+        if not self.experts:
+            return self.weight_bytes
+        spared = self.experts * (1 - self.active_experts / self.experts) ** tokens
+        return self.weight_bytes - (
+            self.expert_layers * spared * self.matrices * self.hidden * self.expert_intermediate * self.bytes_per_value)
 
     @property
     def weight_bytes(self) -> int:
@@ -56,12 +120,13 @@ class ModelShape:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_width * self.bytes_per_value
+        each = 2 * self.kv_heads * self.head_width if self.cached is None else self.cached
+        return self.layers * each * self.bytes_per_value
 
     def token_flops(self, context: float) -> float:
-        """Operations of the forward pass of one token that attends to `context` tokens: two per weight, and four per
-        value attended to (Kaplan et al. 2020, table 1)."""
-        return 2 * self.multiplied + 4 * self.layers * self.hidden * context
+        """Operations of the forward pass of one token that attends to `context` tokens: two per active weight, and four
+        per value attended to (Kaplan et al. 2020, table 1)."""
+        return 2 * self.active + 4 * self.layers * self.hidden * context
 
     def row_flops(self, length: float) -> float:
         """Operations of a forward pass over a row, whose tokens attend to half of it on average."""
