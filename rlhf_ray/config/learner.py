@@ -96,6 +96,9 @@ class LearnerConfig(PlacementConfig):
     """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the loss that balances the routers of a mixture of experts (Fedus et al. 2021, eq. 4; 0.001 to 0.02 in
+    the config.json of Qwen and Mixtral models); each micro-batch is balanced on its own. 0 leaves the routers alone."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters on a frozen model in its own precision; if empty, train the whole model."""
 

@@ -57,6 +57,18 @@ def is_checkpointed(layer: nn.Module) -> bool:
     return isinstance(layer, GradientCheckpointingLayer) and bool(layer.gradient_checkpointing)
 
 
+def router_output(model: PreTrainedModel) -> tuple[type[nn.Module], int]:
+    """The class of a mixture's routers, and which of their outputs is the logits.
+
+    Source: 5.19.0, utils/output_capturing.py (`OutputRecorder`), modeling_utils.py
+    (`PreTrainedModel._can_record_outputs`).
+    Missing: `output_router_logits` computes the logits of all tokens as well, padded ones among them.
+    Otherwise: learners with `router_aux_loss_coef` fail before they start.
+    """
+    recorder = model.base_model._can_record_outputs["router_logits"]
+    return recorder.target_class, recorder.index
+
+
 def checkpoint_tensors(config: PretrainedConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """A parameter of a causal language model as its checkpoints have it, by name: an expert each instead of all in one
     tensor, or under another name. Most parameters are as they are.

@@ -160,31 +160,34 @@ def checkpoint_weights(
 
 
 def load_checkpoint_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load tensors of a checkpoint into a model through its parameters' weight loaders.
+    """Load tensors of a checkpoint into a model through its parameters' weight loaders, by which a reload follows.
 
-    GPT-OSS's own `load_weights` copies attention sinks without their weight loader, by which a reload follows.
+    Two kinds are loaded without the model's `load_weights`: it copies GPT-OSS's attention sinks directly, and replaces
+    the bias of a head by a new parameter when it runs transformers' implementation.
 
-    Source: 0.32.0, model_executor/models/gpt_oss.py (`_load_weights_other`).
-    Missing: a weight loader of the sinks.
-    Otherwise: generators of GPT-OSS keep the sinks that they started with.
+    Source: 0.32.0, model_executor/models/gpt_oss.py (`_load_weights_other`), models/transformers/causal.py
+    (`CausalMixin.load_weights`).
+    Missing: weight loaders that these two use.
+    Otherwise: generators keep the sinks that they started with, or fail at their first publication.
     """
-    model.load_weights(_without_sinks(model, weights))  # type: ignore[operator]
+    model.load_weights(_without_direct(model, weights))  # type: ignore[operator]
 
 
-def _without_sinks(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Loads the sinks, and passes everything else on."""
+def _without_direct(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Loads the sinks and the head's bias, and passes everything else on."""
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     for name, tensor in weights:
-        if not name.endswith(".sinks"):
+        if not name.endswith((".sinks", "lm_head.bias")):
             yield name, tensor
             continue
         parameter = dict(model.named_parameters()).get(name.replace(".self_attn.", ".attn."))
-        if parameter is not None:  # else it is in another stage of a pipeline
-            heads = len(parameter)
-            own = tensor if len(tensor) == heads else tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
-            getattr(parameter, "weight_loader", default_weight_loader)(parameter, own)
+        if parameter is None:
+            continue  # in another stage of a pipeline
+        if name.endswith(".sinks") and len(tensor) != len(parameter):
+            tensor = tensor.narrow(0, get_tensor_model_parallel_rank() * len(parameter), len(parameter))
+        getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
 
 
 def begin_reload(model: nn.Module) -> dict[nn.Module, Any]:

@@ -210,8 +210,10 @@ def _not_as_vllm_has_it(values: Mapping[str, Any]) -> str | None:
         return "transformers rounds its ALiBi biases to bfloat16 (alibi=true), and vLLM does not"
     if kind in ("gpt_oss", "deepseek_v3") and values.get("tie_word_embeddings"):
         return "vLLM gives it a head of its own, without weights (tie_word_embeddings=true)"
-    if kind in ("cohere", "cohere2", "gemma2") and values.get("tie_word_embeddings") is False:
-        return "vLLM takes the embedding for its head, whatever tie_word_embeddings is"
+    if kind in ("bloom", "cohere", "cohere2", "gemma2") and values.get("tie_word_embeddings") is False:
+        return "vLLM takes its embedding for its head, or fails (tie_word_embeddings=false)"
+    if kind == "cohere2" and "sliding_attention" in (values.get("layer_types") or []):
+        return f"vLLM's sliding window is one token wider than transformers' ({values.get('sliding_window')})"
     missing = [f"{name}={value!r}" for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
                if kind == "deepseek_v3" and values.get(name) != value]
     if missing:

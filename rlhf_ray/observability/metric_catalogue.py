@@ -37,6 +37,7 @@ METRICS: dict[str, Metric] = {
     "policy/optimizer_steps": Metric("Policy's optimizer steps before algorithm.target_kl ended the update", "steps"),
     "policy/kl_penalty": Metric("KL penalty in the policy's loss, before its coefficient", "nats per token"),
     "policy/ptx_loss": Metric("Language-modelling loss on pretraining text", "nats per token"),
+    "policy/router_aux_loss": Metric("Load-balancing loss of the policy's routers, before its coefficient"),
     "policy/ratio_mean": Metric("Probability ratio to the policy before the update, mean"),
     "policy/is_weight_mean": Metric("Importance weight of learner over generator, mean"),
     "policy/is_capped_fraction": Metric("Tokens whose importance weight was over the cap", "share"),

@@ -60,8 +60,8 @@ class Training:
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Weights of adapters on every linear layer (Hu et al. 2021): rank x (inputs + outputs) each. Routed experts are not
-    linear layers in transformers, and have none."""
+    """Weights of adapters on every linear layer (Hu et al. 2021): rank x (inputs + outputs) each. Routed experts are
+    not linear layers in transformers, and have none."""
     queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
     dense = (shape.layers - shape.expert_layers) * shape.matrices * (shape.hidden + shape.intermediate)

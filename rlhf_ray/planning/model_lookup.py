@@ -201,8 +201,8 @@ KNOWN = (
     KnownModel((*_named("meta-llama", "Llama-3.1-70B", "Llama-3.1-70B-Instruct", "Llama-3.3-70B-Instruct"),
                 "allenai/Llama-3.1-Tulu-3-70B-SFT"), 70.6,
                _shape(8192, 80, (64, 8), 28672, 128256)),
-    # Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv:2401.04088, table 1), Qwen3 (table 2), gpt-oss (OpenAI 2025,
-    # arXiv:2508.10925, table 1), DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, section 4.2, without its MTP layer)
+    # Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv:2401.04088, table 1), Qwen3 (table 2), gpt-oss (OpenAI
+    # 2025, arXiv:2508.10925, table 1), DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, section 4.2, without MTP)
     KnownModel(_named("mistralai", "Mixtral-8x7B-v0.1", "Mixtral-8x7B-Instruct-v0.1"), 46.7,
                replace(_shape(4096, 32, (32, 8), 14336, 32000), experts=8, active_experts=2,
                        expert_intermediate=14336)),

@@ -77,9 +77,10 @@ class Engine:
         """Seconds of one decoding step of `batch` sequences with `context` tokens each: the larger of the times to read
         weights and cache and to compute (Pope et al. 2022, section 2), plus two all-reduces per layer."""
         m, h = self.model, self.hardware
-        read = (m.read_bytes(batch) + batch * context * m.cache_bytes) / (self.gpus * h.memory_bandwidth * h.memory_share)
+        read = m.read_bytes(batch) + batch * context * m.cache_bytes
+        reading = read / (self.gpus * h.memory_bandwidth * h.memory_share)
         compute = batch * m.token_flops(context) / (self.gpus * h.flops * h.forward_share)
-        return max(read, compute) + self._communicate_s(batch) + h.step_s
+        return max(reading, compute) + self._communicate_s(batch) + h.step_s
 
     def reads_most(self, batch: float, context: float) -> bool:
         """Whether a decoding step is bound by memory bandwidth, not by operations."""

@@ -18,6 +18,7 @@ from rlhf_ray.engine.deepspeed_engine import StepResult, TrainEngine
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
+from rlhf_ray.models.router_balance import RouterBalance
 from rlhf_ray.records import Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.async_checkpoint import Writers
 from rlhf_ray.roles.learner_state import LearnerState
@@ -77,6 +78,7 @@ class Learner:
         """Chunks of the output head's work. In lockstep each call of the head is a collective call, so all ranks use
         the same number of chunks, independent of their micro-batches."""
         self.adapters: Adapters | None = None
+        self._router_balance: RouterBalance | None = None
         self.publication = Publication(rank, self.lockstep)
         self._profile = TorchProfile()
         self.last_update: UpdateStats | None = None
@@ -107,6 +109,8 @@ class Learner:
             self.adapters = Adapters(module.model, self.config.lora, str(getattr(self.model_config, "path", "")))
         if self.config.lora or self.head_dropout:
             torch.manual_seed(self.seed + self.rank)  # ranks use different dropout
+        if self.config.router_aux_loss_coef:
+            self._router_balance = RouterBalance(module.model)
         sizes = {"parameters": sum(p.numel() for p in module.parameters()),
                  "trained": sum(p.numel() for p in module.parameters() if p.requires_grad)}
         self.engine = TrainEngine(module, self.config, self.total_steps)
@@ -146,7 +150,16 @@ class Learner:
 
     def shares(self, mini_batch: Any, meter: AverageMeter) -> Iterator[Tensor]:
         """This rank's parts of the mini-batch's loss; the sum over all ranks and micro-batches is the loss."""
-        return (self.share(part, mini_batch, counted, meter) for part, counted in self.parts(mini_batch))
+        for part, counted in self.parts(mini_batch):
+            share = self.share(part, mini_batch, counted, meter)
+            yield share + self._balancing(part, mini_batch, counted, meter) if self._router_balance else share
+
+    def _balancing(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
+        """The auxiliary loss of the routers in the pass over some rows, by their share of the mini-batch's tokens."""
+        assert self._router_balance is not None
+        loss, tokens = self._router_balance.loss(), float(part.lengths.sum()) if counted else 0.0
+        meter.add(tokens, {"router_aux_loss": loss.detach()})
+        return self.config.router_aux_loss_coef * loss * (tokens / float(whole.lengths.sum()))
 
     def parts(self, rows: Any) -> Iterator[tuple[Any, bool]]:
         """This rank's micro-batches of some rows, and whether each counts. A rank without rows left takes part in the

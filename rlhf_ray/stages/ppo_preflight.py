@@ -6,6 +6,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.failpoints import armed
 from rlhf_ray.models.loading import has_scalar_head
 from rlhf_ray.models.model_families import POLICY, Use, check_family
+from rlhf_ray.models.router_balance import check_router
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.stages.ppo_roles import check_pretraining_text
 from rlhf_ray.stages.preflight import (
@@ -41,6 +42,7 @@ def preflight(config: PPOConfig) -> None:
     check_family(config.model, "model", POLICY, rows)
     check_rewards(config)
     check_adapters(config.policy, config.model, "policy", scalar=False)
+    check_router(config.model, "policy", config.policy.router_aux_loss_coef)
     if config.reference.path:
         _check_other_model(config, derived.reference_model, "reference")
         check_family(derived.reference_model, "reference", {Use.LANGUAGE}, rows)
@@ -51,6 +53,7 @@ def preflight(config: PPOConfig) -> None:
         source = "critic" if config.critic.path else f"critic.init={config.critic.init}"
         check_family(derived.critic_model, source, {Use.SCALAR}, rows)
         check_adapters(config.critic, derived.critic_model, "critic", scalar=True)
+        check_router(derived.critic_model, "critic", config.critic.router_aux_loss_coef)
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
     if config.evaluation:

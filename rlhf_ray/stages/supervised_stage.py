@@ -24,6 +24,7 @@ from rlhf_ray.data.stepwise_format import StepTokens
 from rlhf_ray.errors import ConfigError, DiskStalled
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family
+from rlhf_ray.models.router_balance import check_router
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -199,6 +200,7 @@ def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: St
     check_family(config.model, "model", {Use.SCALAR if pairs else Use.LANGUAGE},
                  (config.data.max_tokens, "data.max_tokens"))
     check_adapters(config.learner, config.model, "learner", scalar=pairs)
+    check_router(config.model, "learner", config.learner.router_aux_loss_coef)
     if steps is not None:
         StepTokens.of(steps, load_tokenizer(config.model))
     _check_budget(config, pairs)

@@ -35,11 +35,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama", "qwen2", "qwen3", "gemma", "phi3", "olmo", "olmo2", "granite", "glm", "glm4", "starcoder2")},
     "mistral": ("mistral", {**GROUPED, "sliding_window": None}),
     "mistral, window": ("mistral", {**GROUPED, "sliding_window": WINDOW}),
-    "gemma2": ("gemma2", {**ONE_WINDOW, "query_pre_attn_scalar": 32}),
-    "gemma3_text": ("gemma3_text", {**ONE_WINDOW, "query_pre_attn_scalar": 32}),
+    **{family: (family, {**ONE_WINDOW, "hidden_size": 64, "query_pre_attn_scalar": 32})
+       for family in ("gemma2", "gemma3_text")},
     "granite, scaled": ("granite", {**GROUPED, **SCALED, "logits_scaling": 4.0}),
     "smollm3": ("smollm3", {**GROUPED, "no_rope_layers": [1, 0]}),
-    "cohere": ("cohere", {**GROUPED, "logit_scale": 0.3}), "cohere2": ("cohere2", {**ONE_WINDOW, "logit_scale": 0.3}),
+    "cohere": ("cohere", {**GROUPED, "logit_scale": 0.3}),
+    "cohere2": ("cohere2", {**GROUPED, "logit_scale": 0.3, "layer_types": ["full_attention"] * 2}),
     "starcoder2, window": ("starcoder2", {**GROUPED, "sliding_window": WINDOW}),
     "gpt_neox": ("gpt_neox", {**USUAL, "rotary_pct": 0.5}), "phi": ("phi", USUAL), "gpt2": ("gpt2", GPT),
     "nemotron": ("nemotron", GROUPED), "stablelm": ("stablelm", GROUPED),
@@ -57,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """`model_type` and shape by name."""
 UNTIED = frozenset({"gpt_oss", "deepseek_v3", "deepseek_v3, yarn"})
 """Models whose tied head vLLM ignores."""
-TIED = frozenset({"cohere", "cohere2", "gemma2"})
+TIED = frozenset({"bloom", "cohere", "cohere2", "gemma2"})
 """Models that vLLM takes for tied."""
 
 

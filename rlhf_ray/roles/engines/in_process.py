@@ -267,8 +267,12 @@ class InProcessEngine:
             inspect_architectures(self._settings)
             config = engine_arguments(self._settings).create_engine_config()
             gc.freeze()  # vLLM collects garbage five times as it starts; imported modules need no scan
-            with unchanged_transformers_classes(self._settings.architectures):
-                self._engine = engine_in_this_process(config)
+            try:
+                with unchanged_transformers_classes(self._settings.architectures):
+                    self._engine = engine_in_this_process(config)
+            except Exception:
+                self._release()  # vLLM's state of this process, which would fail the next engine
+                raise
             self._engine.set_weight_version("0")
             [self._model] = self._engine.apply_model(lambda model: model)
 
@@ -323,13 +327,16 @@ class InProcessEngine:
         self._engine.collective_rpc("finish_weight_update")
 
     def _shut_down(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         self._die(WorkerError(f"{self._settings.name} was stopped"))
         if self._engine is not None:
             shut_down(self._engine)
             self._engine = self._model = self._routes = None
-            cleanup_dist_env_and_memory()
+            self._release()
+
+    def _release(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
 
     def _die(self, error: RLHFError) -> None:
         self._dead = error

@@ -176,7 +176,8 @@ REFUSED = [
     ("rwkv", {}, PACKED, "weights"),
     ("falcon", {"alibi": True}, DECODING, "ALiBi"), ("gpt_oss", {"tie_word_embeddings": True}, DECODING, "head"),
     *((name, {"tie_word_embeddings": False}, DECODING, "embedding for its head") for name in (
-        "cohere", "cohere2", "gemma2")),
+        "bloom", "cohere", "cohere2", "gemma2")),
+    ("cohere2", {"sliding_window": 16}, DECODING, "one token wider .*16"),
     ("deepseek_v3", {**ROUTED, "tie_word_embeddings": True}, DECODING, "head"),
     ("deepseek_v3", {"scoring_func": "sigmoid"}, DECODING, "routes .*topk_method='noaux_tc' in"),
     ("deepseek_v3", {}, DECODING, "scoring_func='sigmoid' and topk_method"),
@@ -201,6 +202,7 @@ def test_what_is_known_not_to_work_is_refused_by_name_and_reason(family, shape, 
         "phi3", "qwen2", "qwen3", "stablelm")),
     ("falcon", {}, POLICY | PACKED), ("mixtral", {}, POLICY | PACKED), ("olmo2", {}, POLICY | PACKED),
     ("mamba", {}, PACKED), ("bloom", {}, POLICY | PACKED), ("gpt_oss", {}, POLICY | PACKED),
+    ("cohere2", {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}, POLICY | PACKED),
     ("deepseek_v3", ROUTED, POLICY | PACKED), ("olmoe", {}, POLICY | PACKED), ("seed_oss", {}, POLICY | PACKED),
 ])
 def test_what_is_right_or_not_known_is_let_through(family, shape, uses, tmp_path):

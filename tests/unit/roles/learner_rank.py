@@ -36,6 +36,8 @@ from tests.cluster.learners.plain_torch import (
 )
 
 CARD = ModelCardInfo("ppo", 2, "base", "rows")
+BALANCED = 0.5
+"""Coefficient of the routers' loss."""
 MARGINS = np.linspace(0, 2, 9, dtype=np.float32)
 
 
@@ -158,11 +160,24 @@ def supervised(cls: Any, path: Path, train: Any, held_out: Any, address: str, **
     return {**result, "without": it.evaluate(), "learner": it}
 
 
+def mixture(files: Any, address: str, _: Path) -> dict[str, Any]:
+    """SFT of a mixture of experts whose routers are balanced, in one micro-batch; the same in several."""
+    train, held_out = make_sequences(1), make_sequences(2)
+    found = []
+    for tokens in (4096, SMALL):
+        config = supervised_arguments(files.mixture, 1, tokens)["config"].model_copy(
+            update={"router_aux_loss_coef": BALANCED})
+        found.append(supervised(SFTLearner, files.mixture, train, held_out, address, config=config))
+        learner = found[-1].pop("learner")
+        found[-1]["parts"] = [part for part, _ in learner.parts(train)]
+    return {**found[0], "several": found[1]}
+
+
 def main(files: Any, folder: Path) -> dict[str, Any]:
     address = Learner.rendezvous(None, "127.0.0.1")  # type: ignore[arg-type]
     distributed.join(address, 0, 1, 60.0)
     results = {make_all.__name__: make_all(files, address, folder)
-             for make_all in (policy, adapters, critic, actor_critic)}
+             for make_all in (policy, adapters, critic, actor_critic, mixture)}
     for cls, path, data, options in (
         (SFTLearner, files.tied, [make_sequences(seed) for seed in (1, 2)], {}),
         (RewardModelLearner, files.reward,
@@ -176,7 +191,7 @@ def main(files: Any, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tied, reward, folder = map(Path, sys.argv[1:])
-    results = main(SimpleNamespace(tied=tied, reward=reward), folder)
+    tied, reward, mixed, folder = map(Path, sys.argv[1:])
+    results = main(SimpleNamespace(tied=tied, reward=reward, mixture=mixed), folder)
     (folder / "results.pickle").write_bytes(pickle.dumps(results))
     distributed.leave()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.roles.ppo_update import training_batch
@@ -40,14 +41,16 @@ from tests.cluster.learners.plain_torch import (
     step_loss,
 )
 from tests.models import make_tiny_llama, make_tiny_reward_model
-from tests.unit.roles.learner_rank import MARGINS
+from tests.tiny_families import DECODERS, config_of
+from tests.unit.roles.learner_rank import BALANCED, MARGINS
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A policy with tied embeddings and a reward model."""
+    """A policy with tied embeddings, a reward model, and a mixture of experts."""
     folder = tmp_path_factory.mktemp("models")
-    return SimpleNamespace(tied=make_tiny_llama(folder / "tied", vocab=VOCAB),
+    AutoModelForCausalLM.from_config(config_of("mixtral", **DECODERS["mixtral"])).save_pretrained(folder / "mixture")
+    return SimpleNamespace(tied=make_tiny_llama(folder / "tied", vocab=VOCAB), mixture=folder / "mixture",
                            reward=make_tiny_reward_model(folder / "reward", vocab=VOCAB))
 
 
@@ -61,8 +64,8 @@ def results(files, folder):
     """What the process of `learner_rank` returned."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     script = Path(__file__).with_name("learner_rank.py")
-    done = subprocess.run([sys.executable, str(script), str(files.tied), str(files.reward), str(folder)],
-                          env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, str(script), str(files.tied), str(files.reward), str(files.mixture),
+                           str(folder)], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return SimpleNamespace(**pickle.loads((folder / "results.pickle").read_bytes()))
 
@@ -211,6 +214,28 @@ def test_supervised_updates_and_evaluations_are_plain_torchs(results, files, kin
     assert all(stats.tokens == int(train.lengths.sum()) and stats.seconds > 0 for stats in result["stats"])
     assert {"loss", "grad_norm", "learning_rate"} <= set(result["stats"][0].metrics)
     assert result["without"] == {}, "without held-out rows"
+
+
+def balancing(model, rows):
+    """The routers' loss by transformers, of padded rows."""
+    parts = [torch.from_numpy(rows.row(i, "tokens").astype(np.int64)) for i in range(len(rows))]
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)
+    tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    return model(input_ids=tokens, attention_mask=mask, output_router_logits=True).aux_loss
+
+
+def test_the_routers_of_a_mixture_are_balanced(results, files):
+    """The coefficient weighs transformers' loss of the mini-batch; of several micro-batches, each by its tokens."""
+    result, train = results.mixture, make_sequences(1)
+    assert_same_update(plain_supervised(load_policy(files.mixture), train, lambda model, rows: (
+        sft_loss(model, rows) + BALANCED * balancing(model, rows))), result["before"], result["after"])
+    model, several = load_policy(files.mixture), result["several"]
+    with torch.no_grad():
+        assert result["stats"][0].metrics["router_aux_loss"] == pytest.approx(float(balancing(model, train)), rel=1e-4)
+        parts = [(float(part.lengths.sum()), float(balancing(model, part))) for part in several["parts"]]
+        assert result["stats"][0].metrics["loss"] == pytest.approx(float(sft_loss(model, train)), rel=1e-5), "without"
+    assert len(parts) > 1 and several["stats"][0].metrics["router_aux_loss"] == pytest.approx(
+        sum(tokens * loss for tokens, loss in parts) / sum(tokens for tokens, _ in parts), rel=1e-4)
 
 
 def test_a_reward_models_statistics_are_those_of_its_scores(results, files):

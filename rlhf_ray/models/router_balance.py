@@ -1,0 +1,77 @@
+"""What the routers of a mixture of experts decide in training passes, and the loss that balances it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_ray.algorithms.losses.load_balancing import load_balancing_loss
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.errors import ModelError
+from rlhf_ray.internals.transformers import router_output
+from rlhf_ray.models.loading import pretrained_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Families (`model_type`) whose routers can be balanced: transformers trains them so, and packed rows run in them."""
+
+
+def check_router(model: ModelConfig | NewModelConfig, section: str, coef: float) -> None:
+    """Reject an auxiliary loss of routers for a model that has none.
+
+    Args:
+        section: the section of the configuration of the learner.
+        coef: its `router_aux_loss_coef`.
+
+    Raises:
+        ModelError: names the field, its value, the family and what to do.
+    """
+    if not coef:
+        return
+    new = isinstance(model, NewModelConfig)
+    family = model.architecture.family if new else pretrained_config(model).model_type
+    if family not in FAMILIES:
+        raise ModelError(f"{section}.router_aux_loss_coef={coef:g} balances the routers of a mixture of experts, but "
+                         f"models of the family {family!r} have none that are trained so; set it to 0, or use a model "
+                         f"of a family that has: {', '.join(FAMILIES)}")
+
+
+class RouterBalance:
+    """Records the router logits of a model's packed training passes by hooks.
+
+    Tokens that fill a pass up are left out, and what activation checkpointing computes again in the backward pass is
+    not recorded.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        router, self._index = router_output(model)
+        self._top_k = int(model.config.get_text_config().num_experts_per_tok)
+        self._tokens: int | None = None
+        """Tokens of the pass being recorded; None outside one."""
+        self._logits: list[Tensor] = []
+        model.base_model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.base_model.register_forward_hook(self._end)
+        for layer in model.modules():
+            if isinstance(layer, router):
+                layer.register_forward_hook(self._record)
+
+    def loss(self) -> Tensor:
+        """`load_balancing_loss` of the last pass with gradients."""
+        logits, self._logits = self._logits, []
+        return load_balancing_loss(logits, self._top_k)
+
+    def _begin(self, _: nn.Module, __: Any, keywords: dict[str, Any]) -> None:
+        packing = keywords.get("packing")
+        if packing is not None and torch.is_grad_enabled():
+            self._tokens, self._logits = packing.tokens, []
+
+    def _end(self, *_: Any) -> None:
+        self._tokens = None
+
+    def _record(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._tokens is not None:
+            self._logits.append(output[self._index][: self._tokens])
