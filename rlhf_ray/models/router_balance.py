@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""Families (`model_type`) whose routers can be balanced: transformers trains them so, and packed rows run in them."""
+"""Families (`model_type`) whose routers can be balanced: transformers trains them with this loss."""
 
 
 def check_router(model: ModelConfig | NewModelConfig, section: str, coef: float) -> None:
@@ -32,8 +33,10 @@ def check_router(model: ModelConfig | NewModelConfig, section: str, coef: float)
     """
     if not coef:
         return
-    new = isinstance(model, NewModelConfig)
-    family = model.architecture.family if new else pretrained_config(model).model_type
+    if isinstance(model, NewModelConfig):
+        family: str = model.architecture.family
+    else:
+        family = pretrained_config(model).model_type
     if family not in FAMILIES:
         raise ModelError(f"{section}.router_aux_loss_coef={coef:g} balances the routers of a mixture of experts, but "
                          f"models of the family {family!r} have none that are trained so; set it to 0, or use a model "
@@ -41,20 +44,21 @@ def check_router(model: ModelConfig | NewModelConfig, section: str, coef: float)
 
 
 class RouterBalance:
-    """Records the router logits of a model's packed training passes by hooks.
+    """Records the router logits of a model's training passes by hooks.
 
-    Tokens that fill a pass up are left out, and what activation checkpointing computes again in the backward pass is
-    not recorded.
+    Padding and tokens that fill a packed pass up are left out, and what activation checkpointing computes again in the
+    backward pass is not recorded.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         router, self._index = router_output(model)
         self._top_k = int(model.config.get_text_config().num_experts_per_tok)
-        self._tokens: int | None = None
-        """Tokens of the pass being recorded; None outside one."""
+        self._counted: slice | Tensor = slice(None)
+        """Which of the pass's tokens count."""
+        self._recording = False
         self._logits: list[Tensor] = []
-        model.base_model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.base_model.register_forward_hook(self._end)
+        model.get_decoder().register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.get_decoder().register_forward_hook(self._end)
         for layer in model.modules():
             if isinstance(layer, router):
                 layer.register_forward_hook(self._record)
@@ -62,16 +66,20 @@ class RouterBalance:
     def loss(self) -> Tensor:
         """`load_balancing_loss` of the last pass with gradients."""
         logits, self._logits = self._logits, []
-        return load_balancing_loss(logits, self._top_k)
+        # Selected here: within a checkpointed layer, the backward pass would miss what selecting saves.
+        return load_balancing_loss([of_layer[self._counted] for of_layer in logits], self._top_k)
 
-    def _begin(self, _: nn.Module, __: Any, keywords: dict[str, Any]) -> None:
-        packing = keywords.get("packing")
-        if packing is not None and torch.is_grad_enabled():
-            self._tokens, self._logits = packing.tokens, []
+    def _begin(self, _: nn.Module, __: Any, keywords: Mapping[str, Any]) -> None:
+        packing: Any = keywords.get("packing")
+        mask: Any = keywords.get("attention_mask")
+        self._recording = torch.is_grad_enabled() and not (packing is None and mask is None)
+        if self._recording:
+            self._counted = slice(packing.tokens) if mask is None else mask.flatten().bool()
+            self._logits = []
 
     def _end(self, *_: Any) -> None:
-        self._tokens = None
+        self._recording = False
 
     def _record(self, _: nn.Module, __: Any, output: Any) -> None:
-        if self._tokens is not None:
-            self._logits.append(output[self._index][: self._tokens])
+        if self._recording:
+            self._logits.append(output[self._index])

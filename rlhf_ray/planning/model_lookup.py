@@ -90,7 +90,7 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
     return replace(shape, **_latent(values, hidden, heads)) if values.get("kv_lora_rank") else shape
 
 
-def _mixture(values: Mapping[str, Any], experts: int, layers: int) -> dict[str, int]:
+def _mixture(values: Mapping[str, Any], experts: int, layers: int) -> dict[str, Any]:
     """The fields of a mixture of experts, from the keys of `MIXTURES`."""
     width = int(values.get("moe_intermediate_size") or values["intermediate_size"])
     dense, every = values.get("mlp_only_layers") or (), int(values.get("decoder_sparse_step") or 1)
@@ -103,7 +103,7 @@ def _mixture(values: Mapping[str, Any], experts: int, layers: int) -> dict[str, 
     }
 
 
-def _latent(values: Mapping[str, Any], hidden: int, heads: int) -> dict[str, int]:
+def _latent(values: Mapping[str, Any], hidden: int, heads: int) -> dict[str, Any]:
     """The fields of latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1)."""
     latent, turned, plain, value = (
         int(values[key]) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))

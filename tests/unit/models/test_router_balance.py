@@ -10,7 +10,7 @@ from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.router_balance import FAMILIES, RouterBalance, check_router
-from tests.tiny_families import DECODERS, config_of, randomised
+from tests.tiny_families import DECODERS, MIXTURE, config_of, randomised
 
 LENGTHS = (5, 1, 9, 32, 12)
 TOKENS = torch.randint(2, 64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -20,7 +20,7 @@ TOKENS = torch.randint(2, 64, (sum(LENGTHS),), generator=torch.Generator().manua
 def plain(request, tmp_path):
     """Transformers' own model, saved in `directory`."""
     model = randomised(transformers.AutoModelForCausalLM.from_config(
-        config_of(request.param, **DECODERS[request.param]), attn_implementation="eager"))
+        config_of(request.param, **DECODERS.get(request.param, MIXTURE)), attn_implementation="eager"))
     model.save_pretrained(tmp_path)
     model.directory = str(tmp_path)
     return model
