@@ -165,8 +165,8 @@ def load_checkpoint_weights(model: nn.Module, weights: Iterable[tuple[str, Tenso
     Two kinds are loaded without the model's `load_weights`: it copies GPT-OSS's attention sinks directly, and replaces
     the bias of a head by a new parameter when it runs transformers' implementation.
 
-    Source: 0.32.0, model_executor/models/gpt_oss.py (`_load_weights_other`), models/transformers/causal.py
-    (`CausalMixin.load_weights`).
+    Source: 0.32.0, model_executor/models/gpt_oss.py (`_load_weights_other`),
+    model_executor/models/transformers/causal.py (`CausalMixin.load_weights`).
     Missing: weight loaders that these two use.
     Otherwise: generators keep the sinks that they started with, or fail at their first publication.
     """
