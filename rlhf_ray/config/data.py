@@ -205,7 +205,7 @@ class ProcessRowsConfig(ChatSection):
     """Column with the list of steps, each a text."""
     labels: str = "labels"
     """Column with a label for each step: true or 1, false or 0, a probability of being correct (soft labels; Wang et
-    al. 2024), the text of the good or bad token, or null for none."""
+    al. 2024; with two labels only), the text of a label's token (steps.good, bad or others), or null for none."""
     max_tokens: int = Field(512, ge=2)
     """Longer rows are left out, counted and reported; never cut."""
     held_out: float = Field(0.1, ge=0, lt=1)
@@ -257,6 +257,9 @@ class StepsConfig(Section):
     """Token predicted after a correct step (Math-Shepherd: +)."""
     bad: str = Field("-", min_length=1)
     """Token predicted after a wrong step (Math-Shepherd: -)."""
+    others: dict[str, float] = Field(default_factory=dict)
+    """Tokens of further labels, and how good a step with each is, from 0 (as a wrong one) to 1 (as a correct one).
+    PRM800K has neutral steps, which Lightman et al. 2023 count as correct: {"=": 1}."""
     separator: str = Field("\n", min_length=1)
     """Text between steps: it follows each placeholder, and responses are split at it."""
 
@@ -265,4 +268,9 @@ class StepsConfig(Section):
         if len({self.placeholder, self.good, self.bad}) < 3:
             raise ValueError(f"placeholder={self.placeholder!r}, good={self.good!r} and bad={self.bad!r} must be three "
                              "different tokens; change one")
+        for token, value in self.others.items():
+            if not token or token in (self.placeholder, self.good, self.bad):
+                raise ValueError(f"others has {token!r}, which is empty or one of placeholder, good and bad; change it")
+            if not 0 <= value <= 1:
+                raise ValueError(f"others gives {token!r} the value {value:g}; give a number from 0 to 1")
         return self

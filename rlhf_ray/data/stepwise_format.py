@@ -34,18 +34,30 @@ class StepTokens:
     good: int
     bad: int
     separator: list[int]
+    others: tuple[int, ...] = ()
+    values: tuple[float, ...] = (1.0, 0.0)
+    """How good a step with each of `labels` is, from 0 to 1."""
+
+    @property
+    def labels(self) -> list[int]:
+        """Ids of all label tokens: good, bad, others."""
+        return [self.good, self.bad, *self.others]
 
     @classmethod
     def of(cls, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase) -> StepTokens:
         """Look up the ids.
 
         Raises:
-            ModelError: the placeholder, good or bad text is not a single token, or two of them are the same token.
+            ModelError: the placeholder or a label's text is not a single token, or two of them are the same token.
         """
-        ids = {name: _single_token(tokenizer, name, getattr(steps, name)) for name in ("placeholder", "good", "bad")}
-        if len(set(ids.values())) < 3:
-            raise ModelError(f"steps.placeholder, good and bad are the tokens {ids}; they must be three different ones")
-        return cls(**ids, separator=encode(tokenizer, [steps.separator], leading=False)[0])
+        texts = {name: getattr(steps, name) for name in ("placeholder", "good", "bad")}
+        ids = {name: _single_token(tokenizer, name, text) for name, text in texts.items()}
+        others = {f"others[{text!r}]": _single_token(tokenizer, "others", text) for text in steps.others}
+        if len({*ids.values(), *others.values()}) < len(ids) + len(others):
+            raise ModelError(f"steps.placeholder, good, bad and others are the tokens {ids | others}; they must all be "
+                             "different")
+        return cls(**ids, separator=encode(tokenizer, [steps.separator], leading=False)[0],
+                   others=tuple(others.values()), values=(1.0, 0.0, *steps.others.values()))
 
     def rows(
         self, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], solutions: list[list[str]]

@@ -35,7 +35,7 @@ class StepRows(Ragged):
     placeholders: NDArray[np.bool_] = per_token()
     """True on the placeholder after each step."""
     labels: NDArray[Any] = per_token()
-    """At placeholders int64 ids of the good or the bad token (hard labels), or float32 probabilities that the step is
+    """At placeholders int64 ids of label tokens (hard labels), or float32 probabilities that the step is
     right (soft labels); IGNORE elsewhere and where there is no label."""
 
 
@@ -46,7 +46,8 @@ class StepText:
     prompt: PromptText
     solution: list[str]
     labels: NDArray[np.float64]
-    """[steps] probability that each is right; NaN without a label."""
+    """[steps] probability that each is right, or 2 and more for the others among the label tokens, in their order; NaN
+    without a label."""
 
 
 def load_process_rows(
@@ -127,7 +128,8 @@ def _table(
     placeholders[at] = True
     column = np.full(offsets[-1], IGNORE, dtype=np.float32 if soft else np.int64)
     given = ~np.isnan(good)
-    column[at[given]] = good[given] if soft else np.where(good[given] == 1, tokens.good, tokens.bad)
+    by_number = np.array([tokens.bad, tokens.good, *tokens.others])
+    column[at[given]] = good[given] if soft else by_number[good[given].astype(np.int64)]
     return StepRows(offsets=offsets, tokens=flat_tokens(rows), placeholders=placeholders, labels=column)
 
 
@@ -141,18 +143,26 @@ def _steps(rows: Rows, i: int, column: str, separator: str) -> list[str]:
 
 
 def _labels(rows: Rows, i: int, column: str, steps: StepsConfig, count: int) -> NDArray[np.float64]:
-    """[count] probability that each step of row i is right; NaN without a label."""
+    """[count] labels of the steps of row i, as in `StepText`."""
     labels = _list(rows, i, column, "labels")
     if len(labels) != count:
         raise DataError(f"{rows.place(i)}: {len(labels)} labels in column {column!r} for {count} steps; give one for "
                         "each, null where there is none")
-    words = {steps.good: 1.0, steps.bad: 0.0}
-    found = [np.nan if label is None else words.get(label, label) if isinstance(label, str) else label
-             for label in labels]
-    for n, label in enumerate(found):
-        if not isinstance(label, bool | int | float) or label < 0 or label > 1:
+    words = {steps.good: 1.0, steps.bad: 0.0, **{text: 2.0 + n for n, text in enumerate(steps.others)}}
+    found = []
+    for n, label in enumerate(labels):
+        if isinstance(label, str) and label in words:
+            found.append(words[label])
+        elif label is None:
+            found.append(np.nan)
+        elif not isinstance(label, bool | int | float) or label < 0 or label > 1:
             raise DataError(f"{rows.place(i)}: {column}[{n}] is {label!r}; a label is true, false, a number from 0 to "
-                            f"1, {steps.good!r}, {steps.bad!r} or null")
+                            f"1, {', '.join(map(repr, words))} or null")
+        elif steps.others and 0 < label < 1:
+            raise DataError(f"{rows.place(i)}: {column}[{n}] is {label!r}, a probability of a good step over a bad "
+                            "one, but there are steps.others; leave them empty, or label each step by a token")
+        else:
+            found.append(float(label))
     return np.array(found, dtype=np.float64)
 
 

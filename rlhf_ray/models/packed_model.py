@@ -2,6 +2,7 @@
 with a shared backbone, process reward model. All computation with parameters happens in `forward`. Inputs and outputs
 are packed; a family that cannot run on packed rows gets them padded (`hidden_states`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -192,6 +193,9 @@ class PackedStepModel(nn.Module):
         return logits_of(self.model, hidden)
 
 
-def good_probabilities(logits: Tensor, good: int, bad: int) -> Tensor:
-    """[P] float32 probability of the good token among the two, from `[P, V]` logits (Wang et al. 2024, section 3.3)."""
-    return (logits[:, good].float() - logits[:, bad].float()).sigmoid()
+def step_values(logits: Tensor, labels: list[int], values: Sequence[float]) -> Tensor:
+    """[P] float32 expected value of each step's label, from `[P, V]` logits over the label tokens: for a good and a bad
+    one of values 1 and 0 the probability of the good one (Wang et al. 2024, section 3.3)."""
+    if list(values) == [1, 0]:
+        return (logits[:, labels[0]].float() - logits[:, labels[1]].float()).sigmoid()
+    return logits[:, labels].float().softmax(-1) @ torch.tensor(values, dtype=torch.float32, device=logits.device)

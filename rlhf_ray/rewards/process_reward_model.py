@@ -22,7 +22,7 @@ from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.engine.frozen_model import largest_of, place_of
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
-from rlhf_ray.models.packed_model import PackedStepModel, good_probabilities
+from rlhf_ray.models.packed_model import PackedStepModel, step_values
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.records import response_start
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 
 class ProcessModelSource(LocalSource[ProcessReward]):
-    """Scores each step by the probability that it is good, given by a model trained by `rlhf-ray process-reward`. A
-    response without any step gets the probability 0, and is counted as a failure."""
+    """Scores each step by the probability that it is good, given by a model trained by `rlhf-ray process-reward`; with
+    further labels, by the expected value of its label. A response without any step gets the probability 0, and is
+    counted as a failure."""
 
     KIND = "process reward model"
 
@@ -92,7 +93,7 @@ class ProcessModelSource(LocalSource[ProcessReward]):
                 starts = np.cumsum(lengths[batch]) - lengths[batch]
                 marks = [start + np.array(places[i]) for start, i in zip(starts, batch, strict=True)]
                 logits = self._model(*self._tensors([rows[i] for i in batch], lengths[batch], np.concatenate(marks)))
-                good = good_probabilities(logits, self._ids.good, self._ids.bad).double().cpu().numpy()
+                good = step_values(logits, self._ids.labels, self._ids.values).double().cpu().numpy()
                 found |= zip(part, np.split(good, np.cumsum([len(m) for m in marks])[:-1]), strict=True)
             return [found.get(row, np.zeros(0)) for row in range(len(with_steps))]
 

@@ -24,8 +24,8 @@ from rlhf_ray.models.packed_model import (
     PackedLanguageModel,
     PackedScalarModel,
     PackedStepModel,
-    good_probabilities,
     last_token_scores,
+    step_values,
 )
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.observability.owner_record import Term
@@ -150,7 +150,7 @@ class RewardModelLearner(SupervisedLearner):
 
 
 class ProcessRewardLearner(SupervisedLearner):
-    """Cross-entropy of step labels among the good and the bad token, the mean over labelled steps."""
+    """Cross-entropy of step labels among the label tokens, the mean over labelled steps."""
 
     def __init__(self, steps: StepsConfig, **common: Any) -> None:
         """`common`: arguments of `SupervisedLearner`."""
@@ -163,16 +163,20 @@ class ProcessRewardLearner(SupervisedLearner):
         return PackedStepModel(load_causal_lm(self.model_config, self.mapped))
 
     def loss(self, part: StepRows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss per labelled step, in nats; statistics: accuracy over steps, and the mean probability of a correct
-        step."""
+        """Mean loss per labelled step, in nats; statistics: accuracy over steps (of the most probable label), and the
+        mean probability of a correct step (`step_values`)."""
         device, places = self.engine.device, np.flatnonzero(labelled(part))
         labels = torch.as_tensor(part.labels[places], device=device)
         logits = self.run(part, torch.as_tensor(places, device=device))
         loss = process_reward_loss(logits, labels, torch.ones_like(labels, dtype=torch.bool),
-                                   [self._ids.good, self._ids.bad])
-        good = good_probabilities(logits.detach(), self._ids.good, self._ids.bad)
-        right = labels >= 0.5 if labels.is_floating_point() else labels == self._ids.good
-        return loss, {"accuracy": ((good >= 0.5) == right).float().mean(), "probability": good.mean()}
+                                   self._ids.labels)
+        good = step_values(logits.detach(), self._ids.labels, self._ids.values)
+        if self._ids.others:
+            likeliest = torch.tensor(self._ids.labels, device=device)[logits.detach()[:, self._ids.labels].argmax(-1)]
+            right = likeliest == labels
+        else:
+            right = (good >= 0.5) == (labels >= 0.5 if labels.is_floating_point() else labels == self._ids.good)
+        return loss, {"accuracy": right.float().mean(), "probability": good.mean()}
 
     def count(self, part: StepRows) -> float:
         """Labelled steps."""

@@ -319,6 +319,8 @@ ROWS: list[Row] = [
           "test_a_row_is_prompt_and_steps_with_placeholders_and_separators_between"),
     Shown(("steps.good", "steps.bad"),
           "tests/unit/data/test_stepwise_supervision.py::test_hard_labels_are_token_ids_however_they_are_spelt"),
+    Shown(("steps.others",),
+          "tests/unit/roles/test_supervised.py::test_steps_with_three_labels_have_the_cross_entropy_among_them"),
     # Supervised training
     Differs(("training.batch_size",), (64, 2), plan),
     Shown(("training.batch_size",),

@@ -47,6 +47,28 @@ def test_hard_labels_are_token_ids_however_they_are_spelt(write_jsonl, tokenizer
     assert (train.labels[~train.placeholders] == IGNORE).all()
 
 
+def test_further_labels_are_tokens_too(write_jsonl, tokenizer):
+    steps = STEPS.model_copy(update={"others": {"=": 1.0, "3": 0.25}})
+    train, _, _ = load(tokenizer, write_jsonl(row(*"abcdef", labels=["=", "+", "3", 0, True, None])), steps)
+    ids = [token(tokenizer, text) for text in ("=", "+", "3", "-", "+")]
+    assert train.labels.dtype == np.int64 and at_placeholders(train) == [*ids, IGNORE]
+    for label, said in ((0.5, "0.5, a probability of a good step over a bad one, but there are steps.others"),
+                        ("4", "'4'; a label is true, false, a number from 0 to 1, '\\+', '-', '=', '3' or null")):
+        with pytest.raises(DataError, match=said):
+            load(tokenizer, write_jsonl(row("a", labels=[label])), steps)
+    with pytest.raises(ModelError, match=r"steps\.others='two words' is not a single token"):
+        load(tokenizer, write_jsonl(row("a", labels=[1])), STEPS.model_copy(update={"others": {"two words": 1.0}}))
+
+
+@pytest.mark.parametrize(("others", "said"), [
+    ({"+": 1.0}, r"others has '\+', which is empty or one of"),
+    ({"=": 1.5}, "others gives '=' the value 1.5; give a number from 0 to 1"),
+])
+def test_further_labels_differ_and_have_values_from_0_to_1(others, said):
+    with pytest.raises(ValueError, match=said):
+        StepsConfig(placeholder="?", others=others)
+
+
 def test_one_probability_makes_all_labels_of_the_data_soft(write_jsonl, tokenizer):
     rows = [row("a", "b", labels=[1, 0]), row("a", "b", "c", labels=["+", 0.25, None])]
     train, _, _ = load(tokenizer, write_jsonl(*rows))

@@ -104,6 +104,19 @@ def test_an_outcome_is_one_number_on_the_whole_response(model, policy, requests,
     assert answer.scores == pytest.approx([number(values) for values in expected], abs=1e-5)
 
 
+def test_further_labels_count_by_their_values(model, policy, requests, tmp_path):
+    """The expected value among w2, w3, w4 and w5, worth 1, 0, 1 and 0.25."""
+    from transformers import AutoModelForCausalLM
+
+    other = shutil.copytree(model, tmp_path / "other")
+    save_steps(STEPS.model_copy(update={"others": {"w4": 1.0, "w5": 0.25}}), other)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model).eval()(torch.tensor([[7, 8, 20, 9]])).logits[0, 3]
+    shares = np.exp(logits[2:6].double().numpy())
+    expected = float(shares @ [1, 0, 1, 0.25] / shares.sum())
+    assert asyncio.run(source(other, policy).score([requests[1]])).scores == pytest.approx([expected], abs=1e-5)
+
+
 def test_centred_values_cost_where_a_step_is_bad(model, policy, requests, expected):
     answer = asyncio.run(source(model, policy, value="centred").score(requests))
     assert answer.scores == pytest.approx([sum(2 * v - 1 for v in values) for values in expected], abs=1e-5)

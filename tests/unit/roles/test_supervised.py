@@ -4,12 +4,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.stepwise_format import StepTokens
+from rlhf_ray.data.stepwise_supervision import StepRows
 from rlhf_ray.data.supervised_records import Pairs, Sequences
 from rlhf_ray.records import offsets_of
-from rlhf_ray.roles.supervised_learner import RewardModelLearner, SupervisedLearner, predictable
+from rlhf_ray.roles import supervised_learner
+from rlhf_ray.roles.supervised_learner import (
+    ProcessRewardLearner,
+    RewardModelLearner,
+    SupervisedLearner,
+    predictable,
+)
 
 
 def sequences(lengths, mask=None):
@@ -92,3 +102,28 @@ def test_a_reward_models_loss_counts_pairs():
     pairs = Pairs(sequences([2, 3]), sequences([4, 1]))
     made = RewardModelLearner(LearnerConfig(), ModelConfig(path="unused"), 0, 1, 0, 1, 2)
     assert made.count(pairs) == 2
+
+
+def test_steps_with_three_labels_have_the_cross_entropy_among_them(monkeypatch):
+    """Labels are tokens 2, 3 and 5 of a vocabulary of 6; other tokens' logits have no part."""
+    logits = torch.full((3, 6), 9.0)
+    logits[:, [2, 3, 5]] = torch.tensor([[1.0, 0.0, 0.5], [0.2, 0.1, 0.9], [0.3, 0.8, 0.1]])
+    steps = StepsConfig(placeholder="?", others={"=": 0.5})
+    learner = ProcessRewardLearner(steps, config=LearnerConfig(), model=ModelConfig(path="m"), rank=0, world=1, seed=0,
+                                   total_steps=1, batch_size=1)
+    learner.engine = SimpleNamespace(device="cpu", forward=lambda *_: logits)
+    tokenizer = {"?": 0, "+": 2, "-": 3, "=": 5}
+    monkeypatch.setattr(supervised_learner, "load_causal_lm", lambda *_: None)
+    monkeypatch.setattr(supervised_learner, "PackedStepModel", lambda *_: None)
+    monkeypatch.setattr(supervised_learner, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(supervised_learner.StepTokens, "of", lambda *_: StepTokens(
+        tokenizer["?"], tokenizer["+"], tokenizer["-"], [], (tokenizer["="],), (1.0, 0.0, 0.5)))
+    learner.build()
+    part = StepRows(offsets=offsets_of([4]), tokens=np.array([1, 0, 0, 0], np.int32),
+                    placeholders=np.array([False, True, True, True]), labels=np.array([-100, 2, 5, 5]))
+    loss, stats = learner.loss(part)
+    among = logits[:, [2, 3, 5]].double().numpy()
+    shares = np.exp(among) / np.exp(among).sum(1, keepdims=True)
+    assert float(loss) == pytest.approx(-np.log(shares[[0, 1, 2], [0, 2, 2]]).mean(), rel=1e-5)
+    assert float(stats["accuracy"]) == pytest.approx(2 / 3), "the third is taken for a bad one"
+    assert float(stats["probability"]) == pytest.approx((shares @ [1, 0, 0.5]).mean(), rel=1e-5)
