@@ -120,9 +120,6 @@ _PREFERENCES = (
          "logging.samples_per_step", "logging.profile_step"), _never, _NO_METRICS),
     ConditionalFields(("logging.judge",), _never, "this stage ranks by pairs.judge"),
     ConditionalFields(("cluster.max_learner_restarts",), _never, _NO_LEARNERS),
-    ConditionalFields(
-        ("cluster.heartbeat_timeout_s", "cluster.max_restarts"), _never,
-        "a worker that is lost ends this stage, and one that hangs does after cluster.call_timeout_s"),
     ConditionalFields(("prompts.shuffle",), _never, "every prompt is sampled once, and pairs are written in its order"),
     ConditionalFields(("prompts.mix.*.weight",), _never, "every prompt of each data set is sampled once"),
     ConditionalFields(("generator.sleep_level",), _never, _NO_LEARNERS + " to free a GPU for"),

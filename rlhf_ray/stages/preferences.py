@@ -3,20 +3,25 @@
 import asyncio
 import json
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import PreferencesStageConfig
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
-from rlhf_ray.coordinator.health_monitor import HealthMonitor
-from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.health_monitor import HealthMonitor, as_started
+from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator.token_progress import TokenProgress
+from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
+from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import SampleKey
@@ -71,22 +76,24 @@ async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[
 
 async def _sample_pairs(config: PreferencesStageConfig, directory: RunDirectory) -> tuple[list[dict[str, Any]], int]:
     async with open_runtime(config) as runtime:
-        sampler = await _Sampler.start(config, runtime)
+        log = FaultLog(directory.faults, print, print, directory.term, directory.files.records)
+        sampler = await _Sampler.start(config, runtime, HealthMonitor(config.cluster, log))
         lines = left_out_lines(sampler.prompts.left_out)
         await directory.files.records.run(directory.write_text, directory.left_out.name, lines)
         with StageProgress("preferences", sampler.prompts.rows) as progress:
             for report in sampler.prompts.reports:
                 progress.note(report)
-            pairs, left_out = await sampler.sample_all(progress)
+            async with sampler.watched():
+                pairs, left_out = await sampler.sample_all(progress)
             progress.note(f"{len(pairs)} pairs, {left_out} left out with a margin under {config.pairs.min_margin}")
     return pairs, left_out
 
 
 class _Sampler:
-    """Generators, a ranker and a prompt reader."""
+    """Generators, a ranker and a prompt reader, which are replaced when they are lost."""
 
-    def __init__(self, config: PreferencesStageConfig, runtime: Runtime) -> None:
-        self._config, model = config, config.model
+    def __init__(self, config: PreferencesStageConfig, runtime: Runtime, health: HealthMonitor) -> None:
+        self._config, self._health, model = config, health, config.model
         generation, pool = config.generator, PlacementConfig(pool=config.generator.pool, cpus=0)
         longest = config.prompts.max_tokens + generation.sampling.max_tokens
         self._generators = runtime.spawn(
@@ -95,24 +102,37 @@ class _Sampler:
                           "max_context": longest, "name": f"generator/{rank}"},
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         )
-        self._dispatcher = WorkerDispatcher(self._generators, HealthMonitor())
-        self._ranker = runtime.spawn("pair_ranker", PairRanker, pool,
-                                     lambda _: {
-                                         "model": model, "judge": scorer_rewards(config.pairs.judge, "pairs.judge"),
-                                         "min_margin": config.pairs.min_margin, "longest": longest,
-                                     }, shutdown_method="stop")
-        self._reader = runtime.spawn("prompt_reader", PromptReader, pool,
+        self._dispatcher = WorkerDispatcher(self._generators, health)
+        ranker = runtime.spawn("pair_ranker", PairRanker, pool,
+                               lambda _: {
+                                   "model": model, "judge": scorer_rewards(config.pairs.judge, "pairs.judge"),
+                                   "min_margin": config.pairs.min_margin, "longest": longest,
+                               }, shutdown_method="stop")
+        self._ranker = WorkerDispatcher(ranker, health)
+        reader = runtime.spawn("prompt_reader", PromptReader, pool,
                                    lambda _: {"model": model, "directory": Path(config.run.dir).absolute()})
+        self._reader = WorkerDispatcher(reader, health)
         self.prompts: PromptSource
 
     @classmethod
-    async def start(cls, config: PreferencesStageConfig, runtime: Runtime) -> "_Sampler":
+    async def start(cls, config: PreferencesStageConfig, runtime: Runtime, health: HealthMonitor) -> "_Sampler":
         """Start all workers and read the prompts."""
-        self = cls(config, runtime)
-        await asyncio.gather(*(g.start() for g in (self._generators, self._ranker, self._reader)))
-        reader = WorkerDispatcher(self._reader, HealthMonitor())
-        self.prompts = await PromptSource.open(reader, "training", config.prompts)
+        self = cls(config, runtime, health)
+        dispatchers = self._dispatcher, self._ranker, self._reader
+        await asyncio.gather(*(dispatcher.group.start() for dispatcher in dispatchers))
+        contents: dict[str, Contents] = {}
+        open_again = reopened(self._reader.group, {"training": config.prompts}, contents)
+        for dispatcher in dispatchers:
+            health.register(dispatcher.scheduler, open_again if dispatcher is self._reader else as_started)
+        self.prompts = await PromptSource.open(self._reader, "training", config.prompts)
+        contents["training"] = self.prompts.contents
         return self
+
+    def watched(self) -> AbstractAsyncContextManager[None]:
+        """Replace workers that are silent during the enclosed work."""
+        timeout_s = self._config.cluster.heartbeat_timeout_s
+        return self._health.at_work([HeartbeatDetector(self._health.watched, timeout_s, self._health.silent),
+                                     TokenProgress(self._dispatcher.scheduler, self._health, timeout_s)])
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
         """All pairs in the order of their prompts, and the number of pairs left out."""
@@ -138,5 +158,8 @@ class _Sampler:
     async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
         prompts = await self.prompts.of(keys)
-        call = await self._dispatcher.call("generate", prompts, keys, self._config.run.seed, work=len(keys))
-        return await self._ranker.call(0, "rank", call.ref, prompts).value()
+        call = await self._dispatcher.call("generate", prompts, keys, self._config.run.seed, phase="generate",
+                                           work=len(keys))
+        _, ranked = await self._ranker.call_and_get(0, "rank", call.ref, prompts, phase="rank")
+        pairs: list[dict[str, Any] | None] = ranked
+        return pairs

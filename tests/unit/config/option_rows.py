@@ -192,8 +192,8 @@ ROWS: list[Row] = [
     Refused(("cluster.max_restarts",), 9, "a lost learner counts for cluster.max_learner_restarts", stages=SUPERVISED),
     Shown(("cluster.heartbeat_timeout_s", "cluster.max_learner_restarts"), "tests/cluster/test_supervised_losses.py::"
           "test_the_run_ends_as_the_undisturbed_one_bit_for_bit", stages=SUPERVISED),
-    Refused(("cluster.heartbeat_timeout_s", "cluster.max_restarts"), 9, "a worker that is lost ends this stage",
-            stages=("preferences",)),
+    Shown(("cluster.heartbeat_timeout_s", "cluster.max_restarts"), "tests/cluster/test_preferences_run.py::"
+          "test_pairs_are_the_same_when_workers_are_lost", stages=("preferences",)),
     Refused(("cluster.max_learner_restarts",), 9, "no learners", stages=("preferences",)),
     Shown(("cluster.max_learner_restarts",),
 
