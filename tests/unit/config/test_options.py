@@ -14,6 +14,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from rlhf_ray.config.conditional_fields import CONDITIONAL_FIELDS
 from rlhf_ray.config.fields import section_of_items, sections_of, sections_of_values
 from rlhf_ray.config.load import STAGES, load, resolve
 from rlhf_ray.config.serving import ServingConfig
@@ -64,6 +65,17 @@ def test_every_field_has_a_row():
 def test_every_row_is_of_fields_that_exist(row):
     gone = [named for named in row.fields if not any(fnmatchcase(path, named) for _, path in FIELDS)]
     assert not gone and covered(row), f"no stage has {gone}; remove them from tests/unit/config/option_rows.py"
+
+
+@pytest.mark.parametrize(("stage", "condition"), [
+    pytest.param(stage, condition, id=f"{stage.__name__} {' '.join(condition.fields)}")
+    for stage, conditions in CONDITIONAL_FIELDS.items() for condition in conditions])
+def test_every_condition_has_a_row_with_its_refusal(stage, condition):
+    kind = Warned if condition.warns else Refused
+    refused = {path for row in ROWS if isinstance(row, kind) for at, path in covered(row)
+               if at in STAGES and issubclass(STAGES[at], stage)}
+    assert any(fnmatchcase(path, named) for path in refused for named in condition.fields), (
+        f"add a row {kind.__name__} for {condition.fields} to tests/unit/config/option_rows.py")
 
 
 @pytest.fixture(scope="module")
