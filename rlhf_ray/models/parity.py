@@ -6,6 +6,7 @@ path for such rows, against transformers' padded forward pass; for learners the 
 touched: neither random-number generators nor gradient buffers.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -66,8 +67,13 @@ class RowLimits:
     @classmethod
     def of(cls, config: Any, longest: int, budget: int) -> "RowLimits":
         """The limits for a model with this transformers configuration; rows do not exceed its context."""
-        context = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return cls(min(longest, context or longest), budget)
+        return cls(min(longest, context_of(config) or longest), budget)
+
+
+def context_of(config: Any) -> int | None:
+    """Positions of a model with this transformers configuration; None if it has no limit."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
 
 
 @dataclass(frozen=True)
@@ -250,7 +256,9 @@ class ParityProbe:
         for group in [every] if max(map(len, rows.rows)) <= LONGEST else [[i] for i in every]:
             compared = [rows.compared[i] for i in group]
             part = slice(first, first := first + sum(map(len, compared)))
-            grid = PaddedRows.of([rows.rows[i] for i in group], compared, rows.targets[part], extra)
+            chosen = [rows.rows[i] for i in group]
+            room = (context_of(self._model.config) or sys.maxsize) - max(map(len, chosen))
+            grid = PaddedRows.of(chosen, compared, rows.targets[part], max(0, min(extra, room)))
             with (transformers_layers(self._model, attention_implementation_for(self._model, *grid.tokens.shape)),
                   replace_forward(self._module, partial(self._reference, grid))):
                 parts.append(run_pass(self._module, self._call, grid.cells,

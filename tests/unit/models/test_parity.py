@@ -254,3 +254,12 @@ def test_rows_are_no_longer_than_the_context():
     assert RowLimits.of(config, 100, 8192) == RowLimits(100, 8192)
     for longest in (2, 3, 8, 129):
         check(PackedLanguageModel(packed(language_model("llama"))), limits=RowLimits(longest, 8))
+
+
+def test_rows_as_long_as_learned_positions_are_compared():
+    """The reference's padding needs none beyond them."""
+    module = PackedLanguageModel(packed(language_model("gpt2")))
+    context = module.model.config.n_positions
+    assert RowLimits.of(module.model.config, 4096, 8192).longest == context
+    assert check(module, limits=RowLimits(context, 256))["probe_difference"] < 5e-5
+
