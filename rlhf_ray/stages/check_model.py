@@ -55,7 +55,7 @@ PARTS = {
     "chat": Part(("chat template",), f"{_CHECKS}.text_parts:check_chat_template", "rendering a conversation", True,
                  "repair `chat_template` in the tokenizer's files, or use prompts that are plain texts"),
     "passes": Part(("log-probabilities",), f"{_CHECKS}.pass_parts:check_passes",
-                   "comparing packed rows with padded ones, gradients too",
+                   "comparing passes with transformers' own, gradients too",
                    advice="do not train this model here; use one of a supported family (docs/models.md)"),
     "scalar": Part(("scalar head",), f"{_CHECKS}.pass_parts:check_scalar_head", "comparing values of a scalar head",
                    advice="use an estimator without a critic (algorithm.estimator: rloo or grpo) and another reward "
@@ -130,7 +130,7 @@ def outcomes_of(part: Part, model: ModelConfig, tokens: int) -> list[Outcome]:
     """The outcomes of one part."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="check-model-") as scratch:
-        outcomes = (_outcomes(part, model, tokens) if part.reads_text
+        outcomes = (outcomes_here(part, model, tokens) if part.reads_text
                     else _in_process(part, model, tokens, Path(scratch) / "output"))
     seconds = round(time.perf_counter() - began, 1)
     return [replace(outcome, numbers={**outcome.numbers, "seconds": seconds}) for outcome in outcomes]
@@ -165,11 +165,11 @@ def _work(outcome: Connection, output: Path, part: Part, model: ModelConfig, tok
     threads = len(os.sched_getaffinity(0))
     for name, value in generator_environment(GenerationConfig(engine="in_process", threads=threads)).items():
         os.environ.setdefault(name, value)
-    outcome.send(_outcomes(part, model, tokens))
+    outcome.send(outcomes_here(part, model, tokens))
 
 
-def _outcomes(part: Part, model: ModelConfig, tokens: int) -> list[Outcome]:
-    """The outcomes of a part; what it raises becomes one."""
+def outcomes_here(part: Part, model: ModelConfig, tokens: int) -> list[Outcome]:
+    """The outcomes of a part, in this process; what it raises becomes one."""
     try:
         module, _, name = part.function.partition(":")
         check = getattr(importlib.import_module(module), name)

@@ -27,6 +27,14 @@ def test_the_judge_who_was_never_trained_on_agrees_that_it_improved(seed, finish
     assert evaluation["after"]["responses"] >= 512
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mixtral"])
+def test_models_of_other_families_improve_as_much(family, finished_quickstart):
+    _, summary = finished_quickstart(0, family)
+    assert summary["reward_model_accuracy"] >= 0.85
+    assert summary["gold_before"] < 0.3 and summary["gold_after"] >= 0.9
+    assert summary["kl"] <= 10 and summary["distinct"] >= 0.95
+
+
 class PermutedScores(RewardScorer):
     """The reward model's scores, dealt out to the wrong samples of the batch."""
 

@@ -14,7 +14,7 @@ from rlhf_ray.errors import ModelError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import label_names, load_causal_lm, load_scalar_model
 from rlhf_ray.models.lora import BASE, A, Adapters, B
-from rlhf_ray.models.model_families import Use
+from rlhf_ray.models.model_families import Use, why_padded
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits
@@ -38,7 +38,7 @@ def is_classifier(shape: PretrainedConfig) -> bool:
 
 
 def check_passes(model: ModelConfig, tokens: int) -> list[Outcome]:
-    """Log-probabilities, entropies and gradients of packed rows against transformers' padded ones.
+    """Log-probabilities, entropies and gradients of a learner's passes against transformers' own.
 
     Args:
         tokens: longest row that is compared.
@@ -62,7 +62,7 @@ def check_scalar_head(model: ModelConfig, tokens: int) -> list[Outcome]:
         tokens: longest row that is compared.
 
     Raises:
-        ModelError: values on packed rows differ from those on padded ones, or cannot be computed.
+        ModelError: values differ from those of transformers' own passes, or cannot be computed.
     """
     name, found = SCALAR_HEAD, "values differ by at most {}, gradients agree"
     if not is_classifier(pretrained_config(model)):
@@ -83,13 +83,13 @@ def check_scalar_head(model: ModelConfig, tokens: int) -> list[Outcome]:
 
 
 def check_adapters(model: ModelConfig, tokens: int) -> list[Outcome]:
-    """LoRA: packed rows with adapters that change the model, and the merged weights that generators get.
+    """LoRA: passes with adapters that change the model, and the merged weights that generators get.
 
     Args:
         tokens: longest row that is compared.
 
     Raises:
-        ModelError: packed rows differ from padded ones, or merged weights from adapters.
+        ModelError: passes differ from transformers' own, or merged weights from adapters.
     """
     name = LORA
     if is_classifier(pretrained_config(model)):
@@ -106,7 +106,7 @@ def check_adapters(model: ModelConfig, tokens: int) -> list[Outcome]:
         raise ModelError(f"merged weights give log-probabilities that differ by {gap:.3g} nats from those of the "
                          f"adapters ({tolerance:g} is tolerated), which change the model by {moved:.3g}")
     layers = sorted({layer.rpartition(".")[2] for layer in adapters.layers})
-    return [Outcome(name, "works", f"adapters on {len(adapters.layers)} layers ({', '.join(layers)}); packed rows "
+    return [Outcome(name, "works", f"adapters on {len(adapters.layers)} layers ({', '.join(layers)}); passes "
                     f"differ by at most {compared.numbers['difference']:.2g} nats, merged weights by {gap:.2g}", "",
                     {**compared.numbers, "merged_difference": gap, "layers": len(adapters.layers)})]
 
@@ -117,8 +117,10 @@ def _compared(name: str, found: str, module: nn.Module, tokens: int) -> Outcome:
     limits = RowLimits.of(module.model.config, tokens, tokens)
     probe = ParityProbe(module, limits, next(module.parameters()).device, gradients=True)
     difference = probe.check(name)["probe_difference"]
-    return Outcome(name, "works", f"{found.format(format(difference, '.2g'))} (rows of up to {limits.longest} tokens)",
-                   "", {"difference": difference, "longest": limits.longest})
+    padded = why_padded(module.model.config)
+    rows = f"rows of up to {limits.longest} tokens" + (f", padded because {padded}" if padded else "")
+    return Outcome(name, "works", f"{found.format(format(difference, '.2g'))} ({rows})", "",
+                   {"difference": difference, "longest": limits.longest, "padded": bool(padded)})
 
 
 @torch.no_grad()

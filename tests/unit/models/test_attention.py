@@ -3,7 +3,6 @@
 from itertools import pairwise
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -217,20 +216,3 @@ def test_the_variable_length_kernel_receives_rows_and_windows_as_it_documents(wi
 
 def test_torch_has_the_variable_length_kernel():
     assert attention.variable_length_kernel() is not None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("kv_heads", [8, 2])
-def test_on_a_gpu_the_variable_length_kernel_computes_what_grids_do(kv_heads, window, monkeypatch):
-    lengths = [300, 1, 64, 129]
-    inputs = [x.detach().to("cuda", torch.bfloat16).requires_grad_()
-              for x in drawn((8, kv_heads, kv_heads), (64, 64, 64), sum(lengths) + 7)]
-    packing, found = Packing.of(np.array(lengths), "cuda"), []
-    for kernel in (attention.variable_length_kernel(), None):
-        monkeypatch.setattr(attention, "variable_length_kernel", lambda kernel=kernel: kernel)
-        out = packed_attention(torch.nn.Identity(), *inputs, None, packing=packing, sliding_window=window)[0]
-        weights = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
-        found.append([out, *torch.autograd.grad((out.float() * weights).sum(), inputs)])
-    for kernel, grids in zip(*found, strict=True):
-        torch.testing.assert_close(kernel, grids, atol=0.02, rtol=0.02)
