@@ -21,6 +21,8 @@ pytestmark = pytest.mark.cluster
 
 PROMISED = (
     "reward/mean", "reward/std", "kl/sequence", "kl/coef", "response/length", "response/finished", "policy/loss",
+    "policy/total_loss", "policy/advantage_mean", "policy/approx_kl_k1", "policy/approx_kl_k2", "critic/return_mean",
+    "critic/return_variance", "critic/value_mean", "critic/value_variance",
     "policy/entropy", "policy/clip_fraction", "policy/approx_kl", "policy/grad_norm", "policy/learning_rate",
     "critic/loss", "critic/explained_variance", "critic/grad_norm", "rollout/logprob_gap", "staleness/max",
     "weights/publish_seconds", "weights/version", "buffer/samples", "throughput/samples_per_second",

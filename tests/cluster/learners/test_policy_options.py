@@ -227,10 +227,12 @@ class TwoHeads(torch.nn.Module):
         self.critic = SimpleNamespace(model=model.model, score=self.value_head)
 
     def loss(self, batch, algo):
-        policy = [policy_terms(self.model, batch, i, algo) for i in range(len(batch))]
-        critic = torch.cat([critic_terms(self.critic, batch, i, algo) for i in range(len(batch))])
-        mean = (torch.cat(policy) if algo.aggregate == "token" else torch.stack([row.mean() for row in policy])).mean()
-        return mean + algo.value_coef * critic.mean()
+        policy, critic = (
+            [terms(model, batch, i, algo) for i in range(len(batch))]
+            for terms, model in ((policy_terms, self.model), (critic_terms, self.critic)))
+        means = [(torch.cat(rows) if algo.aggregate == "token" else torch.stack([row.mean() for row in rows])).mean()
+                 for rows in (policy, critic)]
+        return means[0] + algo.value_coef * means[1]
 
 
 def shared(files, zero=1, budget=SMALL, **changes):
@@ -259,8 +261,8 @@ def test_the_update_of_both_is_plain_torch_s(ranks, files, experiences, zero, bu
     policy, critic = learners.do("update_both", 0, 0.0, *experiences)[0]
     assert_same_update((first, numbers(plain)), before, both_weights(learners))
     assert {"loss", "entropy", "clip_fraction", "approx_kl", "grad_norm", "learning_rate"} <= set(policy.metrics)
-    assert set(critic.metrics) == {"loss", "clip_fraction", "value_mean", "error", "explained_variance", "grad_norm",
-                                   "learning_rate"}
+    assert set(critic.metrics) == {"loss", "clip_fraction", "value_mean", "value_variance", "error", "return_mean",
+                                   "return_variance", "explained_variance", "grad_norm", "learning_rate"}
     assert not any(name.startswith("critic/") for name in policy.metrics)
 
 
