@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf_ray.data.rows import Rows, checked_text
+from rlhf_ray.data.rows import Rows, brief, checked_text
 from rlhf_ray.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -147,6 +147,9 @@ class PromptFormat:
         if self._messages:
             return self.chat(checked_messages(value, place, self._column), place)
         text = checked_text(value, place, self._column, may_be_empty=self._may_be_empty)
+        if self.template.system is not None and not (self._as_chat or self._may_be_empty):
+            raise DataError(f"{place}: column {self._column!r} is a text, so system={brief(self.template.system)} has "
+                            "no effect; set as_chat to make it a user message, or leave system out")
         return self.chat([{"role": "user", "content": text}], place) if self._as_chat else PromptText(text, None)
 
     def chat(self, messages: Messages, place: str) -> PromptText:

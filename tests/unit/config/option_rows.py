@@ -277,6 +277,8 @@ ROWS: list[Row] = [
           PROMPTS + "test_limit_and_column_are_obeyed"),
     Shown(("data.system", "prompts.system"),
           "tests/unit/data/test_conversations.py::test_a_system_message_is_put_before_chats_that_have_none"),
+    Shown(("data.system", "prompts.system"),
+          "tests/unit/data/test_conversations.py::test_a_system_message_without_chats_is_refused"),
     Shown(("data.as_chat", "prompts.as_chat"),
           "tests/unit/data/test_conversations.py::test_texts_become_chats_when_asked"),
     Shown(("data.mix.N.weight", "prompts.mix.N.weight"),

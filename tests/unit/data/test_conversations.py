@@ -113,6 +113,14 @@ def test_a_system_message_is_put_before_chats_that_have_none(chat, write_jsonl):
     assert starts == ["[system]Be kind", "[system]Own"]
 
 
+def test_a_system_message_without_chats_is_refused(chat, write_jsonl):
+    path, tokenizer = write_jsonl({"prompt": "Hello"}), chat(CLOSED)
+    with pytest.raises(DataError, match=r"'prompt' is a text, so system='Be kind' has no effect; set as_chat"):
+        open_prompts(PromptsConfig(path=path, system="Be kind"), tokenizer)
+    asked = open_prompts(PromptsConfig(path=path, system="Be kind", as_chat=True), tokenizer)
+    assert "[system]Be kind" in asked.training.rows([0]).texts[0]
+
+
 def test_texts_become_chats_when_asked(chat, write_jsonl):
     tokenizer, path = chat(CLOSED), write_jsonl({"prompt": "Hi", "answer": 4})
     found = open_prompts(PromptsConfig(path=path, as_chat=True, system="Be kind"), tokenizer).training.rows([0])
