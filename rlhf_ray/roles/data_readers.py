@@ -1,4 +1,5 @@
-"""Reads prompts and training rows in a worker process, so that the driver never holds a data set."""
+"""Reads prompts and training rows in a worker process, so that the driver holds no data set (it reads one only to count
+its rows for `run.epochs`, before the run)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
