@@ -18,8 +18,8 @@ import xxhash
 from torch import Tensor, nn
 
 from rlhf_ray.config.learner import LoRAConfig
-from rlhf_ray.errors import CheckpointError
-from rlhf_ray.models.lora_targets import HEAD, chosen_layers, shortest_targets, stored_transposed
+from rlhf_ray.errors import CheckpointError, ModelError
+from rlhf_ray.models.lora_targets import HEAD, chosen_layers, last_names, shortest_targets, stored_transposed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +52,8 @@ class Adapters:
             base: path or Hub name of the model, written to exported adapters.
 
         Raises:
-            ModelError: a target is not a layer of the model (see `lora_targets.chosen_layers`).
+            ModelError: a target is not a layer of the model (see `lora_targets.chosen_layers`), or is also the name of
+                fused experts.
         """
         from peft import LoraConfig, TaskType, inject_adapter_in_model
 
@@ -72,6 +73,11 @@ class Adapters:
             if parameter.requires_grad:  # always float32: small updates vanish in bfloat16
                 parameter.data = parameter.data.float()
         self._modules = dict(_adapted(model))
+        if others := sorted(self._modules.keys() - set(names)):  # of some families, where a target is called as experts
+            raise ModelError(
+                f"lora.targets={config.targets} would also put adapters on the fused experts ({others[0]}, ...), whose "
+                "merged weights are not computed; name layers that experts do not have, such as those of attention: "
+                f"{', '.join(last_names(n for n in names if 'attn' in n)) or 'q_proj, v_proj'}")
         self.layers = {name: AdaptedLayer(layer.scaling[NAME], bool(layer.fan_in_fan_out))
                        for name, layer in self._modules.items()}
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from rlhf_ray.config.learner import LoRAConfig
+from rlhf_ray.errors import ModelError
 from rlhf_ray.models.lora import Adapters, digest
 from rlhf_ray.models.lora_targets import chosen_layers, shortest_targets
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
+from tests.tiny_families import DECODERS, config_of
 
 LORA = LoRAConfig(rank=2, alpha=6)
 
@@ -112,6 +114,18 @@ def test_targets_are_the_ends_of_names(causal_lm):
     assert len(every) == 14 and "lm_head" not in every
     assert shortest_targets(model, every) == sorted({name.split(".")[-1] for name in every})
     assert shortest_targets(model, every[:1]) == every[:1]
+
+
+def test_adapters_on_fused_experts_are_refused_by_name():
+    """peft takes a target that is also the name of an expert's projection for the experts, too."""
+    from transformers import AutoModelForCausalLM
+
+    def model():
+        return AutoModelForCausalLM.from_config(config_of("deepseek_v3", **DECODERS["deepseek_v3"]))
+
+    with pytest.raises(ModelError, match=r"fused experts \(model\.layers\.1\.mlp\.experts, .*attention: .*q_a_proj"):
+        Adapters(model(), LoRAConfig(), "base")
+    assert len(Adapters(model(), LoRAConfig(targets=["q_a_proj", "o_proj"]), "base").layers) == 4
 
 
 def test_the_digest_tells_one_base_from_another(causal_lm):
