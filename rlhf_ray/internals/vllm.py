@@ -284,9 +284,10 @@ def process_weights(layer: nn.Module) -> None:
 
     method = getattr(layer, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):
+        packed_once = _packs_experts(layer)
         layer.__dict__.pop(PROCESSED, None)
         method.process_weights_after_loading(layer)
-        if _packs_experts(layer):
+        if packed_once:
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[attr-defined]
 
 

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -201,3 +202,95 @@ def test_a_head_with_a_packed_copy_is_packed_again():
     from vllm.model_executor.layers import utils
 
     assert "cpu_linear" in utils.dispatch_cpu_unquantized_gemm.__code__.co_names, READ_AGAIN
+
+
+class Direct(nn.Module):
+    """A model with parameters that vLLM's `load_weights` does not load through their weight loaders."""
+
+    def __init__(self):
+        super().__init__()
+        self.loaded, self.lm_head, self.layers = {}, nn.Linear(2, 3), nn.ModuleList([nn.ModuleDict()])
+        self.layers[0]["attn"] = nn.Module()
+        self.layers[0]["attn"].sinks = nn.Parameter(torch.zeros(4), requires_grad=False)
+        for parameter in (self.lm_head.bias, self.layers[0]["attn"].sinks):
+            parameter.weight_loader = lambda param, tensor: param.data.copy_(2 * tensor)
+
+    def load_weights(self, weights):
+        self.loaded |= dict(weights)
+
+
+def test_sinks_and_the_bias_of_a_head_go_through_their_weight_loaders(monkeypatch):
+    """This process has the second half of the heads; sinks of other stages of a pipeline are left out."""
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: 1)
+    model, all_heads = Direct(), torch.arange(8.0)
+    internals.load_checkpoint_weights(model, [
+        ("lm_head.bias", torch.ones(3)), ("layers.0.self_attn.sinks", all_heads),
+        ("layers.7.self_attn.sinks", all_heads), ("a", all_heads)])
+    assert model.layers[0]["attn"].sinks.tolist() == [8.0, 10.0, 12.0, 14.0]
+    assert model.lm_head.bias.tolist() == [2.0] * 3 and list(model.loaded) == ["a"]
+
+
+class Experts(nn.Module):
+    """A layer of experts whose kernel packs them when it is made, as on CPUs."""
+
+    def __init__(self):
+        super().__init__()
+        self.quant_method = Packing()
+        self.weight = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+
+
+class Packing(QuantizeMethodBase):
+    moe_kernel = None
+
+    def create_weights(self, layer, *args, **options):
+        """Not called."""
+
+    def apply(self, layer, *args, **options):
+        """Not called."""
+
+    def process_weights_after_loading(self, layer):
+        if self.moe_kernel is None:
+            self.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=self.pack))
+            self.pack(layer)
+
+    def pack(self, layer):
+        layer.weight = nn.Parameter(layer.weight.flip(0), requires_grad=False)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.others = Experts(), Experts()
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            loader = getattr(self.experts.weight, "weight_loader", default_weight_loader)
+            loader(self.experts.weight, tensor)
+
+
+@pytest.fixture
+def mixture():
+    model = Mixture()
+    record_metadata_for_reloading(model)
+    for layer in (model.experts, model.others):
+        internals.process_weights(layer)
+    return model
+
+
+def test_experts_are_packed_again_with_a_copy_of_their_layer(mixture):
+    mixture.experts.weight.data = torch.arange(6.0).view(2, 3)
+    internals.process_weights(mixture.experts)
+    assert torch.equal(mixture.experts.weight, torch.arange(6.0).view(2, 3).flip(0))
+
+
+def test_a_reload_packs_the_experts_that_it_loads_and_leaves_others(mixture):
+    kernels = {layer: layer.quant_method.moe_kernel for layer in (mixture.experts, mixture.others)}
+    before = mixture.others.weight.clone()
+    removed = internals.begin_reload(mixture)
+    assert removed == kernels and mixture.others.quant_method.moe_kernel is None
+    mixture.load_weights([("experts.weight", torch.arange(6.0).view(2, 3))])
+    internals.finish_reload(mixture, None, removed)
+    assert torch.equal(mixture.experts.weight, torch.arange(6.0).view(2, 3).flip(0))
+    assert torch.equal(mixture.others.weight, before)
+    assert mixture.others.quant_method.moe_kernel is kernels[mixture.others]
+    assert mixture.experts.quant_method.moe_kernel is not None
