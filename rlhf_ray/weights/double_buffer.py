@@ -119,9 +119,10 @@ class DoubleBuffer:
         """Process a layer, and any layer that shares a parameter with it, such as a head tied to the embedding."""
         copy = self._copies[path]
         for tie in self._routes.ties.get(path, ()):
-            shared = {tie.other_name: copy.copy.get_parameter(tie.name)}
-            self._copies[tie.other] = copy_layer(self._routes.layers[tie.other], shared)
-            self._copies[tie.other].process()
+            other = self._copy(tie.other)
+            other.copy.register_parameter(tie.other_name, copy.copy.get_parameter(tie.name))
+            if not self._missing[tie.other]:  # else it is processed once its own parameters, such as a bias, are there
+                other.process()
         # If the model has a head, nothing multiplies with the embedding, so packing it would be wasted.
         if isinstance(copy.layer, ParallelLMHead) or not (
             self._has_head and isinstance(copy.layer, VocabParallelEmbedding)

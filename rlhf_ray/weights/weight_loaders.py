@@ -78,12 +78,13 @@ class Routes:
         """By the path of the layer that tensors are routed to."""
 
     def sources(self, layer: str) -> set[str]:
-        """Names of the parameters that a layer consists of."""
-        return self._sources[layer]
+        """Names of the parameters that a layer consists of, without those that it shares with another."""
+        return self._sources.get(layer, set())
 
     def parameters(self, layer: str) -> set[str]:
-        """Names of a layer's own parameters that are loaded; others, such as a router's bias, never change."""
-        return self._parameters[layer]
+        """Names of a layer's own parameters that are loaded. Others never change, such as a router's bias, or are those
+        of another layer."""
+        return self._parameters.get(layer, set())
 
     def of(self, name: str, tensor: Tensor) -> list[Route]:
         """The loader calls for `tensor`. If the model transforms it first, it goes through `load_weights` again.

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import LoRAConfig, PolicyConfig
@@ -44,7 +45,8 @@ def published(model: ModelConfig, **fields: Any) -> dict[str, Any]:
     plan = learner.plan_weights(20_000, [])
     port = int(learner.rendezvous("127.0.0.1").rpartition(":")[2])
     route, receiver = WeightRoute("nccl", "127.0.0.1", port, world=2), Model()
-    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0),
+                             model_config=SimpleNamespace(hf_config=LlamaConfig()))
     engine = VerifiedGlooEngine(None, config, torch.device("cpu"), receiver)  # type: ignore[arg-type]
     joining = beside(lambda: engine.init_transfer_engine(engine.parse_init_info(transfer_info(route, 1))))
     learner.connect_weights(route)
