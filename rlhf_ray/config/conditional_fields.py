@@ -126,12 +126,11 @@ _PREFERENCES = (
 )
 _PPO = (
     ConditionalFields(
-        ("algorithm.lam",), lambda config, _: config.algorithm.has_critic and config.algorithm.lam_alpha is None,
-        "lam_alpha={section.lam_alpha} takes its place, or the estimator ({section.estimator}) has no λ",
-        "use estimator=gae without lam_alpha"),
-    ConditionalFields(
-        ("algorithm.lam_alpha", "algorithm.lam_critic"), _has_critic,
+        ("algorithm.lam", "algorithm.lam_alpha", "algorithm.lam_critic"), _has_critic,
         "estimator={section.estimator} has no λ", "use estimator=gae"),
+    ConditionalFields(
+        ("algorithm.lam",), lambda _, algorithm: algorithm.lam_alpha is None,
+        "lam_alpha={section.lam_alpha} takes its place", "leave lam_alpha empty"),
     ConditionalFields(
         ("algorithm.value_clip", "algorithm.critic_warmup_steps"), _has_critic, _NO_CRITIC, "use estimator=gae"),
     ConditionalFields(

@@ -45,6 +45,8 @@ OVERRIDES = [
     "--reference.shards=2 --reference.workers=3", "--reward.shards=2 --reward.workers=2 --reward.gpus=0.5",
     "--reference.revision=v1", "--critic.init=reward --critic.path=other",
     "--algorithm.estimator=grpo", "--algorithm.kl.kind=adaptive --algorithm.kl.coef=0", "--evaluation.every=5",
+    "--algorithm.estimator=reinforce --algorithm.lam=0.9 --critic.cpus=0.2 --critic.zero_stage=0",
+    "--reward.quarantine_limit=0.2",
 ]
 FILES = {
     "not YAML": "run: {dir: x\nmodel: 3\n", "a key twice": "run: {steps: 3}\nrun: {seed: 3}\n",
@@ -78,6 +80,11 @@ def rows(tmp_path, text):
 
 def other_cursor(_):
     PromptCursor([5, 3], 0, True, [1, 1]).load_state_dict(PromptCursor([5, 3], 0, True, [2, 1]).state_dict())
+
+
+def changed_data(_):
+    former, present = ([["prompts.jsonl", digest * 32]] for digest in "ab")
+    PromptCursor(5, 0, True, contents=present).load_state_dict(PromptCursor(5, 0, True, contents=former).state_dict())
 
 
 def no_rows(_):
@@ -133,7 +140,8 @@ CASES = {
     **{f"a configuration: {name}": lambda tmp, text=text: file(tmp, text) for name, text in FILES.items()},
     **{f"rows: {name}": lambda tmp, text=text: rows(tmp, text) for name, text in ROWS.items()},
     "sft without a file": lambda tmp: load(STAGES["sft"], tmp / "none.yaml", []),
-    "a cursor of another mix": other_cursor, "a cursor of no rows": no_rows, "a lease that is over": foreign_lease,
+    "a cursor of another mix": other_cursor, "a cursor of changed data": changed_data,
+    "a cursor of no rows": no_rows, "a lease that is over": foreign_lease,
     "no checkpoint is kept": lambda tmp: CheckpointStore(tmp, 0), "a torn checkpoint": torn_checkpoint,
     "a call past its deadline": lambda _: late_call(Fence(), 30.0),
     "older weights": older_weights, "a damaged bucket": damaged_bucket, "a missing bucket": missing_bucket,
