@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from rlhf_ray.errors import SampleError, UnscoredSamples
 from rlhf_ray.records import RewardScores, Unscored
-from rlhf_ray.rewards.protocol import RewardRequest, sample_names
+from rlhf_ray.rewards.protocol import RewardRequest, all_ended, sample_names
 
 Score = Callable[[Sequence[RewardRequest]], Awaitable[RewardScores]]
 
@@ -26,7 +25,7 @@ async def score_or_name_failed(score: Score, requests: Sequence[RewardRequest]) 
         return await score(requests)
     except SampleError as error:
         together = error
-    reasons = await asyncio.gather(*(_reason(score, request) for request in requests))
+    reasons = await all_ended(*(_reason(score, request) for request in requests))
     failed = [Unscored(request.key, request.prompt, request.response, reason)
               for request, reason in zip(requests, reasons, strict=True) if reason is not None]
     if not failed:

@@ -10,7 +10,8 @@ An answer depends on the requests alone, never on earlier ones, so a request may
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -183,3 +184,13 @@ def checked(answer: RewardAnswer, requests: Sequence[RewardRequest], name: str) 
 
 def _count(scores: NDArray[np.float32]) -> str:
     return f"{len(scores)} scores" if scores.ndim == 1 else f"scores of shape {scores.shape}"
+
+
+async def all_ended(*calls: Awaitable[Any]) -> list[Any]:
+    """Results in order, or the first failure in that order. Every call is awaited, so that none continues after a
+    failure is raised."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return list(results)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from rlhf_ray.rewards.function_source import FunctionSource
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.local_model import PROBED, ModelSource
 from rlhf_ray.rewards.process_reward_model import ProcessModelSource
-from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, checked, finite_scores
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, all_ended, checked, finite_scores
 from rlhf_ray.rewards.regex_and_json_schema import json_schema_source, regex_source
 from rlhf_ray.rewards.sentiment import VaderSource
 
@@ -92,7 +91,7 @@ class WeightedSum:
     async def start(self) -> dict[str, float]:
         """Start all sources concurrently; returns the largest of each of their measurements. The first failure is
         raised after all have ended."""
-        measurements = await _all(*(source.start() for _, source in self._sources.values()))
+        measurements = await all_ended(*(source.start() for _, source in self._sources.values()))
         largest: dict[str, float] = {}
         for name, number in ((name, number) for numbers in measurements for name, number in (numbers or {}).items()):
             largest[name] = max(number, largest.get(name, number))
@@ -105,7 +104,7 @@ class WeightedSum:
             RewardError: a source failed, or violated the protocol, or the sum is beyond float32. The other
                 sources' scores are not used.
         """
-        answers: list[RewardAnswer] = await _all(*(source.score(requests) for _, source in self._sources.values()))
+        answers: list[RewardAnswer] = await all_ended(*(source.score(requests) for _, source in self._sources.values()))
         named = {name: checked(a, requests, name) for name, a in zip(self._sources, answers, strict=True)}
         weights = {name: weight for name, (weight, _) in self._sources.items()}
         dense = [weights[name] * a.token_rewards.astype(np.float64) for name, a in named.items()
@@ -128,12 +127,3 @@ def _failures(answers: Mapping[str, RewardAnswer]) -> dict[str, int]:
     """Component -> number of `RewardAnswer.failures`; component/kind -> number of failures of that kind."""
     kinds = {f"{name}/{kind}": count for name, a in answers.items() for kind, count in a.failure_kinds.items()}
     return {name: a.failures for name, a in answers.items()} | kinds
-
-
-async def _all(*calls: object) -> list[Any]:
-    """Results in order. Every call is awaited, so that none continues after a failure is raised."""
-    results = await asyncio.gather(*calls, return_exceptions=True)  # type: ignore[call-overload]
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return list(results)

@@ -16,7 +16,7 @@ from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.rewards.failure_isolation import score_or_name_failed
 from rlhf_ray.rewards.local_model import PROBED
-from rlhf_ray.rewards.protocol import RewardRequest, requests_of
+from rlhf_ray.rewards.protocol import RewardRequest, all_ended, requests_of
 from rlhf_ray.rewards.sources import WeightedSum, make_sources
 
 
@@ -114,7 +114,7 @@ class RewardScorer:
         """As `score`, for several rollouts concurrently: `records` are all rollouts, then the prompts of each."""
         half = len(records) // 2
         pairs = cast(Iterable[tuple[Rollout, Prompts]], zip(records[:half], records[half:], strict=True))
-        return list(await asyncio.gather(*(self.score(rollout, prompts) for rollout, prompts in pairs)))
+        return await all_ended(*(self.score(rollout, prompts) for rollout, prompts in pairs))
 
     async def stop(self) -> None:
         """Stop processes and close connections."""

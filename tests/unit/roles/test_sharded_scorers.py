@@ -31,9 +31,8 @@ def said(policy_model, reward_model, tmp_path_factory):
         subprocess.Popen([sys.executable, sharded_rank.__file__, *models, rank, where, str(folder / name)],
                          env=environment, stderr=subprocess.PIPE, text=True)
         for rank, where, name in (("0", "", "whole"), ("0", address, "first"), ("1", address, "second"))]
-    for process in processes:
-        _, errors = process.communicate(timeout=280)
-        assert process.returncode == 0, errors[-3000:]
+    errors = [process.communicate(timeout=280)[1][-3000:] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n\n".join(errors)
     return [pickle.loads((folder / name).read_bytes()) for name in ("whole", "first", "second")]
 
 
