@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_ray.planning.device_memory import Load
-from rlhf_ray.planning.findings import gib
-from rlhf_ray.planning.memory_breakdown import PARTS
+from rlhf_ray.planning.memory_breakdown import PARTS, gib
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.plan import Plan
 from rlhf_ray.planning.roles import Role

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.transformers import checkpoint_tensors
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VERSION = "0.32.0"
+ADAPTER_ID = 1
+"""vLLM's number of the only adapter."""
 PROCESSED = "_already_called_process_weights_after_loading"
 """See `process_weights`."""
 BACKENDS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
@@ -240,6 +243,39 @@ def _packs_experts(layer: nn.Module) -> bool:
     """Whether a layer's experts are packed for CPUs by the kernel that computes with them."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     return kernel is not None and next(layer.parameters()).device.type == "cpu"
+
+
+def load_adapter(model: nn.Module, tensors: dict[str, Tensor], rank: int) -> None:
+    """Replace the adapter `ADAPTER_ID` of a model with LoRA enabled; requests that run with it continue with the new
+    one.
+
+    Args:
+        tensors: A and scaled B of every adapted layer, under their names in peft's files; they are copied.
+
+    Raises:
+        ModelError: vLLM's model has no layer for one of them, and would ignore it.
+
+    Source: 0.32.0, lora/worker_manager.py (`WorkerLoRAManager._load_adapter`), lora/model_manager.py.
+    Missing: `add_lora` reads a directory in peft's format, and a request keeps the id of the adapter that it began
+    with.
+    Otherwise: publications of adapters fail.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager: Any = model.lora_manager
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER_ID, {name: tensor.clone() for name, tensor in tensors.items()},
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu", dtype=manager.lora_config.lora_dtype,
+        weights_mapper=mapper and mapper.get_rename_mapper())
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(adapter)  # which fuses the adapters of fused layers
+    absent = sorted(adapter.loras.keys() - manager.modules.keys())
+    if absent:
+        raise ModelError(f"vLLM's {type(model).__name__} has no layer for the adapter of {absent[0]} ({len(absent)} of "
+                         f"{len(adapter.loras)} are missing)")
+    manager.activate_adapter(ADAPTER_ID)
 
 
 def checkpoint_parameters(layer: nn.Module) -> dict[str, Tensor]:

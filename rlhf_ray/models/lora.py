@@ -1,8 +1,9 @@
 """Low-rank adapters (Hu et al. 2021) on a model's frozen linear layers, and the merged weights they give.
 
 peft adds the adapters to the model in place: it keeps its class, its forward pass and the names of its layers. A
-learner publishes and exports the base model's tensors, each merged on demand: W + alpha/rank * B A. The trained
-parameters stay separate, and there is no second model. Checkpoints hold the adapters without the frozen base, which
+learner exports the base model's tensors, each merged on demand: W + alpha/rank * B A. It publishes the same tensors or,
+where vLLM computes with adapters (`config.adapter_publication`), A and alpha/rank * B. The trained parameters stay
+separate, and there is no second model. Checkpoints hold the adapters without the frozen base, which
 is loaded from its source again; a digest in `adapters.json` checks that it is the same.
 """
 
@@ -19,10 +20,17 @@ from torch import Tensor, nn
 
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.errors import CheckpointError, ModelError
-from rlhf_ray.models.lora_targets import HEAD, chosen_layers, last_names, shortest_targets, stored_transposed
+from rlhf_ray.models.lora_targets import (
+    HEAD,
+    chosen_layers,
+    last_names,
+    linear_layers,
+    shortest_targets,
+    stored_transposed,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 NAME = "default"
 """peft's name of the only adapter."""
@@ -80,6 +88,7 @@ class Adapters:
                 f"{', '.join(last_names(n for n in names if 'attn' in n)) or 'q_proj, v_proj'}")
         self.layers = {name: AdaptedLayer(layer.scaling[NAME], bool(layer.fan_in_fan_out))
                        for name, layer in self._modules.items()}
+        self._published = {name_in_file(name + kind): name + kind for name in self.layers for kind in (A, B)}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -123,7 +132,27 @@ class Adapters:
 
     def peft_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Trained parameters under the names in peft's files."""
-        return {f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in tensors.items()}
+        return {name_in_file(name): tensor for name, tensor in tensors.items()}
+
+    def published_shapes(self, shapes: Shapes) -> Shapes:
+        """Names and shapes of the tensors that `published` returns, given those of the model's parameters."""
+        return [(name_in_file(name), shape) for name, shape in shapes if name.endswith((A, B))]
+
+    def published_sources(self, names: Iterable[str]) -> list[str]:
+        """Names of the parameters that `published` needs for these tensors."""
+        return [self._published[name] for name in names]
+
+    def published(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A, and alpha/rank * B, under their names in peft's files.
+
+        Args:
+            tensors: the parameters `published_sources(names)`, whole.
+        """
+        found = {}
+        for name, source in zip(names, self.published_sources(names), strict=True):
+            scaling = self.layers[source.removesuffix(B)].scaling if source.endswith(B) else 1.0
+            found[name] = scaling * tensors[source].float()
+        return found
 
     def describe(self) -> dict[str, Any]:
         """The base model and the adapters' shape, without which saved adapters cannot be used."""
@@ -139,6 +168,37 @@ class Adapters:
         if layer not in self.layers:
             return [name]
         return [f"{layer}{BASE}{kind}", *([layer + A, layer + B] if kind == "weight" else [])]
+
+
+def name_in_file(name: str) -> str:
+    """The name of a trained parameter in peft's files."""
+    return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
+
+
+def layer_in_file(name: str) -> str:
+    """The layer of the model that a tensor of `adapter_shapes` belongs to."""
+    return name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+
+
+def adapter_shapes(
+    model: "PretrainedConfig", config: LoRAConfig, trust_remote_code: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that `Adapters.published` returns for a language model of this configuration,
+    without its weights.
+
+    Raises:
+        ModelError: as `lora_targets.chosen_layers`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(model, trust_remote_code=trust_remote_code)
+    layers = linear_layers(skeleton)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in chosen_layers(skeleton, config.targets):
+        outputs, inputs = layers[name].weight.shape
+        shapes |= {name_in_file(name + A): (config.rank, inputs), name_in_file(name + B): (outputs, config.rank)}
+    return shapes
 
 
 def digest(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:

@@ -111,6 +111,15 @@ def check_family(
                                  "it to that, or use a model without one")
 
 
+def model_family(model: ModelConfig) -> str:
+    """`model_type` of a model's configuration.
+
+    Raises:
+        ModelError: the configuration cannot be read.
+    """
+    return str(_configuration(model).get("model_type"))
+
+
 def refusals(model: ModelConfig) -> dict[Use, str]:
     """The uses for which `check_family` rejects a model, and why.
 

@@ -10,7 +10,8 @@ from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.inference_memory import cache_sequences
-from rlhf_ray.planning.memory_breakdown import GIB, MIB, Memory
+from rlhf_ray.planning.memory_breakdown import MIB, Memory, gib
+from rlhf_ray.planning.publication_size import publication_bytes
 from rlhf_ray.planning.roles import Role
 
 TIGHT = 0.9
@@ -79,8 +80,9 @@ def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) ->
     if not isinstance(config, PPOConfig) or config.weights.transport != "object_store":
         return
     shape = roles[0].models[0]
-    bucket = max(config.weights.bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value)
-    needed = min(3 * bucket, shape.weight_bytes + 2 * bucket) + (config.buffer.capacity_mb or 0) * MIB
+    sent = publication_bytes(config, shape)
+    bucket = min(sent, max(config.weights.bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value))
+    needed = min(3 * bucket, sent + 2 * bucket) + (config.buffer.capacity_mb or 0) * MIB
     stores = [load.holders["object store"]["object store"] for load in loads if load.device is None]
     if stores and min(stores) < needed:
         yield Finding("tight", f"the object store of {gib(min(stores))} may not hold three buckets of a publication "
@@ -98,8 +100,3 @@ def _precision(roles: Sequence[Role]) -> Iterator[Finding]:
         elif place.gpus and not isinstance(place, LearnerConfig) and any(s.bytes_per_value == 4 for s in role.models):
             yield Finding("tight", f"{role.name} holds its model in float32 on a GPU, which takes twice the memory and "
                                    "computes far slower; set the dtype of its model to bfloat16")
-
-
-def gib(amount: float) -> str:
-    """Bytes as text, in GiB or MiB."""
-    return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount / MIB:.0f} MiB"

@@ -1,5 +1,6 @@
 """Memory of roles that do not train: vLLM generators, and frozen models that score."""
 
+from dataclasses import dataclass
 from math import isfinite
 
 from rlhf_ray.config.generation import GenerationConfig
@@ -27,6 +28,23 @@ from rlhf_ray.planning.memory_breakdown import (
 from rlhf_ray.planning.model_shape import ModelShape
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """Adapters that a generator computes with."""
+
+    rank: int
+    """0 without adapters."""
+    nbytes: float
+
+    def held_bytes(self, tokens: int, shape: ModelShape) -> float:
+        """Bytes on the CPU: the adapters as received, as vLLM keeps them and as it computes with them; and of the
+        widest layer a copy of B for each token (vllm/lora/ops/torch_ops/lora_ops.py, `bgmv_expand`)."""
+        return 3 * self.nbytes + tokens * shape.intermediate * self.rank * float(shape.bytes_per_value)
+
+
+WITHOUT_ADAPTERS = Adapted(0, 0.0)
+
+
 def is_async(config: GenerationConfig) -> bool:
     """Whether vLLM runs in separate processes (roles/engines/vllm_adapter.py, `engine_kind`)."""
     return config.engine == "async" or (config.engine == "auto" and (config.gpus > 0 or config.devices > 1))
@@ -34,13 +52,14 @@ def is_async(config: GenerationConfig) -> bool:
 
 def generator_memory(
     config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float,
-    through_memory: float = 0.0,
+    through_memory: float = 0.0, adapters: Adapted = WITHOUT_ADAPTERS,
 ) -> Memory:
     """Memory of one generator.
 
-    On the CPU it holds its weights twice more while a publication arrives: as received, and as packed for its kernels
-    (weights/double_buffer.py). On a GPU vLLM takes what `kv_cache_mb` and the weights need, or `gpu_memory_utilization`
-    of the device. If the node has no GPU, a cache for all sequences is counted.
+    On the CPU it holds its weights twice more while a publication arrives: as received, and as packed for its
+    kernels (weights/double_buffer.py), unless adapters arrive in their place. On a GPU vLLM takes what
+    `kv_cache_mb` and the weights need, or `gpu_memory_utilization` of the device. If the node has no GPU, a cache
+    for all sequences is counted.
 
     Args:
         longest: tokens of prompt and response.
@@ -48,7 +67,7 @@ def generator_memory(
         through_memory: bytes of a publication that a GPU's engine maps in main memory before it loads them.
     """
     if not config.gpus:
-        return _on_cpu(config, shape)
+        return _on_cpu(config, shape, adapters, longest)
     spans = config.devices
     weights = shape.weight_bytes / spans
     half = shape.bytes_per_value == 2
@@ -66,11 +85,14 @@ def generator_memory(
     return Memory(device=parts, host=host)
 
 
-def _on_cpu(config: GenerationConfig, shape: ModelShape) -> Memory:
+def _on_cpu(config: GenerationConfig, shape: ModelShape, adapters: Adapted, longest: int) -> Memory:
     head = shape.vocabulary * shape.hidden * shape.bytes_per_value if shape.tied else 0
+    received = 2.0 * (shape.weight_bytes + head)
+    if adapters.rank:
+        received = adapters.held_bytes(config.prefill_tokens(longest), shape)
     return Memory(host={
         WEIGHTS: shape.weight_bytes + head,
-        BUFFERS: 2 * (shape.weight_bytes + head),
+        BUFFERS: received,
         CACHE: (config.cache_mb or 0) * MIB,
         RUNTIME: GENERATOR + (ENGINE_CORE if is_async(config) else 0),
     })

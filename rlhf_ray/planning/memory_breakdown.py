@@ -80,3 +80,8 @@ GATHERED = 1e9
 `stage3_max_live_parameters`)."""
 REDUCE_BUCKET = 5e8
 """Elements of DeepSpeed's buffer for gradients being reduced (default of `reduce_bucket_size`)."""
+
+
+def gib(amount: float) -> str:
+    """Bytes as text, in GiB or MiB."""
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB else f"{amount / MIB:.0f} MiB"

@@ -64,6 +64,7 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
     Raises:
         ModelError: a number is missing, or the model is a mixture of experts whose weights are not counted.
     """
+    family = values.get("model_type")
     values = values.get("text_config") or values
     experts = [key for key in EXPERTS if (values.get(key) or 1) > 1]
     if experts and values.get("model_type") not in MIXTURES:
@@ -83,7 +84,7 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
         intermediate=int(values.get("intermediate_size") or values.get("n_inner") or 4 * hidden),
         vocabulary=int(values["vocab_size"]), tied=bool(values.get("tie_word_embeddings", False)),
         head_dim=values.get("head_dim"), gated=values.get("model_type") not in UNGATED,
-        saved_bytes=BYTES.get(str(values.get("dtype") or values.get("torch_dtype"))),
+        family=family, saved_bytes=BYTES.get(str(values.get("dtype") or values.get("torch_dtype"))),
     )
     if experts:
         shape = replace(shape, **_mixture(values, values[experts[0]], layers))

@@ -27,6 +27,8 @@ class ModelShape:
     """Whether the feed-forward layer is gated, so that it has three matrices instead of two."""
     looked_up: int = 0
     """Tokens of an embedding in addition to `vocabulary`, in a model whose output head was removed."""
+    family: str | None = None
+    """`model_type` of its config.json; None for a shape without one."""
     saved_bytes: int | None = None
     """Bytes of a weight in the model's files, if config.json gives the precision."""
 

@@ -13,10 +13,11 @@ from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.planning.batch_layout import batch_layout_of, counted
 from rlhf_ray.planning.config_suggestions import suggest_change
 from rlhf_ray.planning.device_memory import Load, loads_of, worker_memories
-from rlhf_ray.planning.findings import Finding, find_problems, gib
+from rlhf_ray.planning.findings import Finding, find_problems
 from rlhf_ray.planning.learner_memory import MOMENTS, trained
-from rlhf_ray.planning.memory_breakdown import Memory
+from rlhf_ray.planning.memory_breakdown import Memory, gib
 from rlhf_ray.planning.node_spec import Node
+from rlhf_ray.planning.publication_size import publication_in_words
 from rlhf_ray.planning.roles import Role, Shapes, roles_of
 from rlhf_ray.planning.step_time import StepTime, estimate_step_time
 from rlhf_ray.planning.worker_placement import Placement, place
@@ -68,7 +69,10 @@ def make_plan(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, free_d
     findings += find_problems(config, roles, memory, loads, sum(disk.values()), free_disk)
     findings.sort(key=lambda finding: finding.level != "refused")
     placed = not placement.shortages
-    return Plan(config, tuple(nodes), tuple(roles), memory, placement, tuple(loads), batch_layout_of(config), disk,
+    layout = batch_layout_of(config)
+    if isinstance(config, PPOConfig):
+        layout["weights"] = publication_in_words(config, shapes(config.model, "model"))
+    return Plan(config, tuple(nodes), tuple(roles), memory, placement, tuple(loads), layout, disk,
                 estimate_step_time(config, roles, placement, nodes) if placed else None, tuple(findings))
 
 

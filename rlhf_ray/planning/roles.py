@@ -19,10 +19,11 @@ from rlhf_ray.config.stages import (
     StageConfig,
 )
 from rlhf_ray.planning.hardware import CORE, Hardware
-from rlhf_ray.planning.inference_memory import generator_memory, scorer_memory
+from rlhf_ray.planning.inference_memory import WITHOUT_ADAPTERS, Adapted, generator_memory, scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
 from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, LOGITS, MIB, READER, RUNTIME, SMALL, Memory
 from rlhf_ray.planning.model_shape import ModelShape
+from rlhf_ray.planning.publication_size import adapter_bytes, publication_bytes
 
 Shapes = Callable[[ModelConfig | NewModelConfig, str], ModelShape]
 """Returns the shape of the model that a section names; raises as `model_lookup.shape_of`."""
@@ -58,15 +59,18 @@ def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
 def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     shape, named, derived = shapes(config.model, "model"), config.model.path, derive(config)
     longest = derived.longest_sample
-    bucket = max(config.weights.bucket_mb * float(MIB), shape.vocabulary * shape.hidden * shape.bytes_per_value)
+    adapters = adapter_bytes(config, shape)
+    bucket = min(publication_bytes(config, shape),
+                 max(config.weights.bucket_mb * float(MIB), shape.vocabulary * shape.hidden * shape.bytes_per_value))
     answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
     copies = 2 if config.generator.sampling.min_tokens and not config.generator.sampling.top_k else 1
     rows = config.coordinator.samples_per_step // config.algorithm.mini_batches
-    through_memory = shape.weight_bytes if config.weights.transport == "object_store" else 0.0
+    through_memory = publication_bytes(config, shape) if config.weights.transport == "object_store" else 0.0
     # One call to a scorer is a chunk, or with staleness, where chunks are batched, up to all samples in flight.
     batched = config.coordinator.max_staleness > 0
     samples = concurrency_of(config.coordinator, config.generator) if batched else config.generator.chunk
-    roles = [_generator(config.generator, shape, named, longest, bucket, through_memory)]
+    added = Adapted(config.policy.lora.rank, adapters) if config.policy.lora and adapters else WITHOUT_ADAPTERS
+    roles = [_generator(config.generator, shape, named, longest, bucket, through_memory, added)]
     if derived.starts_reference:
         frozen = shapes(derived.reference_model, "reference")
         roles.append(Role("reference", config.reference, (frozen,), derived.reference_model.path,
@@ -93,9 +97,9 @@ def _supervised(config: SFTConfig | RewardModelConfig | ProcessRewardConfig, sha
 
 
 def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest: int, bucket: float,
-               through_memory: float = 0.0) -> Role:
+               through_memory: float = 0.0, adapters: Adapted = WITHOUT_ADAPTERS) -> Role:
     return Role("generator", config, (shape,), named,
-                lambda device: generator_memory(config, shape, longest, device, bucket, through_memory))
+                lambda device: generator_memory(config, shape, longest, device, bucket, through_memory, adapters))
 
 
 def _reader(name: str, pool: str) -> Role:

@@ -16,6 +16,7 @@ from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.learner_memory import stage_of, trained
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.node_spec import Node
+from rlhf_ray.planning.publication_size import publication_bytes
 from rlhf_ray.planning.roles import Role
 from rlhf_ray.planning.roofline import KEPT, RECOMPUTED, STATE_BYTES, Engine, Group, Workload
 from rlhf_ray.planning.worker_placement import Placement
@@ -75,7 +76,8 @@ def _ppo(
         spared = name == "policy" and derive(config).old_logprobs != "policy"
         before = 0.0 if spared else scoring_s(roles[name], devices[name], work)
         took[name] = before + update_s(roles[name], devices[name], work)
-    took["publication"] = publication_s(roles["generator"], devices["generator"])
+    sent = publication_bytes(config, roles["policy"].models[0])
+    took["publication"] = publication_s(roles["generator"], devices["generator"], sent)
     rollouts = {name: took[name] for name in took if name not in (*learning, "publication")}
     drawn, learned = max(rollouts.values()), max(took[name] for name in learning)
     if config.coordinator.max_staleness:
@@ -145,11 +147,10 @@ def update_s(role: Role, device: Hardware, work: Workload) -> float:
     return (max(compute, moved) + adam + CALL_S / 4) * work.mini_batches * work.epochs
 
 
-def publication_s(role: Role, device: Hardware) -> float:
-    """Seconds to send weights to each node over the network, and from its memory into the engine."""
-    shape, spans = role.models[0], role.placement.devices if isinstance(role.placement, GenerationConfig) else 1
-    return shape.weight_bytes / (device.network_bandwidth * device.network_share) + (
-        shape.weight_bytes / spans / device.host_bandwidth)
+def publication_s(role: Role, device: Hardware, nbytes: float) -> float:
+    """Seconds to send a publication to each node over the network, and from its memory into the engine."""
+    spans = role.placement.devices if isinstance(role.placement, GenerationConfig) else 1
+    return nbytes / (device.network_bandwidth * device.network_share) + nbytes / spans / device.host_bandwidth
 
 
 def precision(role: Role, shape: ModelShape) -> float:

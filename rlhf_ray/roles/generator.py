@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
+from rlhf_ray.models.lora import adapter_shapes
 from rlhf_ray.records import (
     Prompts,
     Rollout,
@@ -37,7 +39,7 @@ from rlhf_ray.records import (
     offsets_of,
 )
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
-from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
+from rlhf_ray.roles.engines.interface import AdapterSettings, Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.partial_rollouts import AbortableEngine, PartialRolloutEngine
 from rlhf_ray.roles.engines.vllm_adapter import engine_kind, generator_environment
 from rlhf_ray.weights.manifest import fused_groups
@@ -60,14 +62,15 @@ class Generator:
         in_flight: what happens to responses in flight when new weights arrive, see `WeightsConfig`.
         transport: how new weights are sent, see `WeightsConfig`.
         record_masks: record the sampling mask of each token, if the configured sampling excludes tokens, for learners.
+        lora: publications contain adapters of this kind alone, which are added to `model`; None: they contain weights.
     """
 
     def __init__(
         self, model: ModelConfig, generation: GenerationConfig, seed: int, max_context: int, name: str = "generator/0",
         in_flight: Literal["keep", "abort"] = "keep", transport: str = "object_store",
-        record_masks: bool = False,
+        record_masks: bool = False, lora: LoRAConfig | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._lora = model, lora
         self._generation, self._record_masks = generation, record_masks
         self._seed = seed
         self._max_context = max_context
@@ -95,15 +98,18 @@ class Generator:
         check_vocabulary(tokenizer, config.vocab_size, self._model.path)
         self._vocabulary = config.vocab_size
         self._stop_tokens = stop_tokens(tokenizer.eos_token_id, config.eos_token_id, self._model)
-        shapes = parameter_shapes(config, self._model.trust_remote_code)
+        shapes, adapters = parameter_shapes(config, self._model.trust_remote_code), None
+        if self._lora:
+            adapters = AdapterSettings(
+                self._lora.rank, adapter_shapes(config, self._lora, self._model.trust_remote_code))
         self._engine = build_engine(EngineSettings(
             self._model, self._generation, self._max_context, self._seed, self.name, config.architectures or [], shapes,
-            partial(tokenizer.decode, skip_special_tokens=True), self._transport,
+            partial(tokenizer.decode, skip_special_tokens=True), self._transport, adapters,
         ), self._in_flight)
         await self._engine.start()
         await self._generate_one_token(self._engine)
-        self._groups = fused_groups(shapes, await self._engine.fused_layers())
-        self._receiver = Receiver(self.name, 0, shapes, self._engine.open_stage)
+        self._groups = [] if adapters else fused_groups(shapes, await self._engine.fused_layers())
+        self._receiver = Receiver(self.name, 0, adapters.shapes if adapters else shapes, self._engine.open_stage)
         return {
             "pid": os.getpid(),
             "pids": self._engine.pids(),

@@ -32,6 +32,7 @@ from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.ppo_update import loss_count, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
+from rlhf_ray.roles.publication import PublishedAdapters
 
 
 class PolicyLearner(Learner):
@@ -41,11 +42,15 @@ class PolicyLearner(Learner):
 
     def __init__(self, config: PolicyConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
                  algorithm: AlgorithmConfig, temperature: float, old_logprobs: OldLogprobs = "policy",
-                 longest: int | None = None) -> None:
-        """`old_logprobs`: the source of an update's old log-probabilities, see `Derived.old_logprobs`."""
+                 longest: int | None = None, publishes_adapters: bool = False) -> None:
+        """
+        Args:
+            old_logprobs: source of an update's old log-probabilities, see `Derived.old_logprobs`.
+            publishes_adapters: publish the adapters alone, not weights with the adapters merged in.
+        """
         super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.algorithm, self.temperature, self.old_logprobs = algorithm, temperature, old_logprobs
-        self.kl_coef = 0.0
+        self.kl_coef, self._publishes_adapters = 0.0, publishes_adapters
         self._weights_unchanged, self._kl_exceeded = True, False
         """Whether the weights are still those from before the current update."""
         self.average: WeightAverage | None = None
@@ -54,6 +59,9 @@ class PolicyLearner(Learner):
     def start(self, address: str, timeout_s: float) -> dict[str, float]:
         """As `Learner.start`; the average of the weights starts at the initial weights."""
         numbers = super().start(address, timeout_s)
+        if self._publishes_adapters and self.adapters:
+            self.publication.model = PublishedAdapters(
+                self.engine, self.adapters, self.model_config.dtype, self.rank, self.lockstep)
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
         return numbers

@@ -109,6 +109,38 @@ class PublishedModel:
         return self._adapters.merged(names, tensors) if self._adapters else tensors
 
 
+class PublishedAdapters:
+    """One rank's view of the adapters alone, in the model's own precision (see `Adapters.published`).
+
+    Gathering is a collective call under ZeRO-3 (`lockstep`).
+    """
+
+    def __init__(self, engine: TrainEngine, adapters: Adapters, dtype: str, rank: int, lockstep: bool) -> None:
+        self.device, self._engine, self._adapters, self._dtype = engine.device, engine, adapters, dtype
+        self._rank, self._lockstep = rank, lockstep
+
+    def specs(self) -> list[TensorSpec]:
+        """Name, shape and precision of every tensor, in a fixed order."""
+        return [(name, shape, self._dtype)
+                for name, shape in self._adapters.published_shapes(self._engine.parameter_shapes())]
+
+    def changing(self) -> list[str]:
+        """Names of the tensors that training changes: all."""
+        return [name for name, *_ in self.specs()]
+
+    def gather(self, names: list[str]) -> dict[str, Tensor] | None:
+        """Whole tensors by name, on the CPU; None on other ranks than 0."""
+        if self._rank and not self._lockstep:
+            return None
+        tensors = self._engine.gather(self._adapters.published_sources(names))
+        return None if self._rank else self._adapters.published(names, tensors)
+
+    def gather_in_place(self, names: list[str]) -> dict[str, Tensor]:
+        """As `gather`, on every rank, and on the device of the parameters."""
+        sources = self._adapters.published_sources(names)
+        return self._adapters.published(names, self._engine.gather(sources, in_place=True))
+
+
 class Publication:
     """One rank's part of sending the weights.
 
@@ -118,7 +150,7 @@ class Publication:
 
     def __init__(self, rank: int, lockstep: bool) -> None:
         self._rank, self._lockstep = rank, lockstep
-        self.model: PublishedModel
+        self.model: PublishedModel | PublishedAdapters
         self._publisher: Publisher | None = None
         self._sender: Sender | None = None
 

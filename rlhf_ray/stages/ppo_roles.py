@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.adapter_publication import publishes_adapters, why_merged
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.derived import derive, judge_rewards, placements_of
 from rlhf_ray.config.run import PlacementConfig
@@ -17,7 +18,7 @@ from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.models.model_families import Use, check_family
+from rlhf_ray.models.model_families import Use, check_family, model_family
 from rlhf_ray.models.shard import Shard
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -36,13 +37,15 @@ from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learn
 def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | None = None) -> RoleGroups:
     """Spawn all processes of the run; they load in parallel once `start_roles` calls them."""
     derived, generation, temperature = derive(config), config.generator, config.generator.sampling.temperature
+    adapters = publishes_adapters(config, model_family(config.model))
     return RoleGroups(
         generators=runtime.spawn(
             "generator", Generator, generation,
             lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
                           "max_context": derived.longest_sample,
                           "name": f"generator/{rank}", "in_flight": config.weights.in_flight,
-                          "transport": config.weights.transport, "record_masks": True},
+                          "transport": config.weights.transport, "record_masks": True,
+                          "lora": config.policy.lora if adapters else None},
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         ),
         reference=runtime.spawn(
@@ -67,7 +70,8 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
         policy=runtime.spawn(
             "policy_learner", ActorCriticLearner if derived.shares_backbone else PolicyLearner, config.policy,
             lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
-                          "old_logprobs": derived.old_logprobs}, shutdown_method="leave",
+                          "old_logprobs": derived.old_logprobs, "publishes_adapters": adapters},
+            shutdown_method="leave",
         ),
         critic=runtime.spawn(
             "critic_learner", CriticLearner, config.critic,
@@ -112,6 +116,10 @@ async def start_roles(
     reader = runtime.spawn("prompt_reader", PromptReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
                          lambda _: {"model": config.model, "directory": Path(config.run.dir).absolute()})
     workers = sum(map(len, roles.groups()))
+    if config.policy.lora:
+        reason = why_merged(config, model_family(config.model))
+        progress.note(f"publications contain weights with the adapters merged in, because {reason}" if reason else
+                      "publications contain the adapters alone")
     progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in roles.groups()))
     limit = config.cluster.start_timeout_s
     learners = roles.learners()

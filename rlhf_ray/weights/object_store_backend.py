@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from vllm import ModelRegistry
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,7 +24,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rlhf_ray.internals.vllm import begin_reload, checkpoint_weights, finish_reload, load_checkpoint_weights
+from rlhf_ray.internals.vllm import (
+    begin_reload,
+    checkpoint_weights,
+    finish_reload,
+    load_adapter,
+    load_checkpoint_weights,
+)
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
 
@@ -69,6 +76,13 @@ def read_file(path: str, entries: Sequence[TensorEntry]) -> Iterator[tuple[Tenso
         offset += aligned(entry.nbytes)
 
 
+def tensors_in(info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
+    """A bucket's tensors by name, as views of the arrays or of the mapped file."""
+    entries = [TensorEntry(name, dtype, tuple(shape), size) for name, dtype, shape, size in info.entries]
+    return unpack(read_file(str(info.path), entries) if info.arrays is None else
+                  zip(entries, info.arrays, strict=True))
+
+
 class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):
     """Loads weights in checkpoint format, layer by layer, in place."""
 
@@ -90,13 +104,9 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Pass a bucket's tensors to the model's own loader. Layers keep them until they are complete."""
-        entries = [TensorEntry(name, dtype, tuple(shape), size) for name, dtype, shape, size in update_info.entries]
-        if update_info.arrays is None:
-            self.load_parameters(unpack(read_file(str(update_info.path), entries)))
-        else:
-            self.load_parameters(unpack(zip(entries, update_info.arrays, strict=True)))
+        self.load_parameters(tensors_in(update_info))
 
-    def load_parameters(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_parameters(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Load parameters of transformers' model by name."""
         load_checkpoint_weights(self.model, checkpoint_weights(self.model_config.hf_config, parameters))
 
@@ -116,6 +126,20 @@ class WorkerExtension:
     def fused_layers(self) -> dict[str, list[str]]:
         """See `SamplingEngine.fused_layers`; of the layers in this process."""
         return dict(getattr(self.get_model(), "packed_modules_mapping", {}))
+
+    def load_adapter(self, buckets: list[dict[str, Any]], rank: int) -> None:
+        """Replace the adapter with which all requests run.
+
+        vLLM's weight update cannot: when it ends, it removes all adapters, as they belong to the former base.
+
+        Args:
+            buckets: messages as of `bucket_info`.
+
+        Raises:
+            ModelError: as `internals.vllm.load_adapter`.
+        """
+        tensors = dict(named for bucket in buckets for named in tensors_in(BucketInfo(**bucket)))
+        load_adapter(self.get_model(), tensors, rank)
 
 
 def backend_name(transport: str, gpus: float) -> str:

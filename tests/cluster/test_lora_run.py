@@ -1,4 +1,5 @@
-"""PPO with adapters: no reference is started, generators hold the merged weights, and a resumed run is the same run."""
+"""PPO with adapters: no reference is started, generators get the adapters alone, or where vLLM cannot compute with them
+merged weights, and a resumed run is the same run."""
 
 import json
 import shutil
@@ -14,13 +15,14 @@ from tests.cluster.tiny import SHARED_BACKBONE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 LORA = {"rank": 4, "alpha": 16, "dropout": 0.1}
-ATTENTION = ["q_proj", "v_proj"]
+TARGETS = ["q_proj", "v_proj", "lm_head"]
 KINDS = {
     # Two ranks of the policy, everything sharded; adapters in the critic too.
     "tied": {"policy": {"workers": 2, "zero_stage": 3, "lora": LORA},
              "critic": {"workers": 1, "zero_stage": 1, "lora": LORA}, "algorithm": {"kl": {"coef": 0.1}}},
-    # One model for policy, critic, reference and average; the reference's log-probabilities enter the gradient.
-    "policy": {"policy": {"workers": 1, "lora": {**LORA, "targets": ATTENTION}, "ema_decay": 0.5},
+    # One model for policy, critic, reference and average; the reference's log-probabilities enter the gradient. With an
+    # adapter of the output head publications contain merged weights.
+    "policy": {"policy": {"workers": 1, "lora": {**LORA, "targets": TARGETS}, "ema_decay": 0.5},
                "critic": SHARED_BACKBONE,
                "algorithm": {"kl": {"coef": 0.1, "placement": "loss", "estimator": "k3"}}},
 }
@@ -33,7 +35,7 @@ def whole(request, configure, files, tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("whole") / "run"
     sections = {**SMALL, "run": {"steps": 3}, "model": {"path": str(getattr(files, request.param))},
-                **KINDS[request.param], "reference": {"workers": 50}}  # not started, so it needs no room in the pool
+                **KINDS[request.param]}
     ppo.run(load(PPOConfig, configure(directory, **sections), []))
     return directory, sections
 
@@ -55,17 +57,24 @@ def resumed(whole, configure, tmp_path):
     return directory
 
 
-def test_generators_hold_the_merged_weights(run):
+def test_generators_have_the_learners_weights(run):
     rows = steps(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["rollout/logprob_gap"] for row in rows) < 1e-4
     assert rows[-1]["kl/sequence"] > 0.01, "weights that never changed would fit too"
 
 
+@pytest.mark.parametrize("whole", ["tied"], indirect=True)
+def test_a_publication_is_the_adapters_alone(run):
+    adapters = sum(tensor.nbytes for tensor in load_file(run / "adapter/adapter_model.safetensors").values()) / 2**20
+    assert [row["weights/published_mb"] for row in steps(run)] == [adapters] * 3
+
+
 @pytest.mark.parametrize("whole", ["policy"], indirect=True)
-def test_only_the_layers_with_adapters_are_published_after_the_first_time(run):
+def test_of_merged_weights_only_the_layers_with_adapters_are_published_after_the_first_time(run):
     sizes = {name: tensor.nbytes / 2**20 for name, tensor in load_file(run / "model/model.safetensors").items()}
-    together = sum(size for name, size in sizes.items() if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"))
+    layers = ("q_proj", "k_proj", "v_proj", "lm_head")
+    together = sum(size for name, size in sizes.items() if name.split(".")[-2] in layers)
     assert [row["weights/published_mb"] for row in steps(run)] == [sum(sizes.values()), together, together]
 
 
@@ -88,7 +97,7 @@ def test_the_resumed_run_is_the_same_run_bit_for_bit(run, resumed):
 def test_the_adapters_stand_beside_the_merged_model(run):
     adapter = load_file(run / "adapter/adapter_model.safetensors")
     targets = json.loads((run / "adapter/adapter_config.json").read_text())["target_modules"]
-    layers = len(ATTENTION) if set(targets) == set(ATTENTION) else 7
-    assert all(".lora_" in name for name in adapter) and len(adapter) == 2 * 2 * layers
+    layers = 2 * 2 + 1 if set(targets) == set(TARGETS) else 2 * 7
+    assert all(".lora_" in name for name in adapter) and len(adapter) == 2 * layers
     assert json.loads((run / "adapter/adapter_config.json").read_text())["r"] == 4
     assert not [name for name in load_file(run / "model/model.safetensors") if "lora" in name]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,11 @@ from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
 from rlhf_ray.internals.vllm import unfinished_tokens
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start
-from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
+from rlhf_ray.roles.engines.interface import AdapterSettings, Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.stop_strings import ResponseWatch, watch_for
 from rlhf_ray.roles.engines.vllm_adapter import (
+    adapter_request,
+    adapters_of_zeros,
     completion_of,
     engine_arguments,
     inspect_architectures,
@@ -33,6 +35,9 @@ from rlhf_ray.roles.engines.vllm_adapter import (
     scoring_parameters,
 )
 from rlhf_ray.roles.profiling import collect_vllm_trace, profiler_config
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class AsynchronousEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._engine: Any = None
+        self._adapter: LoRARequest | None = None
+        """The adapter of every request."""
         self._numbers = count()
         self._sampling: set[str] = set()
         """Requests in flight that sample responses, as opposed to scoring."""
@@ -108,7 +115,12 @@ class AsynchronousEngine:
             arguments = engine_arguments(self._settings)
             arguments.profiler_config = profiler_config(self._traces.name)
             self._engine = AsyncLLM.from_engine_args(arguments)
+            self._adapter = adapter_request(self._settings)
         await self._engine.update_weight_version("0")
+        if self._settings.adapters:
+            stage = StagedFiles()
+            stage.add(adapters_of_zeros(self._settings.adapters))
+            await self._load_adapter(stage, self._settings.adapters)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """See `SamplingEngine.sample`."""
@@ -173,11 +185,16 @@ class AsynchronousEngine:
         """See `SamplingEngine.apply`."""
         engine, began = self._living(), time.perf_counter()
         with self._fatal_errors(f"loading weights version {version}"):
-            if isinstance(stage, StagedFiles):
-                await self._load(stage)
-            elif self._loading_since is not None:
-                began = self._loading_since
-            await engine.finish_weight_update(weight_version=str(version))
+            if isinstance(stage, StagedFiles) and self._settings.adapters:
+                await engine.pause_generation(mode="keep", clear_cache=True)
+                await self._load_adapter(stage, self._settings.adapters)
+                await engine.update_weight_version(str(version))
+            else:
+                if isinstance(stage, StagedFiles):
+                    await self._load(stage)
+                elif self._loading_since is not None:
+                    began = self._loading_since
+                await engine.finish_weight_update(weight_version=str(version))
             await engine.resume_generation()
         self._loading_since = None
         return time.perf_counter() - began
@@ -212,6 +229,12 @@ class AsynchronousEngine:
         for bucket in stage.buckets:
             info = bucket_info(bucket.entries, path=bucket.path)
             await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def _load_adapter(self, stage: StagedFiles, adapters: AdapterSettings) -> None:
+        from rlhf_ray.weights.object_store_backend import bucket_info
+
+        buckets = [bucket_info(bucket.entries, path=bucket.path) for bucket in stage.buckets]
+        await self._living().collective_rpc("load_adapter", args=(buckets, adapters.rank))
 
     @contextmanager
     def _fatal_errors(self, action: str) -> Iterator[None]:
@@ -287,7 +310,8 @@ class AsynchronousEngine:
         if parameters.prompt_logprobs is None:
             self._sampling.add(request_id)
         try:
-            async for output in engine.generate(prompt_of(prompt), parameters, request_id):
+            async for output in engine.generate(
+                    prompt_of(prompt), parameters, request_id, lora_request=self._adapter):
                 last = output
                 if watch and not output.finished and watch.ended(output.outputs[0].token_ids):
                     await engine.abort(request_id)

@@ -40,6 +40,8 @@ from rlhf_ray.records import TensorEntry, WorkerProfile
 from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
 from rlhf_ray.roles.engines.stop_strings import ResponseWatch, watch_for
 from rlhf_ray.roles.engines.vllm_adapter import (
+    adapter_request,
+    adapters_of_zeros,
     completion_of,
     engine_arguments,
     inspect_architectures,
@@ -51,6 +53,8 @@ from rlhf_ray.roles.engines.vllm_adapter import (
 from rlhf_ray.roles.profiling import TorchProfile
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
     from rlhf_ray.weights.double_buffer import DoubleBuffer
     from rlhf_ray.weights.weight_loaders import Routes
 
@@ -123,6 +127,8 @@ class InProcessEngine:
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
         self._model: Any = None
+        self._adapter: LoRARequest | None = None
+        """The adapter of every request."""
         self._routes: Routes | None = None
         self._profile = TorchProfile()
         self._thread = threading.Thread(target=self._run, name=f"{settings.name} vLLM", daemon=True)
@@ -149,8 +155,9 @@ class InProcessEngine:
         return dict(getattr(self._model, "packed_modules_mapping", {}))
 
     def open_stage(self) -> DoubleBuffer | StagedBuckets:
-        """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded into a second set of weights."""
-        if self._settings.generation.gpus > 0:
+        """See `SamplingEngine.open_stage`. On CPUs the buckets are loaded into a second set of weights; adapters are so
+        small that they are loaded between two tokens."""
+        if self._settings.generation.gpus > 0 or self._settings.adapters:
             return StagedBuckets()
         from rlhf_ray.weights.double_buffer import DoubleBuffer
         from rlhf_ray.weights.weight_loaders import Routes
@@ -265,6 +272,7 @@ class InProcessEngine:
             # For this thread permanently; torch may have been imported before `OMP_NUM_THREADS` was set.
             torch.set_num_threads(self._settings.generation.threads)
             inspect_architectures(self._settings)
+            self._adapter = adapter_request(self._settings)
             config = engine_arguments(self._settings).create_engine_config()
             gc.freeze()  # vLLM collects garbage five times as it starts; imported modules need no scan
             try:
@@ -275,11 +283,15 @@ class InProcessEngine:
                 raise
             self._engine.set_weight_version("0")
             [self._model] = self._engine.apply_model(lambda model: model)
+            if self._settings.adapters:
+                stage = StagedBuckets()
+                stage.add(adapters_of_zeros(self._settings.adapters))
+                self._load(stage)
 
     def _add(self, batch: RequestBatch, requests: list[Request]) -> None:
         try:
             for request_id, (prompt, parameters, watch) in zip(batch.results, requests, strict=True):
-                self._engine.add_request(request_id, prompt_of(prompt), parameters())
+                self._engine.add_request(request_id, prompt_of(prompt), parameters(), lora_request=self._adapter)
                 self._waiting[request_id] = batch
                 if watch:
                     self._watches[request_id] = watch
@@ -320,9 +332,13 @@ class InProcessEngine:
     def _load(self, kept: StagedBuckets) -> None:
         from rlhf_ray.weights.object_store_backend import bucket_info
 
+        buckets = [bucket_info([entry for entry, _ in tensors], [array for _, array in tensors])
+                   for tensors in kept.buckets]
+        if self._settings.adapters:
+            self._engine.collective_rpc("load_adapter", args=(buckets, self._settings.adapters.rank))
+            return
         self._engine.collective_rpc("start_weight_update")
-        for tensors in kept.buckets:
-            info = bucket_info([entry for entry, _ in tensors], [array for _, array in tensors])
+        for info in buckets:
             self._engine.collective_rpc("update_weights", kwargs={"update_info": info})
         self._engine.collective_rpc("finish_weight_update")
 

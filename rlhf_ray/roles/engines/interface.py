@@ -19,6 +19,15 @@ if TYPE_CHECKING:  # which imports torch, and environment variables are set befo
 
 
 @dataclass(frozen=True)
+class AdapterSettings:
+    """The adapters that a generator receives in place of weights."""
+
+    rank: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor, by its name in peft's files."""
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """Everything that an engine is built from."""
 
@@ -37,6 +46,8 @@ class EngineSettings:
     """The text of some tokens, as rewards see it."""
     transport: str = "object_store"
     """How new weights are sent; see `WeightsConfig`."""
+    adapters: AdapterSettings | None = None
+    """Adapters that publications contain alone; None if publications contain weights."""
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.config.adapter_publication import RANKS
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.errors import ConfigError, WorkerError
-from rlhf_ray.internals.vllm import BACKENDS, model_class
+from rlhf_ray.internals.vllm import ADAPTER_ID, BACKENDS, model_class
+from rlhf_ray.models.lora import layer_in_file
+from rlhf_ray.models.lora_targets import last_names
+from rlhf_ray.records import TensorEntry
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.logprobs import FlatLogprobs
+    from vllm.lora.request import LoRARequest
 
-    from rlhf_ray.roles.engines.interface import EngineSettings
+    from rlhf_ray.roles.engines.interface import AdapterSettings, EngineSettings
 
 OPEN_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 WORKER_EXTENSION = "rlhf_ray.weights.object_store_backend.WorkerExtension"
@@ -103,6 +110,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         **_memory(generation),
         **_parallelism(generation),
         **_operators(settings),
+        **_adapters(settings.adapters),
     )
 
 
@@ -131,6 +139,31 @@ def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
     # bandwidth in every layer.
     return {"tensor_parallel_size": generation.tensor_parallel, "pipeline_parallel_size": generation.pipeline_parallel,
             "distributed_executor_backend": "mp"}
+
+
+def _adapters(adapters: AdapterSettings | None) -> dict[str, Any]:
+    """One adapter, on those layers only that have one."""
+    if adapters is None:
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(rank for rank in RANKS if rank >= adapters.rank),
+            "lora_target_modules": last_names(map(layer_in_file, adapters.shapes))}
+
+
+def adapter_request(settings: EngineSettings) -> LoRARequest | None:
+    """The adapter with which every request runs. It has the same name in all versions: a publication replaces its
+    tensors, so requests in flight continue with the new ones, as they do with new weights."""
+    from vllm.lora.request import LoRARequest
+
+    if settings.adapters is None:
+        return None
+    return LoRARequest("policy", ADAPTER_ID, "/no/file: publications load its tensors")
+
+
+def adapters_of_zeros(adapters: AdapterSettings) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
+    """The tensors with which the model is its base, as a publication would contain them."""
+    for name, shape in adapters.shapes.items():
+        entry = TensorEntry(name, "float32", shape, 4 * prod(shape))
+        yield entry, np.zeros(entry.nbytes, np.uint8)
 
 
 def inspect_architectures(settings: EngineSettings) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.lora import Adapters, digest
+from rlhf_ray.models.lora import Adapters, adapter_shapes, digest, layer_in_file
 from rlhf_ray.models.lora_targets import chosen_layers, shortest_targets
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
@@ -48,6 +48,27 @@ def test_a_merged_weight_by_hand():
     merged = adapters.merged([f"{name}.weight"], tensors)[f"{name}.weight"]
     assert torch.equal(merged, torch.tensor([[7.0, -4.0], [4.5, 2.5]]))
     assert torch.equal(tensors[f"{name}.base_layer.weight"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+
+def test_published_adapters_by_hand():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=4, hidden_size=2, intermediate_size=3, num_hidden_layers=1, num_attention_heads=1,
+                         num_key_value_heads=1)
+    lora = LoRAConfig(rank=1, alpha=3, targets=["up_proj", "down_proj"])
+    model = LlamaForCausalLM(config)
+    adapters, layers = Adapters(model, lora, "base"), "model.layers.0.mlp"
+    up = [f"base_model.model.{layers}.up_proj.lora_{kind}.weight" for kind in "AB"]
+    tensors = {f"{layers}.up_proj.lora_A.default.weight": torch.tensor([[1.0, -1.0]]),
+               f"{layers}.up_proj.lora_B.default.weight": torch.tensor([[2.0], [0.5], [-1.0]])}
+    assert adapters.published_sources(up) == list(tensors)
+    published = adapters.published(up, tensors)
+    assert torch.equal(published[up[0]], torch.tensor([[1.0, -1.0]]))
+    assert torch.equal(published[up[1]], torch.tensor([[6.0], [1.5], [-3.0]]))  # 3/1 * B
+    expected = adapter_shapes(config, lora)
+    assert dict(adapters.published_shapes(shapes(model))) == expected
+    assert expected[up[0]] == (1, 2) and expected[up[1]] == (3, 1) and len(expected) == 4
+    assert {layer_in_file(name) for name in expected} == {f"{layers}.up_proj", f"{layers}.down_proj"}
 
 
 @pytest.mark.parametrize("tied", [True, False])

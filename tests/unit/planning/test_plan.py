@@ -283,7 +283,9 @@ class TestVerdict:
 
 
     def test_an_object_store_below_three_buckets_is_tight_unless_weights_go_from_gpu_to_gpu(self):
-        arguments = ("one_gpu_8b_lora.yaml", "1x1xH100", "--cluster.object_store_mb=512")
+        small = ("one_gpu_8b_lora.yaml", "1x1xH100", "--cluster.object_store_mb=512")
+        arguments = (*small, '--policy.lora.targets=["q_proj","lm_head"]')  # so that publications contain weights
+        assert not planned(*small).findings
         assert any("cluster.object_store_mb" in finding.text for finding in planned(*arguments).findings)
         direct = planned(*arguments, "--weights.transport=ipc")
         assert not direct.findings
@@ -318,6 +320,16 @@ class TestRest:
     def test_overlapping_sides_take_as_long_as_the_longer(self):
         apart = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", "--coordinator.max_staleness=0").step_time.seconds
         assert planned("eight_gpu_8b_ppo.yaml", "1x8xH100").step_time.seconds < apart
+
+    def test_adapters_alone_are_a_small_part_of_the_weights(self):
+        """Rank 16 in bfloat16 on an 8B Llama (Hu et al. 2021: rank x (inputs + outputs) of each matrix)."""
+        alone = planned("one_gpu_8b_lora.yaml", "1x1xH100")
+        merged = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--policy.lora.rank=513")
+        layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+        assert alone.geometry["weights"].startswith(f"{2 * 16 * 32 * layer / 2**20:.0f} MiB")
+        assert "the adapters alone, 0.52%" in alone.geometry["weights"]
+        assert "merged in, because policy.lora.rank=513" in merged.geometry["weights"]
+        assert alone.step_time.roles["publication"] < 0.01 * merged.step_time.roles["publication"]
 
     def test_values_are_plain_and_whole(self):
         import json

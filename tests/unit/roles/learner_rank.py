@@ -121,6 +121,13 @@ def adapters(files: Any, address: str, folder: Path) -> dict[str, Any]:
     save(it, folder / "adapters_saved")
     result["files"] = sorted(path.name for path in (folder / "adapters_saved").iterdir())
     result |= {"buckets": buckets(it), "unchanged": sorted(it.unchanged_weights() or {})}
+    alone = make(PolicyLearner, address, {**arguments, "publishes_adapters": True})
+    alone.update(0, 0.0, *experiences)
+    plan = alone.plan_weights(20_000, [])
+    assert plan.whole == plan.changing
+    sent = [alone.weight_bucket(1, index) for index in range(plan.whole.buckets)]
+    result["alone"] = {entry.name: array.view("float32").reshape(entry.shape) for bucket in sent if bucket is not None
+                       for entry, array in zip(bucket.entries, bucket.arrays, strict=True)}
     return result
 
 

@@ -160,6 +160,14 @@ def test_buckets_of_a_publication_bring_every_tensor_once(results):
     assert len(results.policy["buckets"]) > 2 and results.policy["unchanged"] == {}
 
 
+def test_adapters_are_published_alone_with_their_scale_in_b(results, folder):
+    published, trained = results.adapters["alone"], load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert published.keys() == trained.keys()
+    for name, tensor in trained.items():
+        assert np.abs(tensor).max() > 0
+        np.testing.assert_array_equal(published[name], 32 / 2 * tensor if "lora_B" in name else tensor)
+
+
 def test_adapters_leave_the_reference_as_it_was_and_are_exported_alone_and_merged(results, files, folder):
     result = results.adapters
     assert np.abs(result["reference"] - result["first"]).max() < 1e-6

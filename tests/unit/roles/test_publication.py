@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.roles import publication
-from rlhf_ray.roles.publication import PublishedModel
+from rlhf_ray.roles.publication import PublishedAdapters, PublishedModel
 
 CARD = SimpleNamespace()
 
@@ -52,3 +52,15 @@ def test_another_source_is_asked_on_every_rank(model_of):
     asked = []
     assert model.gather(["w"], lambda names: asked.append(names) or {}) is None
     assert asked == [["w.base"]] and not gathered
+
+
+@pytest.mark.parametrize(("rank", "lockstep", "gathers"), [
+    (0, False, True), (0, True, True), (1, False, False), (1, True, True)])
+def test_rank_0_returns_the_adapters_and_all_ranks_gather_sharded_ones(rank, lockstep, gathers):
+    gathered = []
+    engine = SimpleNamespace(device="cpu", gather=lambda names: gathered.append(names) or dict.fromkeys(names, 0))
+    adapters = SimpleNamespace(published_sources=lambda names: [f"{name}.default" for name in names],
+                               published=lambda names, tensors: ("scaled", names, tensors))
+    tensors = PublishedAdapters(engine, adapters, "bfloat16", rank, lockstep).gather(["a"])
+    assert gathered == [["a.default"]] * gathers
+    assert tensors == (None if rank else ("scaled", ["a"], {"a.default": 0}))
