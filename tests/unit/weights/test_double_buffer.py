@@ -1,0 +1,48 @@
+"""A second set of weights of a tied model, without an engine; `tests/cluster/test_generator.py` runs engines."""
+
+from itertools import permutations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from rlhf_ray.records import TensorEntry
+from rlhf_ray.weights.double_buffer import DoubleBuffer
+from rlhf_ray.weights.weight_loaders import Routes
+
+SHAPES = {"embed.weight": (4, 2), "lm_head.bias": (4,), "norm.weight": (2,)}
+
+
+class Tied(nn.Module):
+    """A head that shares the embedding's weight, with or without a bias of its own."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.embed, self.norm, self.lm_head = nn.Embedding(4, 2), nn.LayerNorm(2, bias=False), nn.Linear(2, 4, bias)
+        self.lm_head.weight = self.embed.weight
+        self.requires_grad_(False)
+        for parameter in self.parameters():
+            parameter.weight_loader = lambda param, tensor: param.data.copy_(tensor)
+
+    def load_weights(self, weights):
+        own = dict(self.named_parameters())
+        for name, tensor in weights:
+            own[name].weight_loader(own[name], tensor)
+
+
+@pytest.mark.parametrize("order", list(permutations(SHAPES)))
+def test_a_tied_head_gets_the_embedding_and_its_own_bias_in_any_order(order):
+    for names in (order, [name for name in order if "bias" not in name]):
+        model = Tied(len(names) == 3)
+        buffer = DoubleBuffer(Routes(model, transformers.LlamaConfig(), {name: SHAPES[name] for name in names}))
+        new = {name: torch.randn(SHAPES[name]) for name in names}
+        for name, tensor in new.items():
+            entry = TensorEntry(name, "float32", SHAPES[name], tensor.nbytes)
+            buffer.add([(entry, tensor.flatten().view(torch.uint8).numpy())])
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        assert not torch.equal(before["embed.weight"], new["embed.weight"])
+        buffer.require_complete_layers()
+        buffer.swap()
+        assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in new.items())
+        assert model.lm_head.weight is model.embed.weight
