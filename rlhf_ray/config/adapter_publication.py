@@ -5,7 +5,7 @@ from rlhf_ray.config.derived import transport_of
 from rlhf_ray.config.stages import PPOConfig
 
 ADAPTER_FAMILIES = frozenset({
-    "cohere", "gemma", "gemma3_text", "glm", "gpt_neox", "granite", "llama", "mistral", "nemotron", "olmo", "olmo2",
+    "cohere", "gemma", "gemma3_text", "glm", "gpt_neox", "granite", "llama", "mistral", "olmo", "olmo2",
     "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"})
 """Families (`model_type`) for which vLLM's LoRA was tested against transformers with merged weights."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
